@@ -152,13 +152,13 @@ def test_different_environment_variables_are_an_error() -> None:
 
 def test_the_flight_recorder_keeps_the_lines_of_callers() -> None:
     flight_recorder = FlightRecorder()
-    assert flight_recorder.latest_entry == ""
+    assert flight_recorder.latest_entry_text == ""
     for number in range(40):
         flight_recorder.record(CollectiveCall(number, "barrier"))
     flight_recorder.record(GradientPhase("backward", 7))
     assert flight_recorder.latest_operation == "backward #7"
-    assert flight_recorder.latest_entry.startswith("backward #7, at test_mismatches.py:")
-    assert flight_recorder.latest_entry.endswith('flight_recorder.record(GradientPhase("backward", 7))')
+    assert flight_recorder.latest_entry_text.startswith("backward #7, at test_mismatches.py:")
+    assert flight_recorder.latest_entry_text.endswith('flight_recorder.record(GradientPhase("backward", 7))')
     records = flight_recorder.records()
     assert [record.position for record in records] == list(range(25, 41))
     assert records[0].text.startswith("barrier() (collective #25), at test_mismatches.py:")

@@ -9,7 +9,7 @@ from unitrain.monitoring.failure_store import Shutdown
 
 
 def describe_expired(deadlines: Deadlines) -> str | None:
-    deadline = deadlines.expired()
+    deadline = deadlines.find_expired()
     return None if deadline is None else deadline.describe()
 
 
@@ -86,7 +86,7 @@ def test_wait_for_one_batch_expires_and_waits_for_several_batches_do_not() -> No
     deadline = DataDeadline(10.0, clock)
     found = []
     for batch in [(1, 0)] * 9 + [(1, 1)] * 9 + [None] + [(1, 1)] * 12:
-        found.append(deadline.expired(batch, 3))
+        found.append(deadline.has_expired(batch, 3))
         clock.now += 1.0
     assert found == [False] * 30 + [True]
 
@@ -95,5 +95,5 @@ def test_waits_for_the_first_batch_of_several_epochs_do_not_expire() -> None:
     clock = Clock()
     deadline = DataDeadline(10.0, clock)
     for epoch in range(20):
-        assert not deadline.expired((1, 0), epoch)
+        assert not deadline.has_expired((1, 0), epoch)
         clock.now += 9.0

@@ -23,7 +23,7 @@ from unitrain.testing import RankGroup, compression, gradients, parameters
 
 
 def describe_expired(deadlines: Deadlines) -> str | None:
-    deadline = deadlines.expired()
+    deadline = deadlines.find_expired()
     return None if deadline is None else deadline.describe()
 
 
@@ -71,7 +71,7 @@ def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
 
     def end_of_backward() -> None:  # as in a timed step, where the host now waits until the gradients are global
         monitor.clock.now += 1.0
-        monitor.deadlines.expired()
+        monitor.deadlines.find_expired()
         monitor.clock.now += 1.0
         found.append(describe_expired(monitor.deadlines))
 
@@ -85,7 +85,7 @@ def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     weight.sum().backward()
     assert found == ["backward #0 is not done"]
     group.works[0].done = True
-    assert monitor.deadlines.expired() is None
+    assert monitor.deadlines.find_expired() is None
 
 
 class FailingGroup(SimulatedNccl):

@@ -5,8 +5,8 @@ watchdog            Watchdog: thread that detects failures of other ranks and ti
 deadlines           time limits for waits of the training thread
 liveness            LivenessCheck: connections between rank 0 and the other ranks, which detect killed processes
 failure_store       first failure, rank statuses and shutdowns, exchanged through the rendezvous store
-flight_record_file  the history as a file for torch's analyzer
 flight_recorder     history of this rank's recent collectives and backward passes
+flight_record_file  this history as a file for torch's analyzer
 rank_status         RankStatus: activity and source line of a rank, as data and as text
 stack_inspection    the user's line, the DataLoader worker and the function in a stack
 stalled_ranks       detection of ranks that wait for each other in different operations

@@ -14,7 +14,7 @@ _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 
 
 class Deadline:
-    """Work that the training thread has started. If it times out, `describe` returns the error text.
+    """A deadline for work that the training thread has started. `describe` returns the error text of a timeout.
 
     The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
     """
@@ -50,7 +50,7 @@ class Deadlines:
         self._deadlines.append(deadline)
         return deadline
 
-    def expired(self) -> Deadline | None:
+    def find_expired(self) -> Deadline | None:
         """Return the oldest deadline if its work has timed out. Only the watchdog thread calls it."""
         oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
         if oldest is not self._oldest:
@@ -99,7 +99,7 @@ class DataDeadline:
         self._waiting_for: tuple[object, ...] | None = None
         self._start_time = 0.0
 
-    def expired(self, batch: tuple[int, int] | None, operation_count: int) -> bool:
+    def has_expired(self, batch: tuple[int, int] | None, operation_count: int) -> bool:
         """Return whether the main thread has waited for the same `batch` longer than the timeout. Only the watchdog
         thread calls it.
 

@@ -1,8 +1,7 @@
 """Writes the flight recorder of this rank to a file in torch's format.
 
 torch's analyzer compares the files of all ranks: `python -m torch.distributed.flight_recorder.fr_trace FOLDER`. The
-files have the format of ProcessGroupNCCL's flight recorder. Unlike that recorder, they describe the collectives of
-every backend.
+files have the format of ProcessGroupNCCL's flight recorder, but describe the collectives of every backend.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class FlightRecorder:
         return self._entries[-1].operation.key if self._entries else ""
 
     @property
-    def latest_entry(self) -> str:
+    def latest_entry_text(self) -> str:
         """Name of the latest operation and the user's line that called it, or an empty string if there is none."""
         if not self._entries:
             return ""

@@ -27,9 +27,9 @@ _ROLE = "liveness check"
 class LivenessCheck:
     """This rank's connections for the liveness check. All ranks create it at the same time, then call `start`.
 
-    Rank 0 has one connection to every other rank. `on_process_ended` is called at most once, in a thread, with the
-    first connected rank whose process has terminated unexpectedly. A rank is not monitored if its connection could not
-    be established.
+    Rank 0 has one connection to every other rank. `on_process_ended` is called at most once, in the thread of the
+    check, with the first connected rank whose process has terminated unexpectedly. A rank is not monitored if its
+    connection could not be established.
     """
 
     def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:

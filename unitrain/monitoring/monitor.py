@@ -115,8 +115,8 @@ class FailureMonitor:
         self._recorder.is_main_thread_waiting = was_waiting
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
-        """Terminate the process, and report the missing ranks, unless `is_done` returns true within a few seconds more
-        than the timeout.
+        """Set a deadline for `phase`, a few seconds after the timeout. If `is_done` does not return true before the
+        deadline, the watchdog reports the missing ranks and terminates the process.
 
         Use it for waits of the main thread that cannot be interrupted. The call takes about 1 µs. Without a watchdog,
         do nothing and return None.

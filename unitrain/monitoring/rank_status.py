@@ -59,9 +59,9 @@ class RankStatus:
 
     `location` is the user's line ("train.py:41: code"). `operation` is the collective or gradient phase in which the
     rank waits, and `worker` the DataLoader worker that it waits for. `library_function` and `unitrain_function` are the
-    functions that it executes. `detail` is the error of a failed rank, or the reason for a shutdown. `latest_entry` is
-    the latest operation and its line. `stack` contains the innermost frames as text, and `records` the latest
-    operations.
+    functions that it executes. `detail` is the error of a failed rank, or the reason for a shutdown.
+    `latest_entry_text` is the latest operation and its line. `stack` contains the innermost frames as text, and
+    `records` the latest operations.
     """
 
     activity: Activity = Activity.NO_RESPONSE
@@ -71,7 +71,7 @@ class RankStatus:
     library_function: str = ""
     unitrain_function: str = ""
     detail: str = ""
-    latest_entry: str = ""
+    latest_entry_text: str = ""
     stack: list[str] = field(default_factory=list)
     records: list[FlightRecord] = field(default_factory=list)
 
@@ -80,9 +80,9 @@ class RankStatus:
         """Return the status of this process's main thread. Any thread may call it."""
         is_waiting = flight_recorder.is_main_thread_waiting
         stack = main_thread_stack()
-        records, latest_entry = flight_recorder.records(), flight_recorder.latest_entry
+        records, latest_entry_text = flight_recorder.records(), flight_recorder.latest_entry_text
         if not stack:
-            return cls(Activity.MAIN_THREAD_ENDED, latest_entry=latest_entry, records=records)
+            return cls(Activity.MAIN_THREAD_ENDED, latest_entry_text=latest_entry_text, records=records)
         user = stack[user_position(stack)]
         location = describe_line(user.f_code.co_filename, user.f_lineno)
         lines = format_stack(stack)
@@ -100,7 +100,7 @@ class RankStatus:
             location,
             library_function=library_function,
             unitrain_function=unitrain_function,
-            latest_entry=latest_entry,
+            latest_entry_text=latest_entry_text,
             stack=lines,
             records=records,
         )
@@ -149,7 +149,7 @@ class RankStatus:
             case Activity.RUNNING:
                 text = f"in {self.library_function}, {location}" if self.library_function else location
                 text += f" ({self.unitrain_function})" if self.unitrain_function else ""
-        return text + (f"; last operation: {self.latest_entry}" if self.latest_entry else "")
+        return text + (f"; last operation: {self.latest_entry_text}" if self.latest_entry_text else "")
 
 
 def format_statuses(

@@ -50,7 +50,7 @@ class AttemptInfo:
     waiting_seconds: float
     reason: str | None
 
-    def message(self) -> str:
+    def to_message(self) -> str:
         """Return the message that sends this description to rank 0."""
         return ATTEMPT + json.dumps(asdict(self))
 
@@ -59,7 +59,8 @@ class _SupervisorClient:
     def __init__(self, connection: PeerConnection, rank: int, *, is_standby: bool) -> None:
         self.connection, self._rank, self._pid = connection, rank, os.getpid()
         self.is_started = threading.Event()
-        self.attempt: tuple[AttemptInfo, float] | None = None  # and the time at which it was received
+        self.attempt: AttemptInfo | None = None
+        self.attempt_received_at = 0.0
         self.has_attempt = threading.Event()
         if not is_standby:
             self.is_started.set()
@@ -73,7 +74,8 @@ class _SupervisorClient:
                 self.is_started.set()
                 continue
             if message.startswith(ATTEMPT):
-                self.attempt = AttemptInfo(**json.loads(message.removeprefix(ATTEMPT))), time.monotonic()
+                self.attempt = AttemptInfo(**json.loads(message.removeprefix(ATTEMPT)))
+                self.attempt_received_at = time.monotonic()
                 self.has_attempt.set()
                 continue
             if message == EXIT:
@@ -143,8 +145,8 @@ def attempt_info() -> AttemptInfo | None:
     """Return the attempt to which this process belongs, or None if no supervisor has described it. Rank 0 only."""
     if _client is None or not _client.has_attempt.wait(_ATTEMPT_TIMEOUT_SECONDS) or _client.attempt is None:
         return None
-    info, received_at = _client.attempt
-    return replace(info, age_seconds=info.age_seconds + time.monotonic() - received_at)
+    seconds_since_receipt = time.monotonic() - _client.attempt_received_at
+    return replace(_client.attempt, age_seconds=_client.attempt.age_seconds + seconds_since_receipt)
 
 
 def report_shutdown() -> None:

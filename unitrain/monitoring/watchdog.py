@@ -75,7 +75,7 @@ class Watchdog:
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
-        self._stop_event, self._failure_is_known = threading.Event(), threading.Event()
+        self._stop_event, self._failure_known_event = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # the error that makes this rank fail
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
@@ -108,7 +108,7 @@ class Watchdog:
         self._liveness.close()
 
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
-        """Terminate the process and print the text of `describe` unless `is_done` returns true in time.
+        """Set a deadline at which the watchdog prints `describe()` and ends the process, unless `is_done` returns true.
 
         Use it for waits that cannot be interrupted. The call takes about 1 µs. The time limit is a few seconds longer
         than the timeout. The time is counted from this call or, if earlier work is unfinished, from its completion.
@@ -135,7 +135,7 @@ class Watchdog:
         """
         if not _is_peer_lost(error):
             return None
-        self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)
+        self._failure_known_event.wait(_FAILURE_REPORT_SECONDS)
         return self.model_error()
 
     def report_failure(self, error: BaseException) -> None:
@@ -148,22 +148,22 @@ class Watchdog:
         self._error = error
         failure = Failure.from_error(error, self._rank, _first_line(error))
         if _is_peer_lost(error):
-            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
+            self._failure_known_event.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or self._unresponsive_store() or failure
         self._stop_event.set()
         if self._publish_failure(failure):
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
-            # The launcher terminates this rank soon after the others exit, so wait only for ranks that can respond.
+            # The launcher terminates this rank soon after other ranks exit, so wait only for ranks that can respond.
             running = [rank for rank in other_ranks if not self._has_shut_down(rank)]
             statuses = self._complete_statuses(self._collect_statuses(running), other_ranks)
             self._report = self._format_report(statuses)
             unresponsive = [rank for rank, status in statuses.items() if status.activity is Activity.NO_RESPONSE]
-            continued = self._continue_stopped(unresponsive)
+            resumed = self._resume_stopped(unresponsive)
             if self._rank == 0:
                 # The store terminates with this process, so the resumed ranks must first read the failure.
-                self._collect_statuses(continued)
+                self._collect_statuses(resumed)
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
             if self._rank == 0:
@@ -180,7 +180,7 @@ class Watchdog:
     def _report_shutdown(self, reason: str) -> None:
         if self._stop_event.is_set() or os.getpid() != self._pid:
             return
-        if latest := self._flight_recorder.latest_entry:
+        if latest := self._flight_recorder.latest_entry_text:
             reason += f"; last operation: {latest}"
         with contextlib.suppress(dist.DistError):  # rank 0's process has exited, and the store with it
             self._store.report_shutdown(reason, self._flight_recorder.operation_count)
@@ -244,7 +244,7 @@ class Watchdog:
         except dist.DistError:  # rank 0's process has exited, and the store with it
             self._first_failure = self._first_failure or failure
             reporter = own_name if self._first_failure == failure else ""
-        self._failure_is_known.set()
+        self._failure_known_event.set()
         return reporter == own_name
 
     def _format_report(self, statuses: Mapping[int, RankStatus]) -> list[str]:
@@ -278,21 +278,21 @@ class Watchdog:
                     complete[rank] = RankStatus(Activity.SHUT_DOWN, detail=shutdown.reason)
         return complete
 
-    def _continue_stopped(self, ranks: Sequence[int]) -> list[int]:
+    def _resume_stopped(self, ranks: Sequence[int]) -> list[int]:
         """Resume the processes of `ranks` on this host that are stopped by SIGSTOP. Return the ranks whose processes
         exist.
 
         A stopped process does not react to the launcher's SIGTERM, so the launcher would wait for its timeout before it
         sends SIGKILL. A stopped process also keeps its GPU memory.
         """
-        continued = []
+        resumed = []
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
                 process = self._store.get_process(rank)
                 if process is not None and process.namespace == _process_namespace():
                     os.kill(process.pid, signal.SIGCONT)
-                    continued.append(rank)
-        return continued
+                    resumed.append(rank)
+        return resumed
 
     def _status(self) -> RankStatus:
         if self._error is not None:
@@ -331,9 +331,9 @@ class Watchdog:
                 if failure is not None:
                     self._report_failed_peer(failure)
                     return
-            if (deadline := self._deadlines.expired()) is not None:
+            if (deadline := self._deadlines.find_expired()) is not None:
                 self._handle_expired(deadline)
-            if self._data_deadline.expired(awaited_batch(), self._flight_recorder.operation_count):
+            if self._data_deadline.has_expired(awaited_batch(), self._flight_recorder.operation_count):
                 self._terminate_without_data()
 
     def _poll_store(self) -> bool:
@@ -408,7 +408,7 @@ class Watchdog:
 
     def _terminate_process(self) -> None:
         """Wait a few seconds for the main thread to raise an error, then terminate the process."""
-        self._failure_is_known.set()
+        self._failure_known_event.set()
         if not self._stop_event.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
             _print([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])

@@ -128,8 +128,8 @@ class _PodLog:
     """The log of a pod, which `kubectl logs --follow` writes to a pipe.
 
     kubectl ends when the container ends, when the log is rotated, and when it loses its connection. It is then started
-    again, from the timestamp of the last line. A last line without a newline may be the start of a longer one. It is written
-    if kubectl prints it twice in succession, or when the log is closed.
+    again, from the timestamp of the last line. A last line without a newline may be the start of a longer one. It is
+    written if kubectl prints it twice in succession, or when the log is closed.
     """
 
     def __init__(self, namespace: Sequence[str]) -> None:
@@ -188,7 +188,7 @@ class _PodLog:
         process.wait()
 
     def _write_incomplete(self, line: bytes) -> bool:
-        """Write a line without a newline, unless it ends within its timestamp or is the start of a line that was written."""
+        """Write a line without a newline, unless it ends within its timestamp or is the start of a written line."""
         if b" " not in line or any(written.startswith(line) for written in self._lines_at_last_time):
             return False
         return self._write(line)

@@ -119,8 +119,10 @@ class Membership:
             )
 
     def _choose(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
-        """Return the hosts to use, with their slots; empty if too few hosts respond. `is_running` states whether the job
-        runs on the selected hosts."""
+        """Return the hosts to use, with their slots; empty if too few hosts respond.
+
+        `is_running` states whether the job runs on the selected hosts.
+        """
         members, now = {host.name for host in self._selected_hosts}, time.monotonic()
         # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
         not_probed = members if is_running else set()
