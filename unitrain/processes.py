@@ -66,11 +66,11 @@ def process_age_seconds() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
-def find_process_ids(tag: bytes) -> Iterator[int]:
-    """Yield the IDs of processes with `tag` (NAME=value) in their environment; none if the system has no /proc."""
+def find_process_ids(marker: bytes) -> Iterator[int]:
+    """Yield the IDs of processes with `marker` (NAME=value) in their environment; none if the system has no /proc."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if tag in (folder / "environ").read_bytes().split(b"\0"):
+            if marker in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)
 
 
@@ -85,20 +85,20 @@ def exit_on_termination_signals() -> None:
             signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
 
 
-def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
-    """Kill `process` (a session leader), its process group, and all processes with `tag`; wait for `process`."""
+def kill_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
+    """Kill `process` (a session leader), its process group, and all processes with `marker`; wait for `process`."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
     # Repeat, because the processes may have started further processes.
-    while (process_ids := list(find_process_ids(tag))) and time.monotonic() < deadline:
+    while (process_ids := list(find_process_ids(marker))) and time.monotonic() < deadline:
         for pid in process_ids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def terminate_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
+def terminate_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
     """Terminate `process`, a launcher and session leader, wait for it at most 5 s, and call `kill_processes`.
 
     A launcher that receives SIGTERM also terminates its ranks on other hosts. A killed srun does not.
@@ -110,7 +110,7 @@ def terminate_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        kill_processes(process, tag)
+        kill_processes(process, marker)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from unitrain.backends.checks import (
     check_unwrapped_model,
 )
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
-from unitrain.bootstrap.overrides import load_tool
+from unitrain.bootstrap.overrides import load_tool_overrides
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.errors import ConfigError, UnsupportedError
@@ -231,5 +231,5 @@ class TrainerOverrides(Protocol):
 
 def load_overrides() -> TrainerOverrides | None:
     """Return the overrides of the tool that started this process, or None."""
-    overrides: TrainerOverrides | None = load_tool()
+    overrides: TrainerOverrides | None = load_tool_overrides()
     return overrides

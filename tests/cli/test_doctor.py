@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ from click.testing import CliRunner
 from hosts import Host, hosts
 from launches import SECONDS, running_launcher
 from requirements import needs_hosts, needs_mpi, needs_open_mpi
+from torch.distributed import HashStore
 
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.network import own_addresses
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.cli import unitrain
 from unitrain.doctor import examination
 from unitrain.doctor.facts import Facts, Gpu
 from unitrain.doctor.findings import RankReport, find_problems
-from unitrain.doctor.peers import PeerChecks
+from unitrain.doctor.peers import PeerChecks, check_peers
 from unitrain.processes import find_process_ids
 
 GIB = 2**30
@@ -184,6 +190,27 @@ def test_a_valid_job_has_no_findings() -> None:
     assert shown([RankReport(alone, None)]) == []
     # Ranks bound to different cores.
     assert shown(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
+
+
+def test_peer_checks_of_a_rendezvous_with_an_ipv6_address() -> None:
+    rank_info = RankInfo("none", rank=0, size=1, local_rank=0)
+    checks = check_peers(Rendezvous(rank_info, HashStore(), "::1", timedelta(seconds=10)))
+    assert checks == PeerChecks(
+        address=own_addresses()[0], unreachable={}, clock_offset_seconds=0.0, shares_folder=True
+    )
+
+
+def test_peer_checks_in_a_folder_on_a_read_only_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, Linux reports a read-only file system also for the removal of a file that does not exist."""
+
+    def fail(path: Path, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    rank_info = RankInfo("none", rank=0, size=1, local_rank=0)
+    checks = check_peers(Rendezvous(rank_info, HashStore(), "127.0.0.1", timedelta(seconds=10)))
+    assert not checks.shares_folder
 
 
 def test_connections_without_authentication_are_reported_on_several_hosts() -> None:

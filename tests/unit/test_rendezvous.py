@@ -127,7 +127,7 @@ def test_only_addresses_with_a_listener_are_reachable() -> None:
     """127.0.0.2 is an address of this host without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert network.reachable_addresses(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
+        assert network.find_reachable_addresses(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
     own = network.own_addresses()
     assert own[-1] == "127.0.0.1"
     assert [network.is_loopback(address) for address in own] == [False] * (len(own) - 1) + [True]

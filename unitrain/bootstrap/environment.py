@@ -250,7 +250,7 @@ def copy() -> dict[str, str]:
 def without_rank_variables() -> dict[str, str]:
     """Return a copy of the environment for a launcher that sets the ranks itself.
 
-    The copy does not contain LOCAL_RANK, RANK and WORLD_SIZE, or the variables that `without_pod_variables` removes. A
+    The copy does not contain RANK, WORLD_SIZE, LOCAL_RANK or the variables that `without_pod_variables` removes. A
     PyTorchJob sets RANK and WORLD_SIZE in every container.
     """
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -42,8 +42,8 @@ class MessageStore:
         """Set `key` to `desired` unless a rank has already set it; return its text afterwards. `expected` must be
         empty.
 
-        A value of another program is replaced atomically, so all ranks return the same text. Only if the other program
-        writes repeatedly, or its value is not text, the value is replaced unconditionally.
+        A value of another program is replaced atomically, so all ranks return the same text. The value is
+        replaced unconditionally only if the other program writes repeatedly or its value is not text.
         """
         assert not expected
         sealed, replaced = self._seal(key, desired), ""

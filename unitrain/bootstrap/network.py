@@ -49,20 +49,20 @@ def interface_with_address(address: str) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return this host's addresses: first the address of the default route, then others, and loopback addresses
-    last."""
+    """Return this host's addresses: the address of the default route, the other addresses, and last the loopback
+    addresses."""
     addresses = list(interfaces().values())
     with contextlib.suppress(OSError):  # there is no default route
         addresses.insert(0, local_address_for("10.255.255.255"))
     return sorted(dict.fromkeys(addresses), key=is_loopback) or ["127.0.0.1"]
 
 
-def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list[str]:
-    """Return the `addresses` that accept connections to `port` within `seconds`."""
+def find_reachable_addresses(addresses: list[str], port: int, timeout_seconds: float) -> list[str]:
+    """Return the `addresses` that accept a connection to `port` within `timeout_seconds`."""
 
     def is_reachable(address: str) -> bool:
         try:
-            socket.create_connection((address, port), timeout=seconds).close()
+            socket.create_connection((address, port), timeout=timeout_seconds).close()
         except OSError:
             return False
         return True

@@ -16,11 +16,11 @@ OVERRIDES_VARIABLE = "UNITRAIN_OVERRIDES"
 
 
 def overrides_setting(factory: str, argument: str) -> str:
-    """Return a value of UNITRAIN_OVERRIDES: `load_tool` calls `factory`, "module:function", with `argument`."""
+    """Return a value for UNITRAIN_OVERRIDES. `factory` is a "module:function" that is called with `argument`."""
     return f"{factory} {argument}"
 
 
-def load_tool() -> Any:
+def load_tool_overrides() -> Any:
     """Return a new object with the overrides of the tool that started this process, or None."""
     setting = environment.get_variable(OVERRIDES_VARIABLE)
     if setting is None:

@@ -282,7 +282,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
 
 
 def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
-    """Return the store at an address, which this process serves if `is_server`. Does not wait for other ranks.
+    """Return the store at an address. If `is_server`, this process serves the store. Does not wait for other ranks.
 
     A served store listens on one address, or on all interfaces if `host` does not determine the address; see
     `network.listen`. Raises ConfigError if rank 0 cannot listen there, CollectiveTimeoutError if no store responds
@@ -370,7 +370,7 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
 
 
 def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
-    """Return the store that all ranks share. Rank 0 publishes its address in horovodrun's key-value store (HTTP)."""
+    """Return the store that all ranks share. Rank 0 serves it, and publishes the address in horovodrun's HTTP store."""
     server = environment.get_variable("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     key = name.replace("/", ".")  # a path has exactly two parts, a scope and a key
     url = f"http://{server}:{environment.get_variable('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"

@@ -5,10 +5,10 @@ It accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous
 the loopback interface unless --rdzv-endpoint is set, and several hosts use the address of the first host. The
 rendezvous backends c10d and etcd remain unchanged.
 
-SIGUSR1 and SIGUSR2 are forwarded to the ranks, with --max-restarts as SIGTERM. If the first failed rank exits with 75
-because it was preempted, this process also exits with 75. After a signal such as SIGTERM, this process exits with 128
-plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The summary of failed ranks is
-printed without torchrun's traceback.
+SIGUSR1 and SIGUSR2 are forwarded to the ranks; with --max-restarts, the ranks receive SIGTERM instead. If the first
+failed rank exits with 75 because it was preempted, this process also exits with 75. After a signal such as SIGTERM,
+this process exits with 128 plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The
+summary of failed ranks is printed without torchrun's traceback.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ def _main(error_folder: str) -> None:
 
 
 def _run(options: Namespace) -> None:
-    single = options.standalone or run.parse_min_max_nnodes(options.nnodes)[1] == 1
-    if single and (options.standalone or (options.rdzv_backend == "static" and not options.rdzv_endpoint)):
+    is_single_node = options.standalone or run.parse_min_max_nnodes(options.nnodes)[1] == 1
+    if is_single_node and (options.standalone or (options.rdzv_backend == "static" and not options.rdzv_endpoint)):
         endpoint = f"{LOOPBACK}:0"
     elif options.rdzv_backend == "static":
-        endpoint = _static_endpoint(options, default_port=0 if single else options.master_port or _DEFAULT_PORT)
+        endpoint = _static_endpoint(options, default_port=0 if is_single_node else options.master_port or _DEFAULT_PORT)
     else:
         run.run(options)
         return

@@ -16,11 +16,11 @@ _COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 def show(report: Mapping[str, Any]) -> None:
     """Print the software versions of rank 0, a table of the hosts, and the findings with fixes."""
     console = Console(highlight=False)
-    ranks = [entry["facts"] for entry in report["ranks"]]
-    first = ranks[0]
-    if len(ranks) > 1:
-        evidence = ", ".join(first["evidence"])
-        console.print(f"{len(ranks)} ranks under {first['launcher']}; environment of rank 0: {evidence}.", markup=False)
+    facts_by_rank = [entry["facts"] for entry in report["ranks"]]
+    first = facts_by_rank[0]
+    if len(facts_by_rank) > 1:
+        launch = f"{len(facts_by_rank)} ranks under {first['launcher']}"
+        console.print(f"{launch}; environment of rank 0: {', '.join(first['evidence'])}.", markup=False)
     transports = ", ".join(
         name if version == "yes" else f"{name} {version}" for name, version in first["transports"].items()
     )
@@ -28,7 +28,7 @@ def show(report: Mapping[str, Any]) -> None:
     launchers = ", ".join(name for name in first["programs"] if name != "ssh")
     console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
 
-    if len({facts["host"] for facts in ranks}) > 1:
+    if len({facts["host"] for facts in facts_by_rank}) > 1:
         console.print(
             "Between hosts, the TCPStore and the connections of Gloo, NCCL and Horovod are neither authenticated nor "
             "encrypted. Keep this network private (docs/security.md).",
@@ -39,7 +39,7 @@ def show(report: Mapping[str, Any]) -> None:
     for column in ("host", "ranks", "cores", "memory", "GPUs", "torch", "Horovod", "address"):
         table.add_column(column, overflow="fold", no_wrap=column == "torch")
     hosts: dict[str, list[int]] = {}
-    for rank, facts in enumerate(ranks):
+    for rank, facts in enumerate(facts_by_rank):
         hosts.setdefault(facts["host"], []).append(rank)
     for host, host_ranks in hosts.items():
         table.add_row(*map(escape, _row(host, host_ranks, report["ranks"])))

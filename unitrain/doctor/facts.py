@@ -124,7 +124,7 @@ def collect_facts(rank_info: RankInfo) -> Facts:
         horovod=_inspect_horovod() if rank_info.local_rank == 0 else None,
         cores=usable_cores(),
         memory=_read_memory_size(),
-        shared_memory=_folder_size("/dev/shm"),
+        shared_memory=_file_system_size("/dev/shm"),
         open_files=soft_files,
         locked_memory=None if soft_locked == resource.RLIM_INFINITY else soft_locked,
         infiniband=Path("/sys/class/infiniband").exists(),
@@ -175,7 +175,7 @@ def _read_memory_size() -> int | None:
     return None
 
 
-def _folder_size(path: str) -> int | None:
+def _file_system_size(path: str) -> int | None:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(path).total
     return None

@@ -45,7 +45,7 @@ def find_problems(reports: Sequence[RankReport]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda finding: _ORDER.index(finding.level))
 
 
-def _hosts(reports: Sequence[RankReport]) -> list[Facts]:
+def _first_facts_per_host(reports: Sequence[RankReport]) -> list[Facts]:
     """Return the facts of the first rank per host."""
     return [report.facts for report in reports if report.facts.local_rank == 0]
 
@@ -63,7 +63,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _check_versions(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    for name, of, fix in (
+    for name, get_value, fix in (
         ("unitrain", lambda facts: facts.unitrain, "pip install the same unitrain on every host"),
         ("torch", lambda facts: facts.torch, 'pip install "torch=={}" on every host'),
         (
@@ -72,16 +72,16 @@ def _check_versions(reports: Sequence[RankReport]) -> Iterator[Finding]:
             "use one environment on every host: pickled objects and wheels require the same Python version",
         ),
     ):
-        groups = _group_by_value([(report.facts.rank, of(report.facts)) for report in reports])
+        groups = _group_by_value([(report.facts.rank, get_value(report.facts)) for report in reports])
         if len(groups) > 1:
-            values_text = "; ".join(f"{value} on {_format_ranks(who)}" for value, who in groups.items())
+            values_text = "; ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in groups.items())
             yield Finding(
                 level="error", what=f"{name} differs between ranks: {values_text}.", fix=fix.format(next(iter(groups)))
             )
 
 
 def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    hosts = _hosts(reports)
+    hosts = _first_facts_per_host(reports)
     installed = [facts for facts in hosts if facts.horovod is not None]
     for facts in installed:
         assert facts.horovod is not None
@@ -105,7 +105,7 @@ def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
         [(one.host, (one.horovod["version"], *one.horovod["cpu_operations"])) for one in installed if one.horovod]
     )
     if len(builds) > 1:
-        builds_text = "; ".join(f"{', '.join(build)} on {', '.join(who)}" for build, who in builds.items())
+        builds_text = "; ".join(f"{', '.join(build)} on {', '.join(names)}" for build, names in builds.items())
         yield Finding(
             level="error",
             what=f"Horovod differs between hosts: {builds_text}.",
@@ -114,7 +114,7 @@ def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _check_gpus(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(reports):
+    for facts in _first_facts_per_host(reports):
         on_host = [report.facts for report in reports if report.facts.host == facts.host]
         if facts.nvidia_driver and facts.torch_cuda is None:
             yield Finding(
@@ -137,18 +137,18 @@ def _check_gpus(reports: Sequence[RankReport]) -> Iterator[Finding]:
             for rank in on_host
             if rank.gpus
         ]
-        for gpu, who in _group_by_value(chosen).items():
-            if len(who) > 1:
+        for gpu, ranks in _group_by_value(chosen).items():
+            if len(ranks) > 1:
                 yield Finding(
                     level="error",
-                    what=f"{_format_ranks(who).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
+                    what=f"{_format_ranks(ranks).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
                     fix=f"start one rank per GPU on that host, {len(_group_by_value(chosen))} in all, or pass "
                     "device='cpu' to unitrain.init",
                 )
 
 
 def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    several = len({report.facts.host for report in reports}) > 1
+    has_several_hosts = len({report.facts.host for report in reports}) > 1
     for report in reports:
         facts = report.facts
         if facts.local_rank != 0:
@@ -163,7 +163,7 @@ def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
                 "but Horovod, torchrun and MPI need it when they are launched without unitrain.",
                 fix=line,
             )
-        elif loops and several:
+        elif loops and has_several_hosts:
             yield Finding(
                 level="warning",
                 what=f"The name {facts.host} resolves to {loops[0]} on that host. unitrain uses the address of the "
@@ -171,26 +171,28 @@ def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
                 "reachable from other hosts.",
                 fix=f"sudo sed -i '/^{loops[0]}.*{facts.host}/d' /etc/hosts; {line}",
             )
-    machines = _group_by_value([(facts.machine, facts.host) for facts in _hosts(reports) if facts.machine])
-    for host, names in machines.items():
-        if len(set(names)) > 1:
+    machines_by_host = _group_by_value(
+        [(facts.machine, facts.host) for facts in _first_facts_per_host(reports) if facts.machine]
+    )
+    for host, machines in machines_by_host.items():
+        if len(set(machines)) > 1:
             yield Finding(
                 level="error",
-                what=f"{len(set(names))} machines have the name {host}. Ranks of different machines would get "
+                what=f"{len(set(machines))} machines have the name {host}. Ranks of different machines would get "
                 "local ranks as if they shared a host.",
                 fix="sudo hostnamectl set-hostname NAME  # a different name on each machine",
             )
 
 
 def _check_interfaces(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(reports):
+    for facts in _first_facts_per_host(reports):
         for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
-            asked = facts.variables.get(name, "")
-            absent = [interface for interface in asked.split(",") if interface and interface not in facts.interfaces]
-            if absent:
+            requested = facts.variables.get(name, "")
+            names = filter(None, requested.split(","))
+            if any(interface not in facts.interfaces for interface in names):
                 yield Finding(
                     level="error",
-                    what=f"{name} is {asked!r}, but {facts.host} has only {', '.join(facts.interfaces)}.",
+                    what=f"{name} is {requested!r}, but {facts.host} has only {', '.join(facts.interfaces)}.",
                     fix=f"unset {name}  # unitrain uses the interface of the route to the other hosts",
                 )
 
@@ -222,7 +224,7 @@ def _check_clocks(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 def _check_folders(reports: Sequence[RankReport]) -> Iterator[Finding]:
     first = reports[0]
-    apart = sorted(
+    hosts_without_folder = sorted(
         {report.facts.host for report in reports if report.peer_checks and not report.peer_checks.shares_folder}
     )
     if first.peer_checks is not None and not first.peer_checks.shares_folder:
@@ -232,14 +234,14 @@ def _check_folders(reports: Sequence[RankReport]) -> Iterator[Finding]:
             "checkpoints there.",
             fix="start the job in a folder that you can write to, or set TrainConfig(output_dir=...) to one",
         )
-    elif apart:
+    elif hosts_without_folder:
         yield Finding(
             level="warning",
-            what=f"{', '.join(apart)}: files that rank 0 creates in {first.facts.folder} are not visible there. "
-            "Only rank 0 writes checkpoints, and every host reads them to resume.",
+            what=f"{', '.join(hosts_without_folder)}: files that rank 0 creates in {first.facts.folder} are not "
+            "visible there. Only rank 0 writes checkpoints, and every host reads them to resume.",
             fix="start the job in a folder on a shared file system, or set TrainConfig(output_dir=...) to one",
         )
-    for facts in _hosts(reports):
+    for facts in _first_facts_per_host(reports):
         if facts.folder_free < _MIN_FREE_BYTES:
             yield Finding(
                 level="warning",
@@ -250,7 +252,7 @@ def _check_folders(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _check_limits(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(reports):
+    for facts in _first_facts_per_host(reports):
         if facts.shared_memory is not None and facts.shared_memory < _MIN_SHARED_MEMORY_BYTES:
             yield Finding(
                 level="warning",
@@ -297,7 +299,8 @@ def _check_variables(reports: Sequence[RankReport]) -> Iterator[Finding]:
         groups = _group_by_value([(report.facts.rank, report.facts.variables.get(name)) for report in reports])
         if len(groups) > 1:
             values_text = "; ".join(
-                f"{'unset' if value is None else repr(value)} on {_format_ranks(who)}" for value, who in groups.items()
+                f"{'unset' if value is None else repr(value)} on {_format_ranks(ranks)}"
+                for value, ranks in groups.items()
             )
             yield Finding(
                 level="warning",

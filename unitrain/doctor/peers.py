@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unitrain.bootstrap.network import local_address_for
+from unitrain.bootstrap.network import own_addresses
 from unitrain.bootstrap.rendezvous import Rendezvous
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
@@ -41,21 +41,15 @@ class PeerChecks:
 
 def check_peers(rendezvous: Rendezvous) -> PeerChecks:
     """Run all checks. All ranks must call it. Each connection attempt times out after a few seconds."""
-    address = _own_address(rendezvous)
+    # The address of the route to the other hosts is unknown if the rendezvous has an IPv6 address.
+    address = rendezvous.own_address or own_addresses()[0]
     clock_offset_seconds = _measure_clock_offset(rendezvous)
     return PeerChecks(
         address=address,
         unreachable=_find_unreachable_hosts(rendezvous, address),
         clock_offset_seconds=clock_offset_seconds,
-        shares_folder=_check_shared_folder(rendezvous),
+        shares_folder=_sees_files_of_rank_zero(rendezvous),
     )
-
-
-def _own_address(rendezvous: Rendezvous) -> str:
-    """Return the address of this host on the route to the other hosts, or a loopback address if there is one host."""
-    own = local_address_for(rendezvous.host)
-    addresses = [address for address in rendezvous.allgather("doctor/address", own) if not address.startswith("127.")]
-    return local_address_for(addresses[0]) if own.startswith("127.") and addresses else own
 
 
 def _measure_clock_offset(rendezvous: Rendezvous) -> float:
@@ -80,11 +74,15 @@ def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, s
             threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
         gathered = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
         own_rank = rendezvous.rank_info.rank
-        others = [found for rank, found in enumerate(gathered) if is_first_on_host and found[2] and rank != own_rank]
+        others = [
+            (host, other, port)
+            for rank, (host, other, port) in enumerate(gathered)
+            if is_first_on_host and port and rank != own_rank
+        ]
         failed: dict[str, str] = {}
         # In sequence, unreachable hosts would take longer than the timeout of the rendezvous.
         with ThreadPoolExecutor(_MAX_CONCURRENT_CONNECTIONS) as pool:
-            errors = pool.map(lambda found: _try_connection(found[1], found[2]), others)
+            errors = pool.map(lambda listener: _try_connection(*listener[1:]), others)
             for (host, other, port), error in zip(others, errors, strict=True):
                 if error is not None:
                     failed[host] = f"{other}:{port}: {error}"
@@ -107,17 +105,20 @@ def _accept_connections(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def _check_shared_folder(rendezvous: Rendezvous) -> bool:
+def _sees_files_of_rank_zero(rendezvous: Rendezvous) -> bool:
+    """Return whether a file that rank 0 creates in its working directory is visible in that of this rank."""
     marker = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
-    is_created = False
+    has_created = False
     if rendezvous.rank_info.rank == 0:
         with contextlib.suppress(OSError):
             marker.touch()
-            is_created = True
-    gathered = rendezvous.allgather("doctor/left", [marker.name, is_created])
-    name, is_created = gathered[0]
-    is_visible = is_created and (Path.cwd() / name).exists()
-    rendezvous.allgather("doctor/looked", None)
-    if rendezvous.rank_info.rank == 0:
-        marker.unlink(missing_ok=True)
+            has_created = True
+    try:
+        name, is_created = rendezvous.allgather("doctor/left", [marker.name, has_created])[0]
+        is_visible = is_created and (Path.cwd() / name).exists()
+        rendezvous.allgather("doctor/looked", None)
+    finally:
+        if has_created:
+            with contextlib.suppress(OSError):
+                marker.unlink()
     return bool(is_visible)

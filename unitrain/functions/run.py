@@ -135,29 +135,29 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         start_new_session=True,
         preexec_fn=parent_death_signal(signal.SIGTERM),
     )
-    tag = f"{_MARKER_VARIABLE}={command.environment[_MARKER_VARIABLE]}".encode()
-    is_read, is_timed_out, is_killed = threading.Event(), threading.Event(), threading.Event()
+    marker = f"{_MARKER_VARIABLE}={command.environment[_MARKER_VARIABLE]}".encode()
+    read_event, timeout_event, killed_event = threading.Event(), threading.Event(), threading.Event()
 
     def enforce_timeout() -> None:
         try:
             process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            is_timed_out.set()
+            timeout_event.set()
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
             if process.returncode < 0:  # after the launcher was killed, ranks save a checkpoint and exit
-                is_read.wait(_GRACE_SECONDS)
-        kill_processes(process, tag)
-        is_killed.set()
+                read_event.wait(_GRACE_SECONDS)
+        kill_processes(process, marker)
+        killed_event.set()
 
     threading.Thread(target=enforce_timeout, name="unitrain.run", daemon=True).start()
     last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
     output = process.stdout
     assert output is not None
     try:
-        for line in _read_lines(output.fileno(), is_killed):
+        for line in _read_lines(output.fileno(), killed_event):
             text = line.decode(errors="replace")
             last_lines.append(text)
             sys.stdout.write(text)
@@ -170,10 +170,10 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             process.communicate(timeout=_GRACE_SECONDS)
         raise
     finally:
-        is_read.set()
-        kill_processes(process, tag)
+        read_event.set()
+        kill_processes(process, marker)
         output.close()
-    if is_timed_out.is_set():
+    if timeout_event.is_set():
         raise TimeoutError(
             f"The ranks did not return within {timeout_seconds:g} s and were killed. "
             "Raise the limit with timeout_seconds."
@@ -181,8 +181,8 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
     return code, list(last_lines)
 
 
-def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
-    """Yield the lines of `output` until it is closed or, once `is_killed` is set, until it is empty.
+def _read_lines(output: int, killed_event: threading.Event) -> Iterator[bytes]:
+    """Yield the lines of `output` until it is closed or, once `killed_event` is set, until it is empty.
 
     Child processes that changed their environment are not killed, and may keep the output open.
     """
@@ -190,7 +190,7 @@ def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
     with selectors.DefaultSelector() as ready:
         ready.register(output, selectors.EVENT_READ)
         while True:
-            has_ended = is_killed.is_set()
+            has_ended = killed_event.is_set()
             if ready.select(0.1):
                 received = os.read(output, 1 << 16)
                 if not received:

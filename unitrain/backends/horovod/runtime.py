@@ -23,12 +23,12 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import (
     LOOPBACK,
+    find_reachable_addresses,
     free_port,
     interface_with_address,
     is_loopback,
     local_address_for,
     own_addresses,
-    reachable_addresses,
 )
 from unitrain.bootstrap.rendezvous import (
     NodePosition,
@@ -336,7 +336,7 @@ def _choose_address(port: int | None, addresses: list[str] | None = None) -> tup
     # Without a name the operation would hang, because Horovod's default name contains type(own), which differs between
     # ranks.
     addresses, port = hvd.broadcast_object(own, 0, name="unitrain.addresses")
-    reachable = reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)
+    reachable = find_reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)
     reached = hvd.allgather_object(reachable, name="unitrain.reached")
     for address in addresses:
         if all(address in reached_addresses for reached_addresses in reached):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.pipeline.micro_batches import LossFunction
-from unitrain.bootstrap.overrides import load_tool
+from unitrain.bootstrap.overrides import load_tool_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,5 +56,5 @@ class _SupportsPipelines(Protocol):
 
 def load_pipeline_overrides() -> PipelineOverrides | None:
     """Return the overrides of the tool that started this process, or None."""
-    tool = load_tool()
+    tool = load_tool_overrides()
     return tool.pipeline_overrides() if isinstance(tool, _SupportsPipelines) else None
