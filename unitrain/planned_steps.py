@@ -31,7 +31,7 @@ def remaining_steps(config: TrainConfig, progress: TrainingProgress, data: Train
 def total_scheduler_steps(config: TrainConfig, progress: TrainingProgress, data: TrainingData) -> int | None:
     """Return the number of scheduler steps in the complete run; None if the length of the data is unknown.
 
-    With `scheduler_interval="epoch"`, an incomplete last epoch counts, too.
+    With `scheduler_interval="epoch"`, an incomplete last epoch also counts.
     """
     if config.scheduler_interval == "epoch":
         return _total_epochs(config, progress, data)

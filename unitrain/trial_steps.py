@@ -152,10 +152,10 @@ class TrialSteps:
         if not is_dummy:
             value = loss.value.detach().double()
             if loss.tokens is None:  # the value is the mean over the samples, otherwise the sum over the tokens
-                value, count = value * micro_batch.samples, torch.full_like(value, micro_batch.samples)
+                value, weight = value * micro_batch.samples, torch.full_like(value, micro_batch.samples)
             else:
-                count = torch.as_tensor(loss.tokens, device=value.device).double()
-            self._sums += torch.stack([value, count])
+                weight = torch.as_tensor(loss.tokens, device=value.device).double()
+            self._sums += torch.stack([value, weight])
 
     def update(self, step: int, micro_batch: MicroBatch) -> None:
         """Update the parameters at the end of the step of `micro_batch`, after `step` completed steps."""
@@ -164,9 +164,9 @@ class TrialSteps:
 
     def _mean_loss(self) -> float:
         """Return the mean loss of the step over the samples or tokens of all ranks; 0 if there were no tokens."""
-        total, count = self.trainer.backend.allreduce(self._sums, "sum").tolist()
+        total, weight = self.trainer.backend.allreduce(self._sums, "sum").tolist()
         self._sums.zero_()
-        return float(total / count) if count else 0.0
+        return float(total / weight) if weight else 0.0
 
 
 @contextmanager

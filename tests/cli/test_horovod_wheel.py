@@ -95,7 +95,7 @@ class Recorded:
         self.steps: list[str] = []
         self.percents: list[int] = []
 
-    def report_step(self, step: plan.BuildStep, *, skipped: bool) -> None:
+    def report_step(self, step: plan.BuildStep, *, is_skipped: bool) -> None:
         self.steps.append(step.name)
 
     def report_percent(self, percent: int) -> None:

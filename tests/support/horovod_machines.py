@@ -20,7 +20,7 @@ PLAIN = Machine(
     libc="glibc 2.36",
     jobs=4,
     modules=frozenset(machine.BUILD_MODULES),
-    python_headers=True,
+    has_python_headers=True,
     make="/usr/bin/make",
     compiler=Tool(path="/usr/bin/c++", version="c++ (Debian 12.2.0-14) 12.2.0"),
     cmake=Tool(path="/usr/bin/cmake", version="3.25.1"),

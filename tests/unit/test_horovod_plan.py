@@ -75,7 +75,7 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
         (replace_fields(nccl=None), {"cuda": True}, "pip install nvidia-nccl-cu13"),
         (replace_fields(modules=frozenset()), {}, "/venv/bin/python has no pip.*ensurepip"),
         (
-            replace_fields(python_headers=False, package_manager="conda"),
+            replace_fields(has_python_headers=False, package_manager="conda"),
             {},
             "Python.h.*conda install -y -c conda-forge python",
         ),
@@ -90,7 +90,7 @@ def test_a_missing_requirement_is_reported_with_a_fix(
 
 
 def test_commands_for_root_have_no_sudo() -> None:
-    assert requirements.install_command(replace_fields(root=True), "make") == "apt-get install -y make"
+    assert requirements.install_command(replace_fields(is_root=True), "make") == "apt-get install -y make"
 
 
 def test_all_missing_requirements_are_reported_together() -> None:

@@ -167,8 +167,8 @@ class _Progress:
         if self._terminal:
             self._bar.stop()
 
-    def report_step(self, step: BuildStep, *, skipped: bool) -> None:
-        line = f"  {step.name:<12} {step.description}{' (not needed)' if skipped else ''}"
+    def report_step(self, step: BuildStep, *, is_skipped: bool) -> None:
+        line = f"  {step.name:<12} {step.description}{' (not needed)' if is_skipped else ''}"
         if self._terminal:
             self._bar.console.print(line, markup=False, highlight=False)
         else:

@@ -53,7 +53,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
 class Reporter(Protocol):
     """Receives the progress of a build."""
 
-    def report_step(self, step: BuildStep, *, skipped: bool) -> None:
+    def report_step(self, step: BuildStep, *, is_skipped: bool) -> None:
         """Report that a step starts or is skipped."""
 
     def report_percent(self, percent: int) -> None:
@@ -74,7 +74,7 @@ def is_installed(plan: BuildPlan) -> bool:
 
 def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, force: bool = False) -> Path:
     """Build the wheel (unless it is cached and `force` is False), run the install steps, and return the path of the
-    wheel.
+    wheel. `inherited` are the environment variables that the commands inherit.
 
     Raises HorovodBuildError. If a command fails, the message contains the failed step, the error in its output, and the
     path of the log.
@@ -151,10 +151,10 @@ def _is_done(step: BuildStep) -> bool:
 def _run_step(
     step: BuildStep, plan: BuildPlan, environment: Mapping[str, str], write: Callable[[str], object], reporter: Reporter
 ) -> None:
-    skipped = _is_done(step)
-    reporter.report_step(step, skipped=skipped)
-    write(f"\n### {step.name}: {step.description}{' (not needed)' if skipped else ''}\n")
-    if skipped:
+    is_skipped = _is_done(step)
+    reporter.report_step(step, is_skipped=is_skipped)
+    write(f"\n### {step.name}: {step.description}{' (not needed)' if is_skipped else ''}\n")
+    if is_skipped:
         return
     if not step.argv:
         _ACTIONS[step.name](plan)
@@ -163,7 +163,7 @@ def _run_step(
     lines: list[str] = []
     # The working directory must not contain a `horovod` folder, because Python would import it.
     cwd = plan.work if plan.work.is_dir() else plan.folder
-    with _process(step, environment, cwd) as process:
+    with _start_process(step, environment, cwd) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -175,7 +175,7 @@ def _run_step(
 
 
 @contextlib.contextmanager
-def _process(step: BuildStep, environment: Mapping[str, str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def _start_process(step: BuildStep, environment: Mapping[str, str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the command of a step in a separate session, so that an interrupt also terminates the compilers."""
     with subprocess.Popen(
         step.argv,
@@ -203,8 +203,8 @@ def _describe_failure(step: BuildStep, returncode: int, lines: list[str], plan: 
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, text, re.IGNORECASE)), None)
     advice = (hint or "See the log, and retry with: unitrain horovod build --force").format(sdist=plan.sdist)
     first = error_lines[0][:400] if error_lines else "it printed nothing"
-    what = f"Step {step.name!r} of the Horovod build failed with exit status {returncode}: {first}"
-    return f"{what}. {advice}\nLog: {plan.log}"
+    problem = f"Step {step.name!r} of the Horovod build failed with exit status {returncode}: {first}"
+    return f"{problem}. {advice}\nLog: {plan.log}"
 
 
 def _unpack(plan: BuildPlan) -> None:

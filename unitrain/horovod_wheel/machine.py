@@ -65,7 +65,7 @@ class Machine:
     libc: str
     jobs: int
     modules: frozenset[str]
-    python_headers: bool
+    has_python_headers: bool
     make: str | None
     compiler: Tool | None
     cmake: Tool | None
@@ -76,7 +76,7 @@ class Machine:
     flags: Mapping[str, str] = field(default_factory=dict)
     cpu: str | None = None
     package_manager: str | None = None
-    root: bool = False
+    is_root: bool = False
 
 
 def detect(environment: Mapping[str, str]) -> Machine:
@@ -91,7 +91,7 @@ def detect(environment: Mapping[str, str]) -> Machine:
         libc=" ".join(platform.libc_ver()),
         jobs=_choose_num_jobs(),
         modules=frozenset(name for name in BUILD_MODULES if importlib.util.find_spec(name) is not None),
-        python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        has_python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         make=shutil.which("make", path=search_path) or shutil.which("gmake", path=search_path),
         compiler=_detect_compiler(environment.get("CXX"), search_path),
         cmake=_detect_cmake(environment.get("HOROVOD_CMAKE"), search_path),
@@ -102,7 +102,7 @@ def detect(environment: Mapping[str, str]) -> Machine:
         flags=flags,
         cpu=_detect_cpu() if any("=native" in value for value in flags.values()) else None,
         package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=search_path)), None),
-        root=os.geteuid() == 0,
+        is_root=os.geteuid() == 0,
     )
 
 

@@ -117,8 +117,8 @@ def create_plan(machine: Machine, request: BuildRequest) -> BuildPlan:
     folder = request.cache / key
     jobs = request.jobs or machine.jobs
     pip_toolkit = request.cache / f"cuda-{machine.torch.cuda}"
-    from_pip = cuda and toolkit is None
-    cuda_home = str(pip_toolkit / "nvidia" / f"cu{str(machine.torch.cuda).split('.')[0]}") if from_pip else ""
+    uses_pip_toolkit = cuda and toolkit is None
+    cuda_home = str(pip_toolkit / "nvidia" / f"cu{str(machine.torch.cuda).split('.')[0]}") if uses_pip_toolkit else ""
     cuda_home = toolkit.path if toolkit else cuda_home
     tools = tuple(_missing_tools(machine))
     cmake = str(folder / "work" / "tools" / "cmake" / "data" / "bin" / "cmake")
@@ -136,9 +136,9 @@ def create_plan(machine: Machine, request: BuildRequest) -> BuildPlan:
         sdist=sdist,
         toolkit=cuda_home or None,
         nccl=machine.nccl.path if cuda and machine.nccl else None,
-        build_steps=tuple(_build_steps(machine, tools, folder, sdist, pip_toolkit if from_pip else None, cuda)),
+        build_steps=tuple(_build_steps(machine, tools, folder, sdist, pip_toolkit if uses_pip_toolkit else None, cuda)),
         install_steps=tuple(_install_steps(machine, wheel)) if request.install else (),
-        notes=tuple(_decision_notes(machine, request, mpi=mpi, cuda=cuda, from_pip=from_pip)),
+        notes=tuple(_decision_notes(machine, request, mpi=mpi, cuda=cuda, uses_pip_toolkit=uses_pip_toolkit)),
         typical_seconds=SERIAL_SECONDS + PARALLEL_SECONDS / jobs,
     )
 
@@ -268,15 +268,17 @@ def _install_steps(machine: Machine, wheel: Path) -> Iterator[BuildStep]:
     yield BuildStep(name="check", description="Import Horovod and check its capabilities")
 
 
-def _decision_notes(machine: Machine, request: BuildRequest, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
+def _decision_notes(
+    machine: Machine, request: BuildRequest, *, mpi: bool, cuda: bool, uses_pip_toolkit: bool
+) -> Iterator[str]:
     """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)
-        fit = " The wheel only runs on processors of the same type as this machine's." if machine.cpu else ""
-        yield f"The build uses the variables {names} and creates a separate wheel.{fit} To ignore them: unset {names}"
+        limit = " The wheel only runs on processors of the same type as this machine's." if machine.cpu else ""
+        yield f"The build uses the variables {names} and creates a separate wheel.{limit} To ignore them: unset {names}"
     if request.mpi is None and not mpi:
         yield f"No MPI controller: mpicxx is not on PATH. To add it: {requirements.install_command(machine, 'mpi')}"
-    if from_pip:
+    if uses_pip_toolkit:
         yield f"No CUDA {machine.torch.cuda} toolkit on this machine: the build uses NVIDIA's pip wheels."
     if request.cuda is None and not cuda and machine.torch.cuda:
         if machine.torch.visible_gpus == 0:

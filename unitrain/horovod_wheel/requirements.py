@@ -26,7 +26,7 @@ def install_command(machine: Machine, part: str) -> str:
     """
     manager = machine.package_manager or "apt-get"
     channel = "-y -c conda-forge " if manager == "conda" else "-y "
-    sudo = "" if machine.root or manager == "conda" else "sudo "
+    sudo = "" if machine.is_root or manager == "conda" else "sudo "
     return f"{sudo}{manager} install {channel}{_PACKAGES[manager][part]}"
 
 
@@ -58,7 +58,7 @@ def missing_requirements(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator
             f"{machine.python} has no pip, which downloads and builds Horovod. "
             f"Add it with: {machine.python} -m ensurepip --upgrade   (in a uv environment: uv pip install pip)"
         )
-    if not machine.python_headers:
+    if not machine.has_python_headers:
         yield (
             f"The C headers of {machine.python} (Python.h) were not found. "
             f"Install them with: {install_command(machine, 'headers')}"
