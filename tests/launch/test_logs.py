@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,26 @@ def test_a_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
         f"unitrain: cannot write more to '{tmp_path}/rank-0.log': No space left on device. The output of the rank is "
         "still printed.\n"
     )
+
+
+def test_the_log_continues_after_the_reader_of_the_output_has_exited(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('first')\ninput()\nfor number in range(100):\n    print('line', number)\n")
+    with subprocess.Popen(
+        [sys.executable, str(Path(rank_logs.__file__)), str(tmp_path), str(script)],
+        env=environment.without_launcher_variables(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[0] first\n"
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    deadline = time.monotonic() + 30
+    while "line 99\n" not in (tmp_path / "rank-0.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -185,6 +185,16 @@ def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
     assert plain.end() == -signal.SIGTERM
 
 
+def test_a_rank_whose_error_output_nobody_reads_ends_if_the_supervisor_has_ended() -> None:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+        rank = Rank(ranks, 0, "has no handler")
+        wait_until(lambda: ranks._connections)
+        assert rank.process.stderr is not None
+        rank.process.stderr.close()  # the reader, such as the launcher, has exited
+        rank.process.stderr = None
+    assert rank.end() == -signal.SIGTERM
+
+
 def test_connections_without_the_key_or_job_are_ignored() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         other = Rank(ranks, 0, "ends in order", job="another")

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from unitrain.bootstrap import environment
@@ -89,7 +90,7 @@ class _SupervisorClient:
             remove_abandoned_folder()
             os._exit(0)
         # The launcher and its ranks must terminate with the supervisor. Leave this rank time for a last checkpoint.
-        sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
+        _print(f"unitrain: stopping rank {self._rank} because unitrain launch has ended")
         if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
         remove_abandoned_folder()
@@ -127,7 +128,7 @@ def connect(rank: int, *, is_standby: bool = False) -> None:
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The connection is optional: without it, the supervisor restarts the job based on the exit code of the
         # launcher.
-        sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
+        _print(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}")
 
 
 def wait_for_start() -> bool:
@@ -160,3 +161,10 @@ def report_preempted() -> None:
     """Set the final message of this process to report an exit after the requested checkpoint."""
     if _client is not None:
         _client.connection.final_message = PREEMPTED_MESSAGE
+
+
+def _print(text: str) -> None:
+    # stderr may be None, closed, or a pipe whose reader has exited. The caller must still terminate the rank.
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

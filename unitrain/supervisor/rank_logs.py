@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -94,21 +95,30 @@ def main(folder: Path, program: list[str]) -> None:
 
 
 def _copy_output(reader: int, file: Path, prefix: bytes) -> None:
+    """Copy the output of the rank to `file` and to standard output.
+
+    After a failed write, it continues to read, because a broken pipe would terminate the rank.
+    """
     # Unbuffered: closing a buffered file would retry a failed write.
     with os.fdopen(reader, "rb") as lines, file.open("ab", buffering=0) as log:
-        is_writable = True
+        is_logged = is_printed = True
         for line in lines:
-            if is_writable:
+            if is_logged:
                 try:
                     log.write(line)
-                except OSError as error:  # continue to read, because a broken pipe would terminate the rank
-                    is_writable = False
+                except OSError as error:
+                    is_logged = False
                     message = (
                         f"unitrain: cannot write more to '{file}': {error.strerror}. The output of the rank is still "
                         "printed.\n"
                     )
-                    os.write(2, message.encode())
-            os.write(1, prefix + line)
+                    with suppress(OSError):
+                        os.write(2, message.encode())
+            if is_printed:
+                try:
+                    os.write(1, prefix + line)
+                except OSError:  # the launcher, which reads the output, has exited
+                    is_printed = False
 
 
 if __name__ == "__main__":
