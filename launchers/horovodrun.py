@@ -1,4 +1,4 @@
-"""horovodrun: starts ranks on all hosts, over ssh with the Gloo controller, or through mpirun with the MPI one."""
+"""horovodrun: starts ranks on all hosts, over ssh (Gloo controller) or through mpirun (MPI controller)."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts the ranks on all hosts.
 
     Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
-    by name, so that the command line shows no values. Unless MASTER_ADDR and MASTER_PORT are set, the rendezvous uses a
-    free port if all ranks run on this host. Otherwise, it is on the first host, at the spec's port or 29500, or in a
-    Slurm allocation at `slurm.Allocation.port`. If backend horovod runs on this host alone, no rendezvous is set.
+    by name, so that the command line shows no values. If all ranks run on this host, the rendezvous uses a free port;
+    backend horovod then needs no rendezvous. On several hosts, the rendezvous is on the first host, at the spec's port
+    or 29500, or in a Slurm allocation at `slurm.Allocation.port`. MASTER_ADDR and MASTER_PORT take precedence.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"

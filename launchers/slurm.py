@@ -89,8 +89,8 @@ def read_multi_host_allocation() -> Allocation | None:
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:
     """Return the hosts of the allocation on which `launcher` starts ranks; empty outside an allocation.
 
-    horovodrun and torchrun use an allocation only if it has several hosts. Launchers other than these two, mpirun and
-    srun do not use it.
+    mpirun and srun always use the allocation, horovodrun and torchrun only if it has several hosts. Other launchers do
+    not use it.
     """
     job = None
     if launcher in ("mpirun", "srun"):

@@ -374,7 +374,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-# Strings that need no quotes: without them, every version of YAML reads them as strings.
+# Text that every version of YAML reads as a string even without quotes.
 _PLAIN_STRING = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
 _YAML_KEYWORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
