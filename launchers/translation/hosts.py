@@ -95,6 +95,15 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def place_oversubscribed(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
+    """Return the number of processes on each host if Open MPI maps `size` processes, more than the slots, by slot.
+
+    Open MPI fills the slots, and distributes the other processes evenly; the first hosts receive the remainder.
+    """
+    per_host, num_extra = divmod(size - sum(host.slots for host in hosts), len(hosts))
+    return tuple(host.slots + per_host + (index < num_extra) for index, host in enumerate(hosts))
+
+
 def divide_evenly(size: int, num_hosts: int) -> tuple[int, ...]:
     """Divide `size` processes evenly among `num_hosts` hosts. Return the number per host; unused hosts are omitted."""
     return tuple(size // num_hosts + (index < size % num_hosts) for index in range(min(num_hosts, size)))

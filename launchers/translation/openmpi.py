@@ -13,6 +13,7 @@ from unitrain.launchers.translation.hosts import (
     Placement,
     divide_evenly,
     place_by_node,
+    place_oversubscribed,
     place_processes,
     read_host_entries,
     read_hosts,
@@ -172,6 +173,9 @@ def _read_placement(options: Options, hosts: tuple[Host, ...]) -> Placement:
     if by_node and len(hosts) > 1 and (size <= slots or oversubscribes):
         counts = place_by_node(size, hosts) if size <= slots else divide_evenly(size, len(hosts))
         return Placement(counts[:size], tuple(host.name for host in hosts[:size]), (*remarks, *slot_remarks))
+    if hosts and size > slots and oversubscribes:
+        counts = place_oversubscribed(size, hosts)
+        return Placement(counts, tuple(host.name for host in hosts), (*remarks, *slot_remarks))
     counts, names, unused_host_remarks = place_processes(size, hosts)
     return Placement(counts, names, (*remarks, *slot_remarks, *unused_host_remarks))
 

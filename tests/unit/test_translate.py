@@ -255,6 +255,14 @@ def mapped(options: str) -> list[tuple[str, int]]:
     return [(name, int(count)) for name, count in nodes]
 
 
+def test_oversubscribed_hosts_of_open_mpi() -> None:
+    option = LauncherOption("mpirun", ("--oversubscribe",), "mapping")
+    found = parse("mpirun --oversubscribe -np 4 -H localhost python t.py")
+    assert found == job(counts=(4,), backend="horovod", launcher_options=(option,))
+    found = parse("mpirun -np 8 -H a:1,b:4 --oversubscribe python t.py")
+    assert list(zip(found.hosts, found.counts, strict=True)) == [("a", 3), ("b", 5)]
+
+
 @needs_open_mpi
 def test_placement_equals_that_of_open_mpi() -> None:
     generator = random.Random(0)
@@ -266,7 +274,8 @@ def test_placement_equals_that_of_open_mpi() -> None:
         found = parse(f"mpirun {options} python t.py")
         assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
     for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
-                    "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe"):  # fmt: skip
+                    "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe", "-H a:1,b:4,c:2 -np 9 --oversubscribe",
+                    "-H a:2,b:1,c:1 -np 11 --map-by slot:oversubscribe"):  # fmt: skip
         found = parse(f"mpirun {options} python t.py")
         assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
 
