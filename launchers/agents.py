@@ -67,10 +67,10 @@ def build_command(
 
 
 def add_cleanup(command: Command, launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command that runs `command`, which starts `launcher`, on this host, and terminates orphaned processes
-    on all hosts with ranks.
+    """Return the command that runs `command` on this host, and terminates orphaned processes on all hosts with ranks.
 
-    The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
+    `launcher` is the name of the launcher that `command` starts, for messages. The environment of the spec must contain
+    LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
     """
     marker = f"{LAUNCH_ID_VARIABLE}={spec.environment[LAUNCH_ID_VARIABLE]}"
     # The agents must not inherit the variable, because an agent kills every process that has it.
