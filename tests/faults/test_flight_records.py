@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,18 @@ def test_unwritable_folder_is_reported_without_an_exception(
     monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path / "file" / "below"))
     write_flight_record(FlightRecorder(), 0, 2)
     assert "The flight record of rank 0 cannot be written to" in caplog.text
+
+
+def test_threads_may_write_the_record_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a timeout, the watchdog thread answers the requests of other ranks while the main thread fails."""
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path))
+    recorder = FlightRecorder()
+    for number in range(256):
+        recorder.record(GradientPhase("backward", number))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: write_flight_record(recorder, 0, 2), range(100)))
+    assert caplog.text == ""
+    (path,) = tmp_path.iterdir()
+    assert len(pickle.loads(path.read_bytes())["entries"]) == 256

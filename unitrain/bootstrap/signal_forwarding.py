@@ -27,10 +27,10 @@ def forward_warning_signals(variable: str) -> None:
 
     def forward(signum: int, frame: FrameType | None) -> None:
         ranks = list(_find_descendants_with_variable(os.getpid(), f"{variable}=".encode()))
-        if not ranks:  # unbuffered, because the signal may interrupt a write to sys.stderr
-            os.write(
-                2, f"unitrain: {signal.Signals(signum).name} was not forwarded: no rank runs on this host\n".encode()
-            )
+        if not ranks:
+            text = f"unitrain: {signal.Signals(signum).name} was not forwarded: no rank runs on this host\n"
+            with contextlib.suppress(OSError):  # the reader of the output has exited
+                os.write(2, text.encode())  # unbuffered, because the signal may interrupt a write to sys.stderr
         for rank in ranks:
             with contextlib.suppress(OSError):  # the rank has just exited
                 os.kill(rank, signum)

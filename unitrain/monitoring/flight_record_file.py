@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from unitrain.bootstrap import environment
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, FlightRecorder, dtype_name
 
 _log = logging.getLogger(__name__)
+# The main thread and the watchdog thread may write the file at the same time.
+_lock = threading.Lock()
 
 # Version of the format of torch 2.14.
 _FORMAT_VERSION = "2.10"
@@ -50,12 +53,13 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
     path = Path(folder)
     unfinished = path / f".{rank}.unfinished"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            unfinished.unlink()  # left by a killed process, or a link to another file
-        with unfinished.open("xb") as file:
-            pickle.dump(content, file)
-        unfinished.replace(path / f"{_FILE_PREFIX}{rank}")
+        with _lock:
+            path.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                unfinished.unlink()  # left by a killed process, or a link to another file
+            with unfinished.open("xb") as file:
+                pickle.dump(content, file)
+            unfinished.replace(path / f"{_FILE_PREFIX}{rank}")
     except OSError as error:
         _log.warning("The flight record of rank %d cannot be written to '%s': %s.", rank, folder, error)
 
