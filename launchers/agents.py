@@ -76,9 +76,7 @@ def add_cleanup(command: Command, launcher: str, spec: LaunchSpec) -> Command:
     # The agents must not inherit the variable, because an agent kills every process that has it.
     variables = {name: value for name, value in command.environment.items() if name != LAUNCH_ID_VARIABLE}
     used = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
-    hosts: list[dict[str, object]] = [
-        {"name": launcher, "start": _agent_loader(spec.python), "argv": command.argv}
-    ]
+    hosts: list[dict[str, object]] = [{"name": launcher, "start": _agent_loader(spec.python), "argv": command.argv}]
     hosts += [
         {"name": host.name, "start": _agent_command(host, spec.python), "argv": None}
         for host in used

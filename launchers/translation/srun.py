@@ -114,9 +114,7 @@ def parse(words: Sequence[str]) -> Job:
             )
     counts = divide_evenly(tasks or nodes * (per_node or 1), nodes)
     if names and len(names) < len(counts):
-        raise LaunchError(
-            f"--nodelist {text} names {len(names)} of the {len(counts)} hosts. Name all hosts, or none"
-        )
+        raise LaunchError(f"--nodelist {text} names {len(names)} of the {len(counts)} hosts. Name all hosts, or none")
     variables, forwarded = _parse_export(options, remarks)
     return Job(
         program=options.program,

@@ -1,7 +1,7 @@
 """Implementation of `unitrain launch`: validate, plan and execute a launch request.
 
-    plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
-    execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
+plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
+execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
 """
 
 from __future__ import annotations
