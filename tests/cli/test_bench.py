@@ -186,6 +186,23 @@ def test_invalid_arguments_are_refused_before_ranks_start(arguments: tuple[str, 
     assert error_output("collectives", *arguments).startswith(message)
 
 
+def test_launched_ranks_without_an_available_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    message = "No backend with several ranks is available on this host. Use --backends ddp"
+    assert error_output("collectives", "--backends", "local") == message
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ns"), (9.996e-7, "1 µs"), (0.0012, "1.2 ms"), (0.9994, "999 ms"), (0.9996, "1 s"), (1234.4, "1,234 s")],
+)
+def test_durations_have_a_suitable_unit(seconds: float, text: str) -> None:
+    assert results.format_seconds(seconds) == text
+
+
 def test_files_without_a_result_are_refused(tmp_path: Path) -> None:
     for name, content in (("absent", None), ("broken", "{"), ("other", '{"kind": "x"}'), ("list", "[]")):
         path = tmp_path / name

@@ -16,7 +16,7 @@ from requirements import needs_mpi
 import unitrain
 from unitrain import factories
 from unitrain.backends.local import LocalBackend
-from unitrain.bench import comparison, results, tables
+from unitrain.bench import comparison, results, tables, training
 from unitrain.bench.training import take_turn
 from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError, ReportError
@@ -62,7 +62,10 @@ def make():
     model = Model(4, 2)
     return {
         "model": model, "optimizer": Slow(model.parameters(), lr=0.1), "loss_fn": nn.MSELoss(),
-        "config": unitrain.TrainConfig(max_epochs=7, batch_size=3, output_dir="never", keep_last=1, resume=True),
+        "config": unitrain.TrainConfig(
+            max_epochs=7, batch_size=3, output_dir="never", keep_last=1, checkpoint_every_minutes=5, resume=True,
+            metrics_port=9461, dry_run=True,
+        ),
         "train_data": Data(torch.randn(12, 4), torch.randn(12, 2)),
         "scheduler": torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, 3),
     }
@@ -95,11 +98,21 @@ def test_the_time_of_a_step_is_assigned_to_its_phases(
         times = 1 + (batch == 6)
         assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
         assert (turn.samples, turn.parameters) == (batch, 10)
-        assert turn.memory > 1 << 20
+        assert turn.memory_bytes > 1 << 20
         check_slow(turn.phases, 0.06 * times, (0, 0.05))
     # Turns can be repeated beyond the length of the user's scheduler, and nothing is written.
     assert take_turn(backend, slow, {}, 4, 5).samples == 4
     assert not Path("never").exists()
+
+
+def test_peak_memory_is_measured_on_a_system_that_cannot_reset_it(
+    slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "status").write_text("VmRSS:\t1 kB\n")
+    monkeypatch.setattr(training, "_PROCESS_STATUS", tmp_path / "status")
+    monkeypatch.setattr(training, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    turn = take_turn(LocalBackend(torch.device("cpu")), slow, {}, None, 2)
+    assert 50 << 20 < turn.memory_bytes < 1 << 40
 
 
 def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
@@ -224,6 +237,8 @@ def test_the_mann_whitney_test_equals_scipy() -> None:
         ("tinny", "Unknown model 'tinny'. Did you mean 'tiny'? Available: tiny, 25M, gpt, resnet18, resnet50, "),
         ("absent.py:make", "There is no file 'absent.py'. Pass the file and the function: file.py:function"),
         ("tiny --setting precison=bf16", "got 'precison=bf16'. Did you mean 'precision'?"),
+        ("tiny --setting max_steps=5", "--setting cannot change TrainConfig.max_steps"),
+        ("tiny --setting progress=bar", "--setting cannot change TrainConfig.progress"),
         ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
         ("tiny --json setup.py/before.json", "--json 'setup.py/before.json' is not writable. Use another file: --json"),
         ("tiny --output setup.py/a/x.png", "--output 'setup.py/a/x.png' is not writable. Use another file: --output"),

@@ -245,16 +245,16 @@ def test_one_rank_has_no_communication_cost() -> None:
 def test_buckets_are_reduced_during_backward() -> None:
     """By hand: three layers of 10 bytes and a second each after a forward of 2 s, in buckets of 10 bytes."""
     work = StepWork(before=2.0, layers=[Layer(10, 1.0)] * 3)
-    each = {"bucket": 10.0, "first_bucket": 10.0}
+    each = {"bucket_bytes": 10.0, "first_bucket_bytes": 10.0}
     hidden = predict_step(work, lambda size: 0.5, **each)
-    assert (hidden.seconds, hidden.exposed) == (5.5, 0.5)  # ready at 3, 4 and 5; only the last is not hidden
+    assert (hidden.seconds, hidden.exposed_seconds) == (5.5, 0.5)  # ready at 3, 4 and 5; only the last is not hidden
     queued = predict_step(work, lambda size: 3.0, **each)
-    assert (queued.seconds, queued.exposed) == (12.0, 7.0)  # 3 to 6, 6 to 9, 9 to 12
+    assert (queued.seconds, queued.exposed_seconds) == (12.0, 7.0)  # 3 to 6, 6 to 9, 9 to 12
     assert queued.efficiency == pytest.approx(5 / 12)
-    at_once = predict_step(work, lambda size: size / 10, bucket=1000, first_bucket=1000)
-    assert (at_once.seconds, at_once.exposed) == (8.0, 3.0)
-    small_first = predict_step(work, lambda size: size / 10, bucket=20, first_bucket=5)
-    assert (small_first.seconds, small_first.exposed) == (7.0, 2.0)  # 10 at 3 s, 20 at 5 s
+    at_once = predict_step(work, lambda size: size / 10, bucket_bytes=1000, first_bucket_bytes=1000)
+    assert (at_once.seconds, at_once.exposed_seconds) == (8.0, 3.0)
+    small_first = predict_step(work, lambda size: size / 10, bucket_bytes=20, first_bucket_bytes=5)
+    assert (small_first.seconds, small_first.exposed_seconds) == (7.0, 2.0)  # 10 at 3 s, 20 at 5 s
 
 
 def result_of(network: Network, ranks: int, *, noise: float = 0.0, algorithm: str = "ring") -> dict[str, Any]:
@@ -314,7 +314,7 @@ VGG16 = [(0.0041, 4.10), (0.0168, 16.78), (0.1028, 102.76), (1.39, 7.08), (4.62,
 def horovod_512(work: StepWork, network: Network = ETHERNET_25) -> float:
     fused = 64 * MEGABYTE
     return predict_step(
-        work, lambda size: ring_allreduce(512, size, network), bucket=fused, first_bucket=fused
+        work, lambda size: ring_allreduce(512, size, network), bucket_bytes=fused, first_bucket_bytes=fused
     ).efficiency
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def test_bf16_halves_the_bytes_of_every_bucket() -> None:
     assert predicted("bf16") == pytest.approx((step.seconds, 2 * 3 / 4 * 2e6))
 
 
+def test_bf16_does_not_reduce_the_bytes_of_bf16_gradients() -> None:
+    model = replace(MODEL, bytes_per_parameter=2)
+    found, synchronous = (predict_method(name, model, 4, NETWORK, local_steps=25) for name in ("bf16", "synchronous"))
+    assert found == synchronous
+    assert found.sent_bytes == pytest.approx(2 * 3 / 4 * 2e6)
+
+
 def test_local_steps_share_the_time_and_bytes_of_a_synchronization() -> None:
     # 6 messages of 1 MB, which take 80 ms each at 100 Mbit/s, once in 25 steps.
     assert predicted("local-sgd") == pytest.approx((0.1 + 6 * (1e-3 + 0.08) / 25, 6e6 / 25))
@@ -54,8 +62,8 @@ def test_streaming_is_free_while_the_steps_take_longer_than_the_transfer() -> No
     assert predicted("streaming") == pytest.approx((0.1, 6e6 / 25))
     slow = Network(alpha=1e-3, beta=8 / 10e6)
     found = predict_method("streaming", MODEL, 4, slow, local_steps=25)
-    assert found.exposed == pytest.approx(5 * (6 * (1e-3 + 0.16) - 0.5) / 25)
-    assert found.seconds == pytest.approx(0.1 + found.exposed)
+    assert found.exposed_seconds == pytest.approx(5 * (6 * (1e-3 + 0.16) - 0.5) / 25)
+    assert found.seconds == pytest.approx(0.1 + found.exposed_seconds)
 
 
 def test_hosts_synchronize_once_per_host() -> None:

@@ -101,27 +101,29 @@ def parameter_server(num_ranks: int, size: float, network: Network, servers: int
     return num_ranks * (2 * network.alpha + part * (2 * network.beta + network.gamma)) if num_ranks > 1 else 0.0
 
 
-def hierarchical_allreduce(num_ranks: int, size: float, network: Network, per_host: int, host: Network) -> float:
+def hierarchical_allreduce(
+    num_ranks: int, size: float, network: Network, ranks_per_host: int, host_network: Network
+) -> float:
     """Return the cost of Horovod's hierarchical allreduce (HOROVOD_HIERARCHICAL_ALLREDUCE).
 
     The algorithm is a ring reducescatter within each host, ring allreduces between hosts, and a ring allgather within
     each host. With g ranks on each of N hosts, the ring allreduces cost 2(N-1) (alpha + n/N beta) + (N-1)/N n/g gamma:
     each of the g ranks reduces n/g bytes with the corresponding ranks of the other hosts, and the g ranks share the
     link of their host. Ranks that fit on one host use a ring within the host. Raises ConfigError if `num_ranks` is
-    larger than `per_host` and not a multiple.
+    larger than `ranks_per_host` and not a multiple of it.
     """
-    if num_ranks <= per_host:
-        return ring_allreduce(num_ranks, size, host)
-    if num_ranks % per_host:
+    if num_ranks <= ranks_per_host:
+        return ring_allreduce(num_ranks, size, host_network)
+    if num_ranks % ranks_per_host:
         raise ConfigError(
-            f"{num_ranks} ranks are not a multiple of {per_host} ranks per host. "
+            f"{num_ranks} ranks are not a multiple of {ranks_per_host} ranks per host. "
             "Use multiples of --ranks-per-host for --ranks."
         )
-    shared = Network(alpha=network.alpha, beta=per_host * network.beta, gamma=network.gamma)
+    shared = Network(alpha=network.alpha, beta=ranks_per_host * network.beta, gamma=network.gamma)
     return (
-        ring_reducescatter(per_host, size, host)
-        + ring_allreduce(num_ranks // per_host, size / per_host, shared)
-        + ring_allgather(per_host, size, host)
+        ring_reducescatter(ranks_per_host, size, host_network)
+        + ring_allreduce(num_ranks // ranks_per_host, size / ranks_per_host, shared)
+        + ring_allgather(ranks_per_host, size, host_network)
     )
 
 

@@ -58,12 +58,12 @@ class PredictedStep:
     """The duration of a step, and its exposed communication, which does not overlap with the backward pass."""
 
     seconds: float
-    exposed: float
+    exposed_seconds: float
 
     @property
     def efficiency(self) -> float:
         """The throughput per rank relative to one rank."""
-        return 1 - self.exposed / self.seconds
+        return 1 - self.exposed_seconds / self.seconds
 
 
 def uniform_work(
@@ -71,15 +71,15 @@ def uniform_work(
     gradient_bytes: float,
     backward_share: float = 2 / 3,
     layers: int = 100,
-    largest_layer: float = FIRST_BUCKET_BYTES,
+    largest_layer_bytes: float = FIRST_BUCKET_BYTES,
 ) -> StepWork:
-    """Return the work of a model whose gradients are spread evenly over the backward pass.
+    """Return the work of a step whose gradients are spread evenly over the backward pass.
 
     `backward_share` is the fraction of the step time spent in the backward pass. The default of 2/3 assumes that the
     backward pass computes two matrix products per product in the forward pass. There are at least `layers` layers of at
-    most `largest_layer` bytes. Buckets contain complete layers, so larger layers would determine the bucket size.
+    most `largest_layer_bytes` bytes. Buckets contain complete layers, so larger layers would determine the bucket size.
     """
-    layers = max(layers, math.ceil(gradient_bytes / largest_layer))
+    layers = max(layers, math.ceil(gradient_bytes / largest_layer_bytes))
     backward = backward_share * step_seconds
     even = [Layer(gradient_bytes / layers, backward / layers)] * layers
     return StepWork(before=step_seconds - backward, layers=even)
@@ -89,21 +89,21 @@ def predict_step(
     work: StepWork,
     allreduce: Callable[[float], float],
     *,
-    bucket: float = BUCKET_BYTES,
-    first_bucket: float = FIRST_BUCKET_BYTES,
+    bucket_bytes: float = BUCKET_BYTES,
+    first_bucket_bytes: float = FIRST_BUCKET_BYTES,
 ) -> PredictedStep:
     """Simulate a step with sequential allreduces of the buckets, `allreduce(bytes)` seconds each.
 
     The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
     complete. The optimizer waits for the last bucket.
     """
-    clock, reduced_at, bucket_bytes, limit = work.before, 0.0, 0.0, first_bucket
+    clock, reduced_at, filled_bytes, limit_bytes = work.before, 0.0, 0.0, first_bucket_bytes
     for number, layer in enumerate(work.layers, 1):
         clock += layer.seconds
-        bucket_bytes += layer.size
-        if bucket_bytes and (bucket_bytes >= limit or number == len(work.layers)):
-            reduced_at = max(reduced_at, clock) + allreduce(bucket_bytes)
-            bucket_bytes, limit = 0.0, bucket
+        filled_bytes += layer.size
+        if filled_bytes and (filled_bytes >= limit_bytes or number == len(work.layers)):
+            reduced_at = max(reduced_at, clock) + allreduce(filled_bytes)
+            filled_bytes, limit_bytes = 0.0, bucket_bytes
     exposed = max(0.0, reduced_at - clock)
     return PredictedStep(work.seconds + exposed, exposed)
 
@@ -117,19 +117,19 @@ class Model:
     step_seconds: float
     backward_share: float
 
-    def work(self, bucket: float = BUCKET_BYTES) -> StepWork:
+    def work(self, bucket_bytes: float = BUCKET_BYTES) -> StepWork:
         """Return the work of a step whose gradients are spread evenly over the backward pass.
 
         Raises ConfigError if the gradients fill more than a million buckets.
         """
         gradient_bytes = self.parameters * self.bytes_per_parameter
-        if gradient_bytes / bucket > _MAX_BUCKETS:
+        if gradient_bytes / bucket_bytes > _MAX_BUCKETS:
             raise ConfigError(
-                f"{gradient_bytes:,.0f} bytes of gradients fill more than {_MAX_BUCKETS:,} buckets of {bucket:,.0f} "
-                "bytes. Use --bucket-bytes 25MB"
+                f"{gradient_bytes:,.0f} bytes of gradients fill more than {_MAX_BUCKETS:,} buckets of "
+                f"{bucket_bytes:,.0f} bytes. Use --bucket-bytes 25MB"
             )
-        layer = min(bucket, FIRST_BUCKET_BYTES)
-        return uniform_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer=layer)
+        layer_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
+        return uniform_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer_bytes=layer_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +155,20 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
 
 
 def fit_networks(
-    result: dict[str, Any] | None, known_networks: Network | None, requested: Mapping[str, Cost]
+    result: dict[str, Any] | None, known_network: Network | None, cost_by_algorithm: Mapping[str, Cost]
 ) -> dict[tuple[str, str], FittedNetwork]:
-    """Return the network per (name, algorithm): `known_networks`, or a network fitted to the allreduces in `result`.
+    """Return the network per (name, algorithm): `known_network`, or, for each name in `result`, a network fitted to its
+    allreduces.
 
-    The hierarchical algorithm is fitted as a ring, because it uses a ring between hosts.
+    `cost_by_algorithm` contains the requested algorithms. The hierarchical algorithm is fitted as a ring, because it
+    uses a ring between hosts.
     """
     if result is None:
-        assert known_networks is not None
-        return {("", algorithm): (known_networks, None) for algorithm in requested}
+        assert known_network is not None
+        return {("", algorithm): (known_network, None) for algorithm in cost_by_algorithm}
     networks: dict[tuple[str, str], FittedNetwork] = {}
     for name in row_names(result):
-        for algorithm, cost in requested.items():
+        for algorithm, cost in cost_by_algorithm.items():
             fitted = calibrate(result, name, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
             networks[name, algorithm] = (fitted.network, fitted)
     return networks
@@ -175,20 +177,20 @@ def fit_networks(
 def predict(
     model: Model,
     networks: Mapping[tuple[str, str], FittedNetwork],
-    requested: Mapping[str, Cost],
+    cost_by_algorithm: Mapping[str, Cost],
     ranks: Sequence[int],
-    bucket: float = BUCKET_BYTES,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> dict[str, Any]:
     """Return the predicted step per (name, algorithm) and number of ranks, as plain data."""
-    work = model.work(bucket)
+    work = model.work(bucket_bytes)
     rows = []
     for (name, algorithm), (network, _) in networks.items():
         for size in ranks:
             step = predict_step(
                 work,
-                _allreduce(requested[algorithm], size, network),
-                bucket=bucket,
-                first_bucket=min(bucket, FIRST_BUCKET_BYTES),
+                _bind_cost(cost_by_algorithm[algorithm], size, network),
+                bucket_bytes=bucket_bytes,
+                first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
             )
             rows.append(
                 {
@@ -196,7 +198,7 @@ def predict(
                     "algorithm": algorithm,
                     "ranks": size,
                     "step_seconds": step.seconds,
-                    "exposed_seconds": step.exposed,
+                    "exposed_seconds": step.exposed_seconds,
                     "efficiency": step.efficiency,
                 }
             )
@@ -227,7 +229,7 @@ def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list
     ]
 
 
-def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], float]:
+def _bind_cost(cost: Cost, ranks: int, network: Network) -> Callable[[float], float]:
     return lambda size: cost(ranks, size, network)
 
 
@@ -239,7 +241,7 @@ def model_from_result(training_result: dict[str, Any], bytes_per_parameter: floa
     single = [row for row in training_result["rows"] if row["ranks"] == 1 and row["setting"] is None]
     if not single:
         raise ReportError(
-            "The time of a step without communication is that of one rank, which was not measured. "
+            "The step time without communication is that of one rank, but the result has no measurement on one rank. "
             "Measure with: unitrain bench train --ranks 1,2 --json FILE"
         )
     row = single[0]
@@ -257,12 +259,12 @@ def compare_with_measured(
     model: Model,
     training_result: dict[str, Any],
     networks: Mapping[tuple[str, str], FittedNetwork],
-    requested: Mapping[str, Cost],
+    cost_by_algorithm: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
     """Return the measured and the predicted step time per measured backend, number of ranks (from 2) and algorithm.
 
     The prediction uses the bucket sizes of DistributedDataParallel. Rows with settings are skipped, because the model
-    does not include their changes of computation or communication.
+    does not include their effects on computation and communication.
     """
     differences = []
     for row in training_result["rows"]:
@@ -271,7 +273,7 @@ def compare_with_measured(
         for (name, algorithm), (network, _) in networks.items():
             if row["ranks"] == 1 or name not in ("", row_name(row)):
                 continue
-            step = predict_step(model.work(), _allreduce(requested[algorithm], row["ranks"], network))
+            step = predict_step(model.work(), _bind_cost(cost_by_algorithm[algorithm], row["ranks"], network))
             measured_seconds = quartiles(row["seconds"])[1]
             differences.append(
                 {

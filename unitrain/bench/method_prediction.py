@@ -32,6 +32,7 @@ STREAMING, HOSTS = "streaming", "local-sgd-hosts"
 BF16 = "bf16"
 METHODS = (SYNCHRONOUS, BF16, LOCAL, LOCAL_BF16, LOCAL_INT8, STREAMING, HOSTS)
 _FRAGMENTS, _OVERLAP_STEPS = 5, 5
+_BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,13 @@ class PredictedMethod:
     """
 
     seconds: float
-    exposed: float
+    exposed_seconds: float
     sent_bytes: float
 
 
 def check_methods(names: Sequence[str], hosts: HostLayout | None, ranks: Sequence[int]) -> None:
-    """Raise ConfigError for unknown names, and for `local-sgd-hosts` without equal hosts."""
+    """Raise ConfigError for unknown names, and for `local-sgd-hosts` without a host layout or with different numbers of
+    ranks on the hosts."""
     for name in names:
         if name not in METHODS:
             raise ConfigError(f"Unknown method {name!r}. {did_you_mean(name, METHODS)}Available: {', '.join(METHODS)}.")
@@ -67,8 +69,10 @@ def check_methods(names: Sequence[str], hosts: HostLayout | None, ranks: Sequenc
 
 
 def method_settings(local_steps: int) -> dict[str, str]:
-    """Return the argument of TrainConfig that selects each method, with `local_steps` steps per synchronization. It is
-    empty for the default."""
+    """Return the argument of TrainConfig that selects each method, with `local_steps` steps per synchronization.
+
+    No argument selects the default, synchronous training.
+    """
     streaming = _local_config(STREAMING, local_steps)
     return {
         SYNCHRONOUS: "",
@@ -90,7 +94,7 @@ def predict_method(
     *,
     local_steps: int,
     hosts: HostLayout | None = None,
-    bucket: float = BUCKET_BYTES,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> PredictedMethod:
     """Return the predicted step of the method `name`. The time of the outer optimizer is not included.
 
@@ -98,16 +102,18 @@ def predict_method(
     transfer of a fragment overlaps with the next steps.
     """
     if name in (SYNCHRONOUS, BF16):
-        ratio = 1.0 if name == SYNCHRONOUS else 2 / 4
+        ratio = min(1.0, _BF16_BYTES / model.bytes_per_parameter) if name == BF16 else 1.0
         step = predict_step(
-            model.work(bucket),
+            model.work(bucket_bytes),
             lambda size: ring_allreduce(num_ranks, ratio * size, network),
-            bucket=bucket,
-            first_bucket=min(bucket, FIRST_BUCKET_BYTES),
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
         )
         size = ratio * model.parameters * model.bytes_per_parameter
         return PredictedMethod(
-            seconds=step.seconds, exposed=step.exposed, sent_bytes=2 * (num_ranks - 1) / num_ranks * size
+            seconds=step.seconds,
+            exposed_seconds=step.exposed_seconds,
+            sent_bytes=2 * (num_ranks - 1) / num_ranks * size,
         )
     if name == HOSTS:
         assert hosts is not None
@@ -120,7 +126,7 @@ def predict_method(
     )
     return PredictedMethod(
         seconds=model.step_seconds + exposed / local_steps,
-        exposed=exposed / local_steps,
+        exposed_seconds=exposed / local_steps,
         sent_bytes=bytes_per_synchronization(round(model.parameters), num_ranks, local.compression) / local_steps,
     )
 
@@ -128,7 +134,8 @@ def predict_method(
 def _predict_hosts(
     model: Model, num_ranks: int, network: Network, hosts: HostLayout, local_steps: int
 ) -> PredictedMethod:
-    """The ranks of a host average their gradients after each backward pass, and their first ranks synchronize."""
+    """Return the prediction for training in which the ranks of a host average their gradients after each backward pass,
+    and the first ranks of the hosts synchronize."""
     per_host, size = min(num_ranks, hosts.ranks), 4 * model.parameters
     num_hosts = num_ranks // per_host
     between = ring_allreduce(num_hosts, size, network) + tree_broadcast(per_host, size, hosts.network)
@@ -136,13 +143,13 @@ def _predict_hosts(
     exposed = within + (between if num_hosts > 1 else 0.0) / local_steps
     return PredictedMethod(
         seconds=model.step_seconds + exposed,
-        exposed=exposed,
+        exposed_seconds=exposed,
         sent_bytes=bytes_per_synchronization(round(model.parameters), num_hosts, "none") / local_steps,
     )
 
 
 def _synchronization_seconds(num_elements: float, num_ranks: int, network: Network, config: LocalSGDConfig) -> float:
-    """The duration of a synchronization of `num_elements` elements. A ring of n bytes sends 2(p-1)/p n bytes per
+    """Return the seconds of a synchronization of `num_elements` elements. A ring of n bytes sends 2(p-1)/p n bytes per
     rank."""
     if num_ranks == 1:
         return 0.0
@@ -166,7 +173,7 @@ def predict_methods(
     *,
     local_steps: int,
     hosts: HostLayout | None = None,
-    bucket: float = BUCKET_BYTES,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> dict[str, Any]:
     """Return the predicted step per network, number of ranks and method, as plain data.
 
@@ -176,7 +183,9 @@ def predict_methods(
     for (network_name, _), (network, _) in networks.items():
         for size in ranks:
             prediction_by_method = {
-                name: predict_method(name, model, size, network, local_steps=local_steps, hosts=hosts, bucket=bucket)
+                name: predict_method(
+                    name, model, size, network, local_steps=local_steps, hosts=hosts, bucket_bytes=bucket_bytes
+                )
                 for name in dict.fromkeys([SYNCHRONOUS, *names])
             }
             rows += [
@@ -185,7 +194,7 @@ def predict_methods(
                     "method": name,
                     "ranks": size,
                     "step_seconds": prediction_by_method[name].seconds,
-                    "exposed_seconds": prediction_by_method[name].exposed,
+                    "exposed_seconds": prediction_by_method[name].exposed_seconds,
                     "sent_bytes": prediction_by_method[name].sent_bytes,
                     "speedup": prediction_by_method[SYNCHRONOUS].seconds / prediction_by_method[name].seconds,
                 }

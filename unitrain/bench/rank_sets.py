@@ -19,7 +19,7 @@ from unitrain.processes import parent_death_signal, usable_cores
 from unitrain.testing import RankError, RankGroup
 
 __all__ = ["LaunchedRanks", "RankError", "RankSet", "RankSetInfo", "RankSetSpec", "SuspendableRanks", "start_rank_sets"]
-# Timeout after which a turn counts as hung.
+# A turn that takes longer fails.
 TURN_TIMEOUT_SECONDS = 300.0
 
 

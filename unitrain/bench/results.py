@@ -23,7 +23,8 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result from a file. Raises ReportError if it is not a result of this `kind`, or of any kind for None."""
+    """Read a result of `kind`, or of any kind for None, from a file. Raises ReportError if the file contains no such
+    result."""
     remedy = f"Create one with: unitrain bench {kind or 'train'} --json {path}"
     try:
         result: Any = json.loads(path.read_text())
@@ -98,6 +99,7 @@ def format_bytes(size: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration in the largest suitable unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
+        value = seconds * factor
+        if value >= 0.9995:  # smaller values round to at most 999 of the next unit
+            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"

@@ -38,7 +38,7 @@ def measure_collectives(
     """
     ranks = rank_sets[0].info.ranks
     seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
-    calls: dict[tuple[int, str, int], int] = {}
+    calls_by_case: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
     for round_index, index in rounds:
         rank_set = rank_sets[index]
@@ -46,7 +46,7 @@ def measure_collectives(
             for operation in (*operations, *(LOWER_BOUNDS if index == 0 else ())):
                 for size in sizes:
                     key = (index, operation, size)
-                    turns = rank_set.run(collectives.take_turn, operation, size, calls.get(key, 1))
+                    turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
                     rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
                     if any(turn.seconds is None for turn in turns):
                         continue
@@ -54,7 +54,7 @@ def measure_collectives(
                     if round_index:
                         seconds_by_case.setdefault(key, []).append(slowest)
                     else:
-                        calls[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
+                        calls_by_case[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
     return {
         "kind": "collectives",
         "unitrain": __version__,
@@ -99,17 +99,19 @@ def measure_training(
     In `settings`, the key None stands for the unchanged configuration. The warm-up round is not recorded. The result is
     plain data: "rows" with the slowest rank's seconds per step in each round, and the mean over ranks for each phase.
     """
-    turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
+    rounds_by_case: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}  # one turn per rank in each round
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
     for round_index, index in rounds:
         with rank_sets[index].activate():
             for setting, values in settings.items():
-                ranks = rank_sets[index].run(training.take_turn, target, values, batch_size, steps)
-                rounds.subtract_turn(max(turn.turn_seconds for turn in ranks))
+                turns = rank_sets[index].run(training.take_turn, target, values, batch_size, steps)
+                rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
                 if round_index:
-                    turns.setdefault((index, setting), []).append(ranks)
+                    rounds_by_case.setdefault((index, setting), []).append(turns)
     rows = []
-    for (index, setting), recorded in sorted(turns.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+    for (index, setting), turns_by_round in sorted(
+        rounds_by_case.items(), key=lambda item: (item[0][0], item[0][1] or "")
+    ):
         info = rank_sets[index].info
         rows.append(
             {
@@ -117,13 +119,13 @@ def measure_training(
                 "transport": info.transport,
                 "setting": setting,
                 "ranks": info.ranks,
-                "seconds": [max(turn.seconds for turn in ranks) for ranks in recorded],
-                "samples": sum(turn.samples for turn in recorded[-1]),
+                "seconds": [max(turn.seconds for turn in turns) for turns in turns_by_round],
+                "samples": sum(turn.samples for turn in turns_by_round[-1]),
                 "phases": {
-                    phase: [sum(turn.phases[phase] for turn in ranks) / len(ranks) for ranks in recorded]
+                    phase: [sum(turn.phases[phase] for turn in turns) / len(turns) for turns in turns_by_round]
                     for phase in PHASES
                 },
-                "memory": max(turn.memory for ranks in recorded for turn in ranks),
+                "memory": max(turn.memory_bytes for turns in turns_by_round for turn in turns),
             }
         )
     return {
@@ -131,7 +133,7 @@ def measure_training(
         "unitrain": __version__,
         "machine": describe_machine(),
         "device": rank_sets[0].info.device,
-        "parameters": next(iter(turns.values()))[0][0].parameters,
+        "parameters": next(iter(rounds_by_case.values()))[0][0].parameters,
         "steps": steps,
         "rows": rows,
     }

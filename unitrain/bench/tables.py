@@ -81,12 +81,12 @@ def train(result: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right", overflow="fold")
     rows = sorted(result["rows"], key=lambda row: (row.get("setting") or "", row["ranks"]))
     for index, row in enumerate(rows):
-        share = efficiency(result, row)
+        relative_throughput = efficiency(result, row)
         table.add_row(
             str(row["ranks"]),
             row_name(row),
             f"{samples_per_second(row):,.4g}",
-            "" if share is None else f"{share:.1%}",
+            "" if relative_throughput is None else f"{relative_throughput:.1%}",
             format_seconds(quartiles(row["seconds"])[1]),
             *(f"{quartiles(row['phases'][phase])[1] * 1000:.3g}" for phase in PHASES),
             format_bytes(row["memory"]),
@@ -166,7 +166,11 @@ def method_prediction(result: dict[str, Any]) -> Table:
 
 
 def table_notes(result: dict[str, Any]) -> list[str]:
-    """Return the notes to print below a table. Notes of a prediction are the fitted networks and their errors."""
+    """Return the notes to print below a table.
+
+    A note on training states that ranks share processors. The notes on a prediction contain the networks and the errors
+    of their fits, the settings of methods, and comparisons with measured steps.
+    """
     notes = []
     processors = result.get("machine", {}).get("processors")
     max_ranks = max((row.get("ranks", 0) for row in result["rows"]), default=0)
@@ -195,7 +199,7 @@ def table_notes(result: dict[str, Any]) -> list[str]:
 
 
 def create_table(title: str) -> Table:
-    """Return an empty table."""
+    """Return a table without columns."""
     return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
 
 

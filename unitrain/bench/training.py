@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +21,7 @@ from unitrain import factories, randomness
 from unitrain.backends.base import Backend
 from unitrain.bench.results import PHASES
 from unitrain.callbacks.callback import Callback
-from unitrain.config import TrainConfig
+from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.optim.forward import Forward
 from unitrain.optim.model_loss import ModelLoss
 from unitrain.torch_compat import queue_backward_callback
@@ -26,17 +29,31 @@ from unitrain.torch_compat import queue_backward_callback
 # After the timed steps of a turn, this fraction of the steps, but at least the minimum, is repeated to time the phases.
 _PROFILED_FRACTION = 0.25
 _MIN_PROFILED_STEPS = 3
-_PROCESS_STATUS = Path("/proc/self/status")
+_PROCESS_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# Settings of TrainConfig that a benchmark sets itself, in addition to max_steps.
+FIXED_SETTINGS: dict[str, Any] = {
+    "max_epochs": None,
+    "max_seconds": None,
+    "dry_run": False,
+    "preemption_signals": (),
+    "monitor": None,
+    "output_dir": None,
+    "resume": False,
+    "metrics_port": None,
+    **{name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS},
+    "progress": "off",
+    "log_every_n_steps": None,
+}
 
 
 class TrainTurn(NamedTuple):
-    """A turn on this rank: `seconds` and `samples` per step, seconds per step by phase, peak `memory` in bytes, the
-    number of trainable parameters, and the duration of the turn."""
+    """A turn on this rank: `seconds` and `samples` per step, seconds per step by phase, peak memory, number of
+    trainable parameters, and duration of the turn."""
 
     seconds: float
     samples: float
     phases: dict[str, float]
-    memory: int
+    memory_bytes: int
     parameters: int
     turn_seconds: float
 
@@ -119,7 +136,8 @@ def take_turn(
 ) -> TrainTurn:
     """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some to time phases.
 
-    All ranks must call it. `target` is passed to `factories.call_training_function`. The first turn creates the model,
+    All ranks must call it. `settings` must not contain `max_steps` or FIXED_SETTINGS, and take precedence over
+    `batch_size`. `target` is passed to `factories.call_training_function`. The first turn creates the model,
     and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.
     Raises ConfigError and the errors of the Trainer.
     """
@@ -130,13 +148,13 @@ def take_turn(
     trainer, data, profiler = _prepared[key]
     _reset_memory(backend)
     seconds = _fit(backend, trainer, data, profiler, num_done_steps=0, is_active=False)
-    samples, memory = profiler.samples / steps, _peak_memory(backend)
+    samples, memory_bytes = profiler.samples / steps, _peak_memory(backend)
     profiled = min(steps - 1, max(_MIN_PROFILED_STEPS, round(_PROFILED_FRACTION * steps)))
     _fit(backend, trainer, data, profiler, num_done_steps=steps - profiled - 1, is_active=True)
     phases = {phase: seconds / profiler.steps for phase, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
-    return TrainTurn(seconds / steps, samples, phases, memory, parameters, time.perf_counter() - start_time)
+    return TrainTurn(seconds / steps, samples, phases, memory_bytes, parameters, time.perf_counter() - start_time)
 
 
 def _prepare(
@@ -145,25 +163,9 @@ def _prepare(
     randomness.seed_generators(0)
     arguments = factories.call_training_function(target)
     config: TrainConfig = arguments["config"]
-    overrides: dict[str, Any] = {
-        "max_epochs": None,
-        "max_steps": steps,
-        "max_seconds": None,
-        "preemption_signals": (),
-        "monitor": None,
-        "output_dir": None,
-        "resume": False,
-        "checkpoint_every_epochs": 1,
-        "checkpoint_every_steps": None,
-        "keep_last": None,
-        "keep_every_epochs": None,
-        "keep_best": None,
-        "progress": "off",
-        "log_every_n_steps": None,
-    }
     if batch_size is not None:
-        overrides["batch_size"] = batch_size
-    config = replace(config, **overrides, **settings)
+        settings = {"batch_size": batch_size, **settings}
+    config = replace(config, **settings, **FIXED_SETTINGS, max_steps=steps)
     model = arguments["model"]
     forward = Forward(arguments.get("forward"), model)
     profiler = StepProfiler(backend, forward, arguments.get("loss_fn") or ModelLoss())
@@ -195,14 +197,21 @@ def _fit(
 def _reset_memory(backend: Backend) -> None:
     if backend.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(backend.device)
-    elif _PROCESS_STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+        return
+    with contextlib.suppress(OSError):  # some containers do not have the file
+        _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
 
 
 def _peak_memory(backend: Backend) -> int:
-    """Return the peak memory in bytes since the last reset: allocated on the GPU, or resident in the process."""
+    """Return the peak memory in bytes since the last reset: allocated on the GPU, or resident in the process.
+
+    If the system cannot reset the peak of the process, it is the peak since the start of the process.
+    """
     if backend.device.type == "cuda":
         return torch.cuda.max_memory_allocated(backend.device)
     if _PROCESS_STATUS.exists():
-        return next(int(line.split()[1]) << 10 for line in _PROCESS_STATUS.read_text().splitlines() if "VmHWM:" in line)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # since the start of the process; in bytes on macOS
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", _PROCESS_STATUS.read_text(), re.MULTILINE)
+        if match is not None:
+            return int(match[1]) << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10

@@ -27,7 +27,7 @@ _COMMANDS = {
     "ckpt": ("unitrain.cli.ckpt", "List, verify, show, convert and consolidate checkpoints."),
     "doctor": ("unitrain.cli.doctor", "Diagnose problems on this machine, or in the ranks of a job."),
     "follow": ("unitrain.cli.follow", "Show the state and the log of a Slurm or Kubernetes job."),
-    "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
+    "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check the installed Horovod."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
     "memory": (
         "unitrain.cli.memory",
@@ -56,7 +56,7 @@ def split_words(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def check_output_file(option: str, path: Path | None, *, creates_folder: bool = False) -> None:
-    """Raise UsageError if the file `path` of `option` cannot be written. Called before a run whose result would be
+    """Raise UsageError if the file `path` of `option` cannot be written. Called before a run, so that its result is not
     lost.
 
     With `creates_folder`, the command creates the folder of the file.
@@ -74,7 +74,7 @@ def check_output_file(option: str, path: Path | None, *, creates_folder: bool = 
 
 @contextmanager
 def report_write_error(path: Path) -> Iterator[None]:
-    """Convert an OSError while the file `path` is written to ClickException."""
+    """Raise ClickException instead of an OSError that is raised while the file `path` is written."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[
     from unitrain.errors import BackendUnavailableError
     from unitrain.horovod_wheel import check
 
-    transports_by_backend: dict[str, list[str | None]] = {}
+    controllers_by_backend: dict[str, list[str | None]] = {}
     skipped: list[tuple[str, str]] = []
     for name in names:
         if name == "horovod":
@@ -37,21 +37,21 @@ def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[
                 skipped.append((name, fatal[0]))
                 continue
             reasons = {
-                controller: None if controller in report.controllers else "Horovod was built without it."
+                controller: None if controller in report.controllers else f"Horovod was built without {controller}."
                 for controller in _CONTROLLERS
             }
             if reasons["mpi"] is None and shutil.which("mpirun") is None:
                 reasons["mpi"] = "mpirun is not on PATH."
-            transports_by_backend[name] = [controller for controller, reason in reasons.items() if reason is None]
+            controllers_by_backend[name] = [controller for controller, reason in reasons.items() if reason is None]
             skipped += [
                 (f"{name} over {controller}", reason) for controller, reason in reasons.items() if reason is not None
             ]
         elif name in registry.BUILT_IN:
-            transports_by_backend[name] = [None]
+            controllers_by_backend[name] = [None]
         else:
             try:
                 registry.load(name)
-                transports_by_backend[name] = [None]
+                controllers_by_backend[name] = [None]
             except BackendUnavailableError as error:
                 skipped.append((name, str(error)))
-    return transports_by_backend, skipped
+    return controllers_by_backend, skipped

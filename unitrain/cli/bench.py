@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from unitrain.cli.bench_collectives import collectives
-from unitrain.cli.bench_options import user_errors
+from unitrain.cli.bench_options import report_errors
 from unitrain.cli.bench_predict import predict
 from unitrain.cli.bench_train import train
 
@@ -26,7 +26,7 @@ def compare(before: Path, after: Path) -> None:
     \b
       unitrain bench compare before.json after.json
     """
-    with user_errors():
+    with report_errors():
         from unitrain.bench import comparison, results, tables
 
         differences, unmatched = comparison.compare(results.read(before), results.read(after))

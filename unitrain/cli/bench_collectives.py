@@ -14,17 +14,18 @@ from unitrain.bootstrap import environment
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
+    check_any_available,
     check_can_draw,
-    check_outputs,
+    check_output_files,
     device_option,
     json_option,
-    list_rank_sets,
+    list_rank_set_specs,
     output_option,
     parse_bytes,
     print_progress,
+    report_errors,
     select_default_device,
     show_and_save,
-    user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -81,13 +82,13 @@ def collectives(
       unitrain launch -np 4 -H a:2,b:2 $(which unitrain) bench collectives --json both.json
       mpirun -np 4 unitrain bench collectives --backends ddp,horovod
     """
-    with user_errors():
+    with report_errors():
         selected_sizes = _parse_sizes(sizes, max_bytes)
         selected_operations = _parse_operations(operations)
         if output is not None:
             check_can_draw(output)
         if environment.detect().rank == 0:
-            check_outputs(json_file, output)
+            check_output_files(json_file, output)
         with _start_rank_sets(num_processes, backends, device) as (rank_sets, skipped, is_first_rank):
             from unitrain.bench.rounds import measure_collectives
 
@@ -116,6 +117,7 @@ def _start_rank_sets(
             name for name in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if name != "local"
         ]
         available, skipped = find_available(names)
+        check_any_available(available, skipped)
         launched: list[RankSet] = [LaunchedRanks(name, device) for name in available]
         yield launched, skipped, rank_info.rank == 0
         return
@@ -123,7 +125,7 @@ def _start_rank_sets(
 
     device = device or select_default_device()
     ranks = num_processes or 2
-    specs, skipped = list_rank_sets(backends, ranks, device)
+    specs, skipped = list_rank_set_specs(backends, ranks, device)
     with start_rank_sets(specs, device) as rank_sets:
         yield rank_sets, skipped, True
 

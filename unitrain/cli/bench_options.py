@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ backends_option = click.option("--backends", metavar="NAME,...", help="Backends 
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Print LaunchError, UnitrainError and errors raised by ranks without a traceback of this process.
 
     For an error of a rank that is not a unitrain error, the traceback of the rank is printed.
@@ -60,8 +60,10 @@ def user_errors() -> Iterator[None]:
         raise click.ClickException(message) from error
 
 
-def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[RankSetSpec], list[tuple[str, str]]]:
-    """Return a spec per backend (except `local`) and transport or controller, and (name, reason) per skipped one.
+def list_rank_set_specs(
+    backends: str | None, ranks: int, device: str
+) -> tuple[list[RankSetSpec], list[tuple[str, str]]]:
+    """Return a spec per backend (except `local`) and transport or controller, and (name, reason) per skipped backend.
 
     Raises ConfigError if no backend is available.
     """
@@ -82,10 +84,15 @@ def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[
             command = launchers.build_local("horovodrun", "-", ranks, name, controller=controller)
             prefix = command.argv[:-2]  # without the Python interpreter and the script
             specs.append(RankSetSpec(name, ranks, command=prefix, variables=command.environment))
-    if not specs:
+    check_any_available(specs, skipped)
+    return specs, skipped
+
+
+def check_any_available(available: Collection[object], skipped: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError with the reason for each skipped backend if there are no `available` backends."""
+    if not available:
         reasons = " ".join(f"{name}: {reason}" for name, reason in skipped)
         raise ConfigError(f"No backend with several ranks is available on this host. {reasons or 'Use --backends ddp'}")
-    return specs, skipped
 
 
 def select_default_device() -> str:
@@ -120,7 +127,10 @@ def print_progress(text: str) -> None:
 
 
 def check_can_draw(output: Path) -> None:
-    """Raise ConfigError or MissingDependencyError if charts cannot be drawn. Called before the measurement."""
+    """Raise ConfigError or MissingDependencyError if charts cannot be drawn to `output`.
+
+    Called before the measurement.
+    """
     if output.suffix not in (".png", ".html"):
         raise ConfigError(f"--output draws a .png or an .html file, got '{output}'. Use --output {output}.png")
     for package in ("jinja2", "matplotlib"):
@@ -131,7 +141,7 @@ def check_can_draw(output: Path) -> None:
             )
 
 
-def check_outputs(json_file: Path | None, output: Path | None) -> None:
+def check_output_files(json_file: Path | None, output: Path | None) -> None:
     """Raise UsageError if a file given on the command line cannot be written. Called before the measurement, on rank
     0."""
     check_output_file("--json", json_file, creates_folder=True)

@@ -8,18 +8,18 @@ import click
 
 from unitrain.cli.bench_options import (
     check_can_draw,
-    check_outputs,
+    check_output_files,
     json_option,
     output_option,
     parse_bytes,
     parse_numbers,
+    report_errors,
     show_and_save,
-    user_errors,
 )
 from unitrain.errors import ConfigError
 
-_RANKS = "1,2,4,8,16,32,64,128,256,512,1024"
-_RANKS_OF_METHODS = 8
+_DEFAULT_RANKS = "1,2,4,8,16,32,64,128,256,512,1024"
+_DEFAULT_RANKS_OF_METHODS = 8
 
 
 @click.command()
@@ -68,7 +68,7 @@ _RANKS_OF_METHODS = 8
 @click.option(
     "--ranks",
     metavar="N,...",
-    help=f"Numbers of ranks to predict. [default: {_RANKS}; with --methods, the measured number, or 8]",
+    help=f"Numbers of ranks to predict. [default: {_DEFAULT_RANKS}; with --methods, the measured number, or 8]",
 )
 @click.option(
     "--ranks-per-host",
@@ -121,17 +121,17 @@ def predict(
       unitrain bench predict --latency 10e-6 --bandwidth 2.5 --parameters 138e6 --step-seconds 0.42
       unitrain bench predict here.json --parameters 25.6e6 --step-seconds 0.3 --methods all
     """
-    with user_errors():
+    with report_errors():
         from unitrain.bench import cost_model, cost_prediction, method_prediction, results
 
-        is_described = latency is not None or bandwidth is not None
-        if (measured is not None) == is_described or (latency is None) != (bandwidth is None):
+        has_network_options = latency is not None or bandwidth is not None
+        if (measured is not None) == has_network_options or (latency is None) != (bandwidth is None):
             raise ConfigError(
                 "The network is described either by a result of bench collectives, or by --latency and --bandwidth. "
                 "Use --latency 10e-6 --bandwidth 3"
             )
-        is_described = parameters is not None or step_seconds is not None
-        if (train is not None) == is_described or (parameters is None) != (step_seconds is None):
+        has_model_options = parameters is not None or step_seconds is not None
+        if (train is not None) == has_model_options or (parameters is None) != (step_seconds is None):
             raise ConfigError(
                 "The model is described either by --train (a result of bench train) or by --parameters and "
                 "--step-seconds. Use --parameters 25.6e6 --step-seconds 0.3"
@@ -142,21 +142,21 @@ def predict(
                 "Use --ranks-per-host 8 --host-latency 5e-6 --host-bandwidth 20"
             )
         if methods is not None and (algorithms is not None or output is not None):
-            given = "--algorithms" if algorithms is not None else "--output"
-            raise ConfigError(f"--methods compares methods in a table, for a ring. Leave {given} out")
+            excluded = "--algorithms" if algorithms is not None else "--output"
+            raise ConfigError(f"--methods prints a table of methods with the ring algorithm. Leave {excluded} out")
         if output is not None:
             check_can_draw(output)
-        check_outputs(json_file, output)
+        check_output_files(json_file, output)
         hosts = None
         if ranks_per_host is not None and host_latency is not None and host_bandwidth is not None:
             host_network = cost_model.Network(alpha=host_latency, beta=1e-9 / host_bandwidth)
             hosts = cost_prediction.HostLayout(ranks=ranks_per_host, network=host_network)
-        known_algorithms = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
-        known_algorithms = known_algorithms if methods is None else ["ring"]
+        default_algorithms = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
+        default_algorithms = default_algorithms if methods is None else ["ring"]
         selected = (
             [part.strip() for part in algorithms.split(",")]
             if algorithms
-            else known_algorithms
+            else default_algorithms
             if measured is None
             else ["ring"]
         )
@@ -166,12 +166,12 @@ def predict(
                 "The hierarchical algorithm needs a description of the hosts. "
                 "Use --ranks-per-host 8 --host-latency 5e-6 --host-bandwidth 20"
             )
-        cost_functions = cost_prediction.cost_functions(selected, hosts, servers)
+        cost_by_algorithm = cost_prediction.cost_functions(selected, hosts, servers)
         network = None
         if latency is not None and bandwidth is not None:
             network = cost_model.Network(alpha=latency, beta=1e-9 / bandwidth)
         result = None if measured is None else results.read(measured, "collectives")
-        networks = cost_prediction.fit_networks(result, network, cost_functions)
+        networks = cost_prediction.fit_networks(result, network, cost_by_algorithm)
         trained = None if train is None else results.read(train, "train")
         if trained is not None:
             model = cost_prediction.model_from_result(trained, bytes_per_parameter)
@@ -184,9 +184,9 @@ def predict(
                 step_seconds=step_seconds,
                 backward_share=backward_share,
             )
-        bucket = parse_bytes("--bucket-bytes", bucket_bytes)
+        bucket_size = parse_bytes("--bucket-bytes", bucket_bytes)
         if methods is not None:
-            measured_ranks = _RANKS_OF_METHODS if result is None else result["ranks"]
+            measured_ranks = _DEFAULT_RANKS_OF_METHODS if result is None else result["ranks"]
             sizes = parse_numbers("--ranks", ranks or str(measured_ranks))
             if methods.strip() == "all":
                 names = [name for name in method_prediction.METHODS if name != method_prediction.HOSTS or hosts]
@@ -194,11 +194,13 @@ def predict(
                 names = [part.strip() for part in methods.split(",")]
             method_prediction.check_methods(names, hosts, sizes)
             predicted = method_prediction.predict_methods(
-                names, model, networks, sizes, local_steps=local_steps, hosts=hosts, bucket=bucket
+                names, model, networks, sizes, local_steps=local_steps, hosts=hosts, bucket_bytes=bucket_size
             )
         else:
-            sizes = parse_numbers("--ranks", ranks or _RANKS)
-            predicted = cost_prediction.predict(model, networks, cost_functions, sizes, bucket)
+            sizes = parse_numbers("--ranks", ranks or _DEFAULT_RANKS)
+            predicted = cost_prediction.predict(model, networks, cost_by_algorithm, sizes, bucket_size)
             if trained is not None:
-                predicted["measured"] = cost_prediction.compare_with_measured(model, trained, networks, cost_functions)
+                predicted["measured"] = cost_prediction.compare_with_measured(
+                    model, trained, networks, cost_by_algorithm
+                )
     show_and_save(predicted, json_file, output)

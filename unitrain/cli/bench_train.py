@@ -13,16 +13,16 @@ from unitrain.bootstrap import environment
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
-    check_outputs,
+    check_output_files,
     device_option,
     json_option,
-    list_rank_sets,
+    list_rank_set_specs,
     output_option,
     parse_numbers,
     print_progress,
+    report_errors,
     select_default_device,
     show_and_save,
-    user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.supervisor.checks import check_config_packages, is_config_file
@@ -83,7 +83,7 @@ def train(
       unitrain bench train package.module:function
       unitrain bench train file.py:function
     """
-    with user_errors():
+    with report_errors():
         rank_info = environment.detect()
         if rank_info.size > 1:
             raise ConfigError(
@@ -97,7 +97,7 @@ def train(
         selected: dict[str | None, dict[str, Any]] = {None: {}, **{text: _parse_setting(text) for text in settings}}
         if output is not None:
             check_can_draw(output)
-        check_outputs(json_file, output)
+        check_output_files(json_file, output)
         device = device or select_default_device()
         specs: list[RankSetSpec] = []
         skipped: list[tuple[str, str]] = []
@@ -107,7 +107,7 @@ def train(
 
                 specs.append(RankSetSpec("local", 1))
                 continue
-            rank_sets_of_size, skipped = list_rank_sets(backends, size, device)
+            rank_sets_of_size, skipped = list_rank_set_specs(backends, size, device)
             specs += rank_sets_of_size
         from unitrain.bench.rank_sets import start_rank_sets
         from unitrain.bench.rounds import measure_training
@@ -151,8 +151,10 @@ def _check_target(target: str, function: str) -> None:
 def _parse_setting(text: str) -> dict[str, Any]:
     """Parse settings such as "precision=bf16,max_grad_norm=1".
 
-    Raises ConfigError for unknown settings of TrainConfig, and for invalid values.
+    Raises ConfigError for settings that TrainConfig does not have, for settings that the benchmark sets itself, and for
+    invalid values.
     """
+    from unitrain.bench.training import FIXED_SETTINGS
     from unitrain.config import TrainConfig
 
     values: dict[str, Any] = {}
@@ -164,6 +166,11 @@ def _parse_setting(text: str) -> dict[str, Any]:
             raise ConfigError(
                 f"--setting takes settings of TrainConfig as NAME=VALUE,..., got {part!r}. {suggestion}"
                 "Use --setting precision=bf16"
+            )
+        if name == "max_steps" or name in FIXED_SETTINGS:
+            raise ConfigError(
+                f"--setting cannot change TrainConfig.{name}, which unitrain bench train sets itself, got {part!r}. "
+                "Leave it out. --steps sets the number of steps"
             )
         try:
             values[name] = json.loads(value)
