@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -416,6 +417,7 @@ def test_arguments_of_init_process_group() -> None:
     script = "import torch.distributed as dist\ndist.init_process_group({})\nlast = 1\n"
     converted = convert(script.format("'nccl', timeout=timedelta(minutes=5), rank=0, world_size=2"))
     assert "backend = unitrain.init(timeout_seconds=(timedelta(minutes=5)).total_seconds())\n" in converted
+    assert "backend = unitrain.init()\n" in convert(script.format("'nccl', timeout=None"))
     assert problems(script.format("'nccl', init_method='tcp://a:1'")) == {2: "init_method"}
     assert problems(script.format("store=s")) == {2: "store"}
 
@@ -459,6 +461,11 @@ def test_changed_lines_counts_replaced_lines_once_and_no_comments() -> None:
     assert changed_lines(DDP, DDP) == 0
 
 
+def test_form_feed_does_not_end_a_line_of_the_diff() -> None:
+    diff = unified_diff("a = '\f'\nb = 1\n", "a = '\f'\nb = 2\n", "train.py")
+    assert diff.endswith("\n a = '\f'\n-b = 1\n+b = 2\n")
+
+
 def test_command_prints_a_diff_that_patch_applies_and_the_reasons(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(HOROVOD)
@@ -486,6 +493,18 @@ def test_command_writes_the_script_and_keeps_the_original(tmp_path: Path) -> Non
     assert again.exit_code == 2
     assert "train.py.orig already exists. Move it away" in again.stderr
     assert path.read_text() == HOROVOD
+
+
+def test_command_reports_a_script_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "train.py"
+    path.write_text(HOROVOD)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    result = CliRunner().invoke(command, ["migrate", "--write", str(path)])
+    assert result.exit_code == 1
+    assert f"Error: {path} and {path}.orig cannot be written: Permission denied." in result.stderr
 
 
 def test_command_names_the_lines_that_it_does_not_convert(tmp_path: Path) -> None:

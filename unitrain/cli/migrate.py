@@ -56,8 +56,14 @@ def migrate(script: Path, write: bool) -> None:
     lines = migration.changed_lines(source, result.source)
     click.echo(f"{_count(lines, 'line')} of code changed. Check the diff, then compare the results.", err=True)
     if write:
-        backup.write_bytes(source.encode())
-        script.write_bytes(result.source.encode())
+        try:
+            backup.write_bytes(source.encode())
+            script.write_bytes(result.source.encode())
+        except OSError as error:
+            raise click.ClickException(
+                f"{script} and {backup} cannot be written: {error.strerror or error}. Apply the diff to a copy of the "
+                "script."
+            ) from error
         click.echo(f"Wrote {script}. The original is {backup}.", err=True)
 
 

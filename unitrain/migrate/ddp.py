@@ -137,7 +137,7 @@ def init_arguments(edits: Edits, call: cst.Call) -> str:
     if ignored:
         text += f"; the launcher defines {_join(ignored)}"
     timeout = call_arguments.get("timeout")
-    if timeout is None:
+    if timeout is None or literal(timeout) is None:
         edits.explain(call, f"{text}; the timeout is 300 s")
         return ""
     edits.explain(call, text)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 
 def unified_diff(old: str, new: str, path: str) -> str:
     """Return the unified diff from `old` to `new`, which `patch` and `git apply -p0` can apply to the file `path`."""
-    lines = difflib.unified_diff(
-        old.splitlines(keepends=True), new.splitlines(keepends=True), fromfile=path, tofile=path, n=3
-    )
+    lines = difflib.unified_diff(_split_lines(old), _split_lines(new), fromfile=path, tofile=path, n=3)
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 
@@ -26,6 +25,11 @@ def changed_lines(old: str, new: str) -> int:
         for kind, first, last, start, end in blocks
         if kind != "equal"
     )
+
+
+def _split_lines(text: str) -> list[str]:
+    """Split `text` after each newline. Other separators, such as a form feed, do not end a line for `patch`."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _count_code(lines: Sequence[str]) -> int:

@@ -10,9 +10,9 @@ import libcst as cst
 
 from unitrain.migrate.script import Script
 
-Expression = Callable[[cst.CSTNode], cst.BaseExpression]
+ExpressionBuilder = Callable[[cst.CSTNode], cst.BaseExpression]
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-Statements = Callable[[Statement], Sequence[Statement]]
+StatementsBuilder = Callable[[Statement], Sequence[Statement]]
 
 
 @dataclass(frozen=True, order=True)
@@ -37,17 +37,17 @@ class Problem:
 
 
 class Edits:
-    """Collects edits of a script. `uses_backend` contains the nodes that become uses of the variable `backend`."""
+    """Collects edits of a script. `backend_uses` contains the nodes that become uses of the variable `backend`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.reasons = set[Reason]()
         self.problems = set[Problem]()
         self.converted = set[cst.CSTNode]()  # references that no longer exist after the conversion
-        self.uses_backend = list[cst.CSTNode]()
+        self.backend_uses = list[cst.CSTNode]()
         self.backend = "unitrain_backend" if script.uses_name("backend") else "backend"
-        self._expressions = dict[cst.CSTNode, Expression]()
-        self._statements = dict[cst.CSTNode, Statements]()
+        self._expressions = dict[cst.CSTNode, ExpressionBuilder]()
+        self._statements = dict[cst.CSTNode, StatementsBuilder]()
 
     def explain(self, node: cst.CSTNode, text: str) -> None:
         """Record why the line of `node` changes, or a hint about it."""
@@ -59,14 +59,14 @@ class Edits:
         text = text if len(text) <= 80 else text[:77] + "..."
         self.problems.add(Problem(self.script.line(node), text, fix, is_structural))
 
-    def replace(self, node: cst.CSTNode, expression: str | Expression, *, uses_backend: bool = True) -> None:
+    def replace(self, node: cst.CSTNode, expression: str | ExpressionBuilder, *, uses_backend: bool = True) -> None:
         """Replace an expression by the source `expression`, or by its result for the node with converted children."""
         build = expression if callable(expression) else (lambda _: cst.parse_expression(str(expression)))
         self._expressions[node] = build
         if uses_backend:
-            self.uses_backend.append(node)
+            self.backend_uses.append(node)
 
-    def replace_statement(self, node: cst.CSTNode, build: Statements) -> None:
+    def replace_statement(self, node: cst.CSTNode, build: StatementsBuilder) -> None:
         """Replace a statement by the statements that `build` returns for the statement with converted children."""
         self._statements[node] = build
 
@@ -86,7 +86,7 @@ class Edits:
         """Remove a statement and its comments."""
         self.replace_statement(node, lambda _: ())
 
-    def is_removed(self, node: cst.CSTNode) -> bool:
+    def is_replaced(self, node: cst.CSTNode) -> bool:
         """Return whether a statement is replaced or removed."""
         return node in self._statements
 
@@ -98,7 +98,9 @@ class Edits:
 
 
 class _Transformer(cst.CSTTransformer):
-    def __init__(self, expressions: dict[cst.CSTNode, Expression], statements: dict[cst.CSTNode, Statements]) -> None:
+    def __init__(
+        self, expressions: dict[cst.CSTNode, ExpressionBuilder], statements: dict[cst.CSTNode, StatementsBuilder]
+    ) -> None:
         super().__init__()
         self._expressions, self._statements = expressions, statements
 

@@ -80,12 +80,12 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
         text = ", ".join(call_arguments) or "op"
         edits.refuse(call, f"The argument {text} is not supported. Use {edits.backend}.{function}(tensor)")
         return
-    detaches = function == "allreduce" and value is not None and _is_number_only(script, call, value)
+    needs_detach = function == "allreduce" and value is not None and _needs_detach(script, call, value)
 
     def build(updated: cst.CSTNode) -> cst.BaseExpression:
         assert isinstance(updated, cst.Call)
         positional = [updated.args[call.args.index(value)].value] if value is not None else []
-        if detaches:
+        if needs_detach:
             positional = [cst.Call(cst.Attribute(positional[0], cst.Name("detach")))]
         keywords = {"root": updated.args[call.args.index(root)].value} if root is not None else {}
         if operation != "mean":
@@ -101,7 +101,7 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
     edits.explain(call, _COLLECTIVE_REASONS.get(function, "the collective is a method of the backend"))
 
 
-def _is_number_only(script: Script, call: cst.Call, value: cst.Arg) -> bool:
+def _needs_detach(script: Script, call: cst.Call, value: cst.Arg) -> bool:
     """Return whether the tensor `value` may require grad, although the result of `call` is not differentiated."""
     tensor = value.value
     if not isinstance(tensor, cst.Name | cst.Attribute):
@@ -164,10 +164,12 @@ def _convert_optimizer(edits: Edits) -> None:
         return
     problems = len(edits.problems)
     names = {edits.script.text(wrapping.target), script.text(wrapping.arguments["optimizer"].value)}
-    parameters = _broadcast(edits, calls["broadcast_parameters"], wrapping, _is_state_of(script, {wrapping.model}))
-    state = _broadcast(edits, calls["broadcast_optimizer_state"], wrapping, lambda node: script.text(node) in names)
+    parameters = _find_broadcast(edits, calls["broadcast_parameters"], wrapping, _accept_state_of(wrapping.model))
+    state = _find_broadcast(
+        edits, calls["broadcast_optimizer_state"], wrapping, lambda node: script.text(node) in names
+    )
     if len(edits.problems) == problems:
-        _place(edits, wrapping, parameters, state)
+        _wrap_model_and_optimizer(edits, wrapping, parameters, state)
 
 
 def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
@@ -200,13 +202,13 @@ def _read_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
 
 
 def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> bool:
-    """Return whether the other arguments of DistributedOptimizer can be converted, and explain each argument that is
-    left out."""
+    """Return whether the other arguments of DistributedOptimizer can be converted, and explain the conversion of
+    `backward_passes_per_step`."""
     script = edits.script
     is_valid = True
     for name, argument in optimizer_arguments.items():
         if name == "op":
-            inside_nodes = (argument.value, *_references(argument.value))
+            inside_nodes = (argument.value, *_descendants(argument.value))
             inside = {script.imported_name(node) for node in inside_nodes}
             if f"{MODULE}.Adasum" in inside:
                 is_valid = False  # `migrate` reports the name
@@ -229,10 +231,10 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
     return is_valid
 
 
-def _references(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+def _descendants(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
     for child in node.children:
         yield child
-        yield from _references(child)
+        yield from _descendants(child)
 
 
 def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str | None:
@@ -259,14 +261,16 @@ def _owner(node: cst.CSTNode, method: str) -> str | None:
     return None
 
 
-def _is_state_of(script: Script, models: set[str]) -> Callable[[cst.CSTNode], bool]:
-    return lambda node: bool({_owner(node, "state_dict"), _owner(node, "named_parameters")} & models)
+def _accept_state_of(model: str) -> Callable[[cst.CSTNode], bool]:
+    """Return the function that returns whether a node is the state or the named parameters of `model`."""
+    return lambda node: model in (_owner(node, "state_dict"), _owner(node, "named_parameters"))
 
 
-def _broadcast(
+def _find_broadcast(
     edits: Edits, calls: list[cst.Call], wrapping: _OptimizerWrapping, accepts: Callable[[cst.CSTNode], bool]
 ) -> Statement | None:
-    """Return the statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none."""
+    """Return the last statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none, and
+    remove earlier ones."""
     script = edits.script
     statements = list[Statement]()
     for call in calls:
@@ -287,7 +291,9 @@ def _broadcast(
     return statements[-1] if statements else None
 
 
-def _place(edits: Edits, wrapping: _OptimizerWrapping, parameters: Statement | None, state: Statement | None) -> None:
+def _wrap_model_and_optimizer(
+    edits: Edits, wrapping: _OptimizerWrapping, parameters: Statement | None, state: Statement | None
+) -> None:
     """Write the statements that wrap the model and the optimizer."""
     script, backend = edits.script, edits.backend
     compression = wrapping.arguments.get("compression")
@@ -304,14 +310,10 @@ def _place(edits: Edits, wrapping: _OptimizerWrapping, parameters: Statement | N
     model_line = f"{wrapping.model} = {backend}.distributed_model({wrapping.model}{keyword})"
     target = script.text(wrapping.target)
     given = script.text(wrapping.arguments["optimizer"].value)
-    present = [one for one in (wrapping.statement, state) if one is not None]
+    present = [statement for statement in (wrapping.statement, state, parameters) if statement is not None]
     optimizer_at = max(present, key=script.position)
-    is_late = parameters is not None and script.position(parameters) > script.position(optimizer_at)
-    if is_late:
-        assert parameters is not None
-        optimizer_at = parameters
-    is_early = parameters is not None and parameters is not optimizer_at and compression is None
-    model_at = parameters if is_early and parameters is not None else optimizer_at
+    # The expression of the compression may be undefined where the parameters are broadcast.
+    model_at = parameters if parameters is not None and compression is None else optimizer_at
 
     optimizer = given if optimizer_at is wrapping.statement else target
     lines = dict[cst.CSTNode, list[str]]()
@@ -325,7 +327,7 @@ def _place(edits: Edits, wrapping: _OptimizerWrapping, parameters: Statement | N
     for place, texts in lines.items():
         new = [parse_statement(text) for text in texts]
         edits.replace_statement(place, lambda _, new=new: new)  # type: ignore[misc]
-        edits.uses_backend.append(place)
+        edits.backend_uses.append(place)
         edits.converted.add(place)
     edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(

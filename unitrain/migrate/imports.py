@@ -38,7 +38,7 @@ def convert(edits: Edits) -> None:
         edits.explain(statement, f"{names} {verb} no longer used" + ("" if is_added else "; unitrain is used instead"))
         is_added = True
     if not is_added:
-        _add(edits)
+        _add_import(edits)
 
 
 def _replace_by(statements: Sequence[Statement], updated: Statement) -> Sequence[Statement]:
@@ -81,7 +81,7 @@ def _with_names(
     return statement.with_changes(body=[import_node.with_changes(names=[*names[:-1], last_name])], leading_lines=())
 
 
-def _add(edits: Edits) -> None:
+def _add_import(edits: Edits) -> None:
     """Import unitrain after the imports at the start of the module."""
     last = None
     for statement in edits.script.module.body:

@@ -36,16 +36,16 @@ def migrate(source: str) -> Migration:
             f"Line {error.raw_line} is not valid Python: {error.message} Pass a Python 3 script."
         ) from error
     edits = Edits(script)
-    libraries = _libraries(script)
+    libraries = _find_libraries(script)
     _convert_calls(edits, libraries)
     _refuse_unknown(edits)
-    _start(edits, libraries)
+    _convert_startup(edits, libraries)
     imports.convert(edits)
     problems = tuple(sorted(edits.problems))
     return Migration(None if problems else edits.source(), tuple(sorted(edits.reasons)), problems, tuple(libraries))
 
 
-def _libraries(script: Script) -> list[str]:
+def _find_libraries(script: Script) -> list[str]:
     """Return the libraries with which the script trains. Raises ConfigError if there are none."""
     libraries = set[str]()
     uses_unitrain = False
@@ -103,26 +103,26 @@ def _is_inside_refused(edits: Edits, node: cst.CSTNode) -> bool:
     return any(first <= problem.line <= edits.script.line(node) for problem in edits.problems)
 
 
-def _start(edits: Edits, libraries: list[str]) -> None:
+def _convert_startup(edits: Edits, libraries: list[str]) -> None:
     script = edits.script
     calls = [node for node in script.nodes if isinstance(node, cst.Call)]
-    own = (horovod.INIT, *ddp.INIT)
-    starts = [call for call in calls if script.called_name(call) in own]
-    shutdown = [call for call in calls if script.called_name(call) in (horovod.SHUTDOWN, *ddp.SHUTDOWN)]
-    is_kept = not starts
+    init_names = (horovod.INIT, *ddp.INIT)
+    start_calls = [call for call in calls if script.called_name(call) in init_names]
+    shutdown_calls = [call for call in calls if script.called_name(call) in (horovod.SHUTDOWN, *ddp.SHUTDOWN)]
+    is_kept = not start_calls
     if is_kept:
-        starts = [call for call in calls if script.called_name(call) in (*trainers.ACCELERATE, *trainers.FABRIC)]
-    if len(starts) != 1:
-        for call in starts[1:]:
+        start_calls = [call for call in calls if script.called_name(call) in (*trainers.ACCELERATE, *trainers.FABRIC)]
+    if len(start_calls) != 1:
+        for call in start_calls[1:]:
             edits.refuse(call, "The script starts its ranks in several places. Keep one of them")
-        if not starts:
+        if not start_calls:
             name = f"This file uses {' and '.join(libraries)}, but does not start it"
             edits.refuse(script.module, "Migrate the file that does", name=name, is_structural=True)
         return
-    call = starts[0]
+    call = start_calls[0]
     text = ""
     if script.called_name(call) in ddp.INIT:
         text = ddp.init_arguments(edits, call)
     elif not is_kept and call.args:
         edits.refuse(call, "unitrain.init uses all ranks of the launcher: remove the arguments")
-    startup.convert(edits, startup.Startup(call, shutdown, f"unitrain.init({text})", is_kept))
+    startup.convert(edits, startup.Startup(call, shutdown_calls, f"unitrain.init({text})", is_kept))

@@ -1,7 +1,7 @@
 """The variables that hold distributed models, and reads of the members of these models.
 
-A variable holds a distributed model if the wrapped model is assigned to it, or if such a variable is assigned to it or
-is passed to the function of this file that has it as a parameter.
+A variable holds a distributed model if a wrapped model or another such variable is assigned to it. A parameter of a
+function of this file holds one if such a variable is passed for it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set
     while True:
         added = set[Binding]()
         for node in script.nodes:
-            if isinstance(node, cst.Call) and (callee := script.function_named(node)) is not None:
+            if isinstance(node, cst.Call) and (callee := script.called_function(node)) is not None:
                 added |= _parameters(script, node, *callee, bindings)
             value = assigned_value(node)
-            if value is not None and _returns(script, value, bindings):
+            if value is not None and _holds_model(script, value, bindings):
                 added |= {binding for target in targets(node) if (binding := script.binding(target)) is not None}
         if added <= bindings:
             return bindings
         bindings |= added
 
 
-def _returns(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
+def _holds_model(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
     """Return whether `value` is one of `variables`, or a call of a function of this file that returns one of them."""
     if script.binding(value) in variables:
         return True
-    callee = script.function_named(value) if isinstance(value, cst.Call) else None
+    callee = script.called_function(value) if isinstance(value, cst.Call) else None
     if callee is None or callee[1]:
         return False
     return any(

@@ -151,7 +151,7 @@ class Script:
         scopes = {assignment.scope for assignment in scope[name]}
         return (next(iter(scopes)), name) if len(scopes) == 1 else None
 
-    def function_named(self, call: cst.Call) -> tuple[cst.FunctionDef, int] | None:
+    def called_function(self, call: cst.Call) -> tuple[cst.FunctionDef, int] | None:
         """Return the function of this file that `call` calls, and the number of parameters before the arguments.
 
         The call of a class is a call of its `__init__`, and `self.name()` calls a method of the same class.

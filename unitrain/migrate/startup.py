@@ -24,7 +24,7 @@ class Startup:
     """
 
     call: cst.Call
-    shutdown: Sequence[cst.Call]
+    shutdown_calls: Sequence[cst.Call]
     text: str = "unitrain.init()"
     is_kept: bool = False
 
@@ -42,13 +42,13 @@ def convert(edits: Edits, startup: Startup) -> None:
             "It is called under a condition. Remove the condition: unitrain.init() also works in a single process",
         )
         return
-    for call in startup.shutdown:
+    for call in startup.shutdown_calls:
         line = script.statement(call)
         if call.args or line is None or assigned_value(line) is not call:
             edits.refuse(call, "Call it without arguments, in a statement of its own")
             return
     function = script.function(statement)
-    other_uses = [node for node in edits.uses_backend if node is not startup.call]
+    other_uses = [node for node in edits.backend_uses if node is not startup.call]
     early = [node for node in other_uses if _runs_before(script, node, statement)]
     if function is None:
         if early:
@@ -59,7 +59,7 @@ def convert(edits: Edits, startup: Startup) -> None:
     block = script.block(statement)
     lines = [script.statement(node) for node in early]
     can_move = all(line is not None and script.block(line) is block for line in lines)
-    if startup.shutdown and can_move and not startup.is_kept:
+    if startup.shutdown_calls and can_move and not startup.is_kept:
         first = min((line for line in lines if line is not None), key=script.position, default=statement)
         _start_in_place(edits, startup, statement, first)
     else:
@@ -89,7 +89,9 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
     """Assign the backend before `anchor`, instead of `statement`."""
     script, backend = edits.script, edits.backend
     function = script.function(statement)
-    outside = [node for node in (*edits.uses_backend, *startup.shutdown) if not _is_inside(script, node, function)]
+    outside = [
+        node for node in (*edits.backend_uses, *startup.shutdown_calls) if not _is_inside(script, node, function)
+    ]
     new = [parse_statement(f"global {backend}")] if function is not None and outside else []
     new.append(parse_statement(f"{backend} = {startup.text}"))
     if anchor is statement and not startup.is_kept:
@@ -100,20 +102,20 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
             edits.remove_statement(statement)
     edits.converted.add(startup.call)
     edits.explain(startup.call, "starts the backend that the launcher or UNITRAIN_BACKEND selects")
-    for call in startup.shutdown:
+    for call in startup.shutdown_calls:
         edits.replace(call, f"{backend}.shutdown()", uses_backend=False)
         edits.converted.add(call)
         edits.explain(call, "shuts down the backend and its process group")
     block = script.block(statement)
-    if not startup.shutdown and block is not None:
+    if not startup.shutdown_calls and block is not None:
         _append(edits, block, parse_statement(f"{backend}.shutdown()"))
 
 
 def _append(edits: Edits, block: Block, statement: Statement) -> None:
     last_statement = block.body[-1]
     assert isinstance(last_statement, Statement)
-    if edits.is_removed(last_statement):
-        edits.refuse(last_statement, "Add a statement after it")
+    if edits.is_replaced(last_statement):
+        edits.refuse(last_statement, "The shutdown of the backend must follow it: add a statement after it")
         return
     edits.replace_statement(last_statement, lambda updated: [updated, statement])
     edits.explain(last_statement, "the backend is shut down when training is complete")
@@ -141,20 +143,20 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
     main = statements[0]
     early = [
         node
-        for node in edits.uses_backend
+        for node in edits.backend_uses
         if script.function(node) is None and script.position(node) < script.position(main)
     ]
     if early:
         _refuse_early(edits, early)
         return
-    name = f" as {edits.backend}" if edits.uses_backend else ""
+    name = f" as {edits.backend}" if edits.backend_uses else ""
     edits.replace_statement(main, lambda updated: [_wrap_in_with(f"{startup.text}{name}", updated)])
     edits.explain(
         main,
         "starts the backend that the launcher or UNITRAIN_BACKEND selects, and shuts it down at the end; "
         "a failure of this rank is reported to the other ranks",
     )
-    removed = [*startup.shutdown] if startup.is_kept else [startup.call, *startup.shutdown]
+    removed = [*startup.shutdown_calls] if startup.is_kept else [startup.call, *startup.shutdown_calls]
     for call in removed:
         line = script.statement(call)
         assert line is not None
@@ -172,7 +174,7 @@ def _wrap_in_with(context: str, statement: Statement) -> Statement:
 
 def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef, seen: set[cst.CSTNode]) -> bool:
     """Return whether `call` calls `function`, directly or through functions of this file."""
-    callee = script.function_named(call)
+    callee = script.called_function(call)
     if callee is None or callee[0] in seen:
         return False
     if callee[0] is function:

@@ -75,7 +75,7 @@ def _compare_ranks(edits: Edits, call: cst.Call, rank: str, fix: str) -> None:
     ranks = f"{edits.backend}.allgather_object({name}.{rank}) == [*range({edits.backend}.size)]"
     check = parse_statement(f'assert {ranks}, "{fix}"')
     edits.replace_statement(statement, lambda updated: [updated, check])
-    edits.uses_backend.append(call)
+    edits.backend_uses.append(call)
     edits.explain(call, "under a launcher other than torchrun, each rank would train independently")
 
 
