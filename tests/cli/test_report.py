@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -300,6 +301,19 @@ def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) 
         f"Line 2 of '{broken}/history.jsonl' is not a row of a run's record: '{lines[1][:30]}'. Remove it: sed -i 2d"
     )
     assert "Cannot write" in error_output(trained, "--output", tmp_path / "nowhere" / "page.html")
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "goodput.json"])
+def test_an_unreadable_history_is_not_reported_as_a_failed_write(trained: Path, tmp_path: Path, name: str) -> None:
+    write(tmp_path, "history.jsonl", rows(trained))
+    (tmp_path / name).unlink(missing_ok=True)
+    if name == "goodput.json":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/proc/self/mem")  # reading its first bytes raises OSError
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert f"'{tmp_path}/{name}' cannot be read: " in result.output
 
 
 def test_a_chart_without_points_can_be_drawn() -> None:

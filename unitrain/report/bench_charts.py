@@ -92,7 +92,7 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
             speeds.append(
                 Line(name, [(row["bytes"], factor * _algorithm_bandwidth(row)) for row in own], series.index(name))
             )
-        options: dict[str, Any] = {"x_label": "size", "legend": False, "logarithmic": True, "ticks": ticks}
+        options: dict[str, Any] = {"x_label": "size", "has_legend": False, "is_logarithmic": True, "ticks": ticks}
         charts.append(LineChart(f"{operation}: seconds", times, **options))
         charts.append(LineChart(f"{operation}: bus bandwidth, GB/s", [*speeds, *floors], **options))
     return charts
@@ -109,7 +109,7 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
     ranks = sorted({row["ranks"] for row in result["rows"]})
     options: dict[str, Any] = {
         "x_label": "ranks",
-        "legend": False,
+        "has_legend": False,
         "ticks": [(n, str(n)) for n in ranks],
     }
 
@@ -125,7 +125,7 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
 
     return [
         LineChart("efficiency, %", lines("efficiency", 100.0), from_zero=True, **options),
-        LineChart("seconds per step", lines("step_seconds"), logarithmic=True, **options),
+        LineChart("seconds per step", lines("step_seconds"), is_logarithmic=True, **options),
     ]
 
 
@@ -144,15 +144,15 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
     ranks = sorted({row["ranks"] for row in rows})
     if len(ranks) > 1:
         options: dict[str, Any] = {
-            "x_label": "ranks", "legend": False, "from_zero": True, "ticks": [(n, str(n)) for n in ranks],
+            "x_label": "ranks", "has_legend": False, "from_zero": True, "ticks": [(n, str(n)) for n in ranks],
         }  # fmt: skip
-        for title, figure in (
+        for title, compute in (
             ("samples per second", samples_per_second),
-            ("efficiency, %", _efficiency_percent(result)),
+            ("efficiency, %", _efficiency_function(result)),
         ):
             lines = [
                 # Every line starts at the single-rank measurement, which is shared by all backends.
-                Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run_index)
+                Line(name, [(row["ranks"], compute(row)) for row in rows if _is_on_line(row, name)], run_index)
                 for run_index, name in enumerate(row_names(result))
             ]
             charts.append(LineChart(title, lines, **options))
@@ -166,14 +166,14 @@ def _is_on_line(row: dict[str, Any], name: str) -> bool:
     return row_name(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
 
 
-def _efficiency_percent(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
+def _efficiency_function(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
     """Return the function that returns the scaling efficiency of a row in percent, or None."""
 
-    def figure(row: dict[str, Any]) -> float | None:
-        share = efficiency(result, row)
-        return None if share is None else 100 * share
+    def compute_percent(row: dict[str, Any]) -> float | None:
+        relative_throughput = efficiency(result, row)
+        return None if relative_throughput is None else 100 * relative_throughput
 
-    return figure
+    return compute_percent
 
 
 _CHARTS: dict[str, Callable[[dict[str, Any]], Sequence[Chart]]] = {

@@ -80,15 +80,16 @@ class Line:
 class LineChart:
     """Values over epochs or steps, or over message sizes or numbers of ranks.
 
-    `logarithmic` and `from_zero` refer to the y axis. `marks` are labeled x values, `dots` labeled points, and `spans`
-    labeled, shaded intervals. With `ticks`, a list of (x value, label), the x axis is logarithmic.
+    `is_logarithmic` and `from_zero` refer to the y axis. `marks` are labeled x values: (x, label). `dots` are labeled
+    points of a run: (x, y, label, run index). `spans` are labeled, shaded intervals of x: (begin, end, label). With
+    `ticks`, a list of (x value, label), the x axis is logarithmic.
     """
 
     title: str
     lines: Sequence[Line]
     x_label: str
-    legend: bool = True
-    logarithmic: bool = False
+    has_legend: bool = True
+    is_logarithmic: bool = False
     from_zero: bool = False
     marks: Sequence[tuple[float, str]] = ()
     dots: Sequence[tuple[float, float, str, int]] = ()
@@ -98,15 +99,15 @@ class LineChart:
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Stacked bars of times by phase, one bar per label. Bars are horizontal, or `vertical` for numeric labels.
+    """Stacked bars of durations by phase, one bar per label. Bars are horizontal, or vertical for numeric labels.
 
-    `x_label` names the unit of the durations in `seconds`. The durations of vertical bars are in seconds.
+    The `durations` of vertical bars are in seconds. For horizontal bars, `x_label` names the unit.
     """
 
     title: str
     labels: Sequence[str]
-    seconds: Mapping[str, Sequence[float]]
-    vertical: bool = False
+    durations: Mapping[str, Sequence[float]]
+    is_vertical: bool = False
     x_label: str = ""
 
 
@@ -117,7 +118,7 @@ def to_svg(chart: Chart) -> str:
     """Return the chart as an SVG element with CSS variables as colors and without external resources."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
         height = _HEIGHT
-        if isinstance(chart, TimeChart) and not chart.vertical:
+        if isinstance(chart, TimeChart) and not chart.is_vertical:
             height = 1.15 + 0.24 * len(chart.labels)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         _draw(figure.subplots(), chart)
@@ -170,7 +171,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
     if isinstance(chart, LineChart):
         _draw_lines(axes, chart)
-    elif chart.vertical:
+    elif chart.is_vertical:
         _draw_bars(axes, chart, axes.bar, "bottom")
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -198,12 +199,12 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             # Markers make isolated points between gaps visible.
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:
+            if not chart.has_legend:
                 # A chart of several runs has no legend. The lines of earlier runs are wider, so that they remain
                 # visible below the lines of later runs with equal values.
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run_index)
         axes.plot(x, values, **options)
-    if chart.logarithmic:
+    if chart.is_logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -239,21 +240,21 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             label, (position, value), xytext=(0, 8), textcoords="offset points", ha="center",
             fontsize=8, fontweight="bold", color=color,
         )  # fmt: skip
-    if chart.legend and len(chart.lines) > 1:
+    if chart.has_legend and len(chart.lines) > 1:
         _add_legend(axes, len(chart.lines))
 
 
 def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset_keyword: str) -> None:
     offsets = [0.0] * len(chart.labels)
-    positions = [float(label) for label in chart.labels] if chart.vertical else range(len(chart.labels))
+    positions = [float(label) for label in chart.labels] if chart.is_vertical else range(len(chart.labels))
     options = {"linewidth": 0.6, "edgecolor": COLORS["paper"]}
-    for phase, values in chart.seconds.items():
+    for phase, values in chart.durations.items():
         if any(values):
             draw(positions, values, 0.72, **{offset_keyword: offsets}, color=COLORS[phase], label=phase, **options)
         offsets = [base + value for base, value in zip(offsets, values, strict=True)]
-    if not chart.vertical:
+    if not chart.is_vertical:
         axes.set_yticks(positions, chart.labels)
-    _add_legend(axes, sum(any(values) for values in chart.seconds.values()))
+    _add_legend(axes, sum(any(values) for values in chart.durations.values()))
 
 
 def _add_legend(axes: Axes, num_entries: int) -> None:

@@ -10,7 +10,7 @@ from unitrain.report import run_statistics
 from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
 from unitrain.report.record import RunRecord
 
-_MAX_RANKS, _MAX_MEMORY_LINES = 24, 4
+_MAX_BARS, _MAX_MEMORY_LINES = 24, 4
 _GIB, _MIN_MEMORY_GROWTH = 2**30, 1.1
 # The loss axis is logarithmic if the ratio of the highest to the lowest loss exceeds this.
 _LOGARITHMIC_RATIO = 30
@@ -49,7 +49,7 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
                 rows = [row for row in record.steps if name in row]
             lines.append(Line(record.name, run_statistics.chart_points(rows, name, in_epochs), run_index))
         spans = _slow_rank_spans(records, in_epochs) if name == "samples_per_second" else []
-        charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spans=spans))
+        charts.append(LineChart(title, lines, "", has_legend=False, from_zero=True, spans=spans))
     charts.append(_memory_chart(records, in_epochs))
     x_label = "epoch" if in_epochs else "step"
     return [
@@ -66,7 +66,7 @@ def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     """Return a chart of the wall-clock time of a run by category, if it was restarted."""
     if len(records) != 1 or len(records[0].attempts) < 2:
         return []
-    attempts = records[0].attempts[-_MAX_RANKS:]
+    attempts = records[0].attempts[-_MAX_BARS:]
     first = len(records[0].attempts) - len(attempts) + 1
     labels = [f"attempt {attempt_number}" for attempt_number in range(first, first + len(attempts))]
     seconds = {name: [attempt.seconds.get(name, 0.0) for attempt in attempts] for name in CATEGORIES}
@@ -101,14 +101,14 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
             for phase in run_statistics.PHASES
         }
         labels = [str(epoch) for epoch in by_epoch]
-        charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, vertical=True, x_label="epoch"))
+        charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, is_vertical=True, x_label="epoch"))
     return charts
 
 
 def shown_ranks(times: run_statistics.RankTimes) -> list[int]:
     """Return the ranks to show: all ranks, or the ranks with the most work if there are many."""
     work = times.work_seconds()
-    return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_RANKS])
+    return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_BARS])
 
 
 def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> LineChart:
@@ -144,7 +144,7 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
     is_logarithmic = (
         metric == "loss" and bool(values) and min(values) > 0 and max(values) / min(values) > _LOGARITHMIC_RATIO
     )
-    return LineChart(metric, lines, "", legend=not is_comparison, logarithmic=is_logarithmic, dots=dots)
+    return LineChart(metric, lines, "", has_legend=not is_comparison, is_logarithmic=is_logarithmic, dots=dots)
 
 
 def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
@@ -159,9 +159,11 @@ def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
         if not rows or max(maxima) < _MIN_MEMORY_GROWTH * min(maxima):
             continue
         last = rows[-1]["memory_bytes"]
-        most = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MAX_MEMORY_LINES]
-        for index, ranks in enumerate([[rank] for rank in sorted(most)] if len(records) == 1 else [range(len(last))]):
-            values = [
+        top_ranks = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MAX_MEMORY_LINES]
+        for index, ranks in enumerate(
+            [[rank] for rank in sorted(top_ranks)] if len(records) == 1 else [range(len(last))]
+        ):
+            rows_in_gib = [
                 {
                     **row,
                     "gib": max(row["memory_bytes"][rank] for rank in ranks if rank < len(row["memory_bytes"])) / _GIB,
@@ -171,8 +173,8 @@ def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
             ]
             color = index if len(records) == 1 else run_index
             label = f"rank {ranks[0]}" if len(records) == 1 else record.name
-            lines.append(Line(label, run_statistics.chart_points(values, "gib", in_epochs), color))
-    return LineChart("memory, GiB", lines, "", legend=len(records) == 1, from_zero=True)
+            lines.append(Line(label, run_statistics.chart_points(rows_in_gib, "gib", in_epochs), color))
+    return LineChart("memory, GiB", lines, "", has_legend=len(records) == 1, from_zero=True)
 
 
 def _slow_rank_spans(records: Sequence[RunRecord], in_epochs: bool) -> list[tuple[float, float, str]]:

@@ -57,7 +57,7 @@ def render(records: Sequence[RunRecord]) -> str:
         result_charts=[(chart.title, to_svg(chart)) for chart in result_charts(records)],
         time_charts=[(chart.title, to_svg(chart)) for chart in time_charts(records)],
         settings=_settings(records),
-        compared=_compare([headline_values(record) for record in records]),
+        compared=_compare_headlines([headline_values(record) for record in records]),
     )
 
 
@@ -148,14 +148,14 @@ def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
     }
 
 
-def _compare(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[HeadlineValue | None]]]:
-    """Return rows of (name, note, figure per run or None). If all runs have the same note, it is moved to the row."""
+def _compare_headlines(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[HeadlineValue | None]]]:
+    """Return rows of (name, note, headline value per run or None). A note that all runs share is moved to the row."""
     rows = []
-    for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
-        row = [next((figure for figure in headline if figure.name == name), None) for headline in headlines]
-        notes = {figure.note for figure in row if figure is not None}
+    for name in dict.fromkeys(value.name for headline in headlines for value in headline):
+        row = [next((value for value in headline if value.name == name), None) for headline in headlines]
+        notes = {value.note for value in row if value is not None}
         shared = notes.pop() if len(notes) == 1 else ""
-        rows.append((name, shared, [figure and replace(figure, note="") if shared else figure for figure in row]))
+        rows.append((name, shared, [value and replace(value, note="") if shared else value for value in row]))
     return rows
 
 

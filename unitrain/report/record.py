@@ -37,7 +37,8 @@ class RunRecord:
 def read_records(folders: list[Path]) -> list[RunRecord]:
     """Read the record of the run in each folder. The names are distinct unless a folder is repeated.
 
-    Raises ReportError if a folder does not exist or contains no run, or if its history or goodput file is invalid.
+    Raises ReportError if a folder does not exist or contains no run, or if its history or goodput file is invalid or
+    unreadable.
     """
     folders = [Path(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
@@ -68,15 +69,24 @@ def _read_record(folder: Path, name: str) -> RunRecord:
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     try:
         attempts = read_attempts(folder)
+    except OSError as error:
+        raise _unreadable_error(folder / GOODPUT_FILE, error) from None
     except ValueError as error:
         path = folder / GOODPUT_FILE
         raise ReportError(f"'{path}' is corrupt: {error}. Remove it: rm '{path}'") from None
     return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC), attempts)
 
 
+def _unreadable_error(path: Path, error: OSError) -> ReportError:
+    return ReportError(f"'{path}' cannot be read: {error.strerror or error}. Make it readable, or remove it.")
+
+
 def _read_rows(path: Path) -> list[Row]:
     rows = []
-    *lines, _unfinished = path.read_text(errors="replace").split("\n")
+    try:
+        *lines, _unfinished = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise _unreadable_error(path, error) from None
     # Text after the last newline belongs to a line that is still being written, or that was incomplete when the run
     # was killed.
     for number, line in enumerate(lines, start=1):
