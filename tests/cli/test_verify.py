@@ -316,7 +316,7 @@ def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
     ((what, why),) = skipped
     assert what == "horovod over mpi"
-    assert why in ("mpirun is not on PATH.", "Horovod was built without it.")
+    assert why in ("mpirun is not on PATH.", "Horovod was built without mpi.")
 
 
 # The following tests train in this process, on one rank.
@@ -478,7 +478,10 @@ def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     reference = record(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
         "seed": ({"made": make(seed=1)}, "0.weight has other initial values. Call torch.manual_seed(0) before"),
-        "model": ({"made": make(width=5)}, "parameter 0.bias exists in only one of the runs, or its shapes differ"),
+        "model": (
+            {"made": make(width=5)},
+            "parameter 0.bias exists in only one of the runs, or has different shapes in them",
+        ),
         "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
         "order": ({"seed": 1}, "step 1 has other samples. Seed"),
         "batch": ({"batch_size": 5}, "step 1 has other samples (5 instead of 4). Seed"),

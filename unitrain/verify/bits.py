@@ -19,7 +19,7 @@ _WIDTH_WITHOUT_TERMINAL = 200
 
 @dataclass(frozen=True, kw_only=True)
 class BitRow:
-    """An outcome, and the first difference from the reference or the reason of the failure."""
+    """An outcome, and the first difference from the reference or the reason for the failure."""
 
     outcome: Outcome
     status: Literal["reference", "bit-equal", "differs", "failed"]
@@ -56,12 +56,12 @@ def find_first_difference(record: Record, reference: Record) -> str:
     for name, digest in reference.first.start.items():
         if record.first.start.get(name) != digest:
             return f"the initial values of parameter {name} differ. Call torch.manual_seed(0) before the model is built"
-    steps = zip(_steps(record), _steps(reference), strict=False)
-    for step, (own, other) in enumerate(steps, 1):
-        for name in own:
-            if own[name] != other.get(name):
+    steps = zip(_values_by_step(record), _values_by_step(reference), strict=False)
+    for step, (values, reference_values) in enumerate(steps, 1):
+        for name in values:
+            if values[name] != reference_values.get(name):
                 return f"step {step} is the first with a difference: {name}"
-        if missing_names := other.keys() - own.keys():
+        if missing_names := reference_values.keys() - values.keys():
             return f"step {step} is the first with a difference: {min(missing_names)} is missing"
     if record.steps != reference.steps:
         return f"the run ended after {record.steps} steps, the reference after {reference.steps}"
@@ -118,7 +118,7 @@ def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) 
     path.write_text(json.dumps({**settings, "same": is_bit_equal(rows), "rows": bits}, indent=2) + "\n")
 
 
-def _steps(record: Record) -> list[dict[str, Any]]:
+def _values_by_step(record: Record) -> list[dict[str, Any]]:
     """Return the values to compare in each step, in the order in which they are computed."""
     steps: list[dict[str, Any]] = []
     for number, samples in enumerate(record.sample_digests()):

@@ -69,9 +69,9 @@ class RankRecord:
 
     `start` and `end` are digests of the parameters before the first and after the last step, and `max_change` is the
     largest |end - start| per parameter. `used_rngs` names the random number generators that were used during training.
-    `has_fixed_global_batch_size` is True if the script sets the global batch size or logical ranks. `batch_statistics`
-    is the set of samples of a micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype`
-    is the format of compressed gradients: "fp16", "bf16" or "none".
+    `has_fixed_global_batch_size` is True if the script sets the global batch size or logical ranks. Without BatchNorm,
+    `batch_statistics` is "none"; otherwise, it states whether BatchNorm normalizes over one "rank" or over "all" ranks.
+    `compression_dtype` is the format of compressed gradients: "fp16", "bf16" or "none".
     """
 
     rank: int

@@ -82,10 +82,10 @@ class Recorder(Callback):
         self._has_fixed_global_batch_size = config.global_batch_size is not None or config.logical_ranks is not None
         if not self._has_fixed_global_batch_size and backend.size < self._request.emulated_ranks:
             # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
-            in_one_batch = config.batch_size is not None and (
+            needs_one_micro_batch = config.batch_size is not None and (
                 config.sync_batch_norm or batch_statistics(model) == "all"
             )
-            name = "batch_size" if in_one_batch else "gradient_accumulation_steps"
+            name = "batch_size" if needs_one_micro_batch else "gradient_accumulation_steps"
             changes[name] = scale_accumulation(getattr(config, name), self._request.emulated_ranks, backend.size)
         if self._request.float64:
             changes["precision"] = "fp32"  # disables autocast

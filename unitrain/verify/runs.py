@@ -100,15 +100,15 @@ class Verification:
         repeated run if its global batch size is equal to that of another run, otherwise the first run.
         """
         outcome = self._run(RequestedRun(backend="local", emulated_ranks=size, processes=1))
-        batches = {
-            one.record.global_batch_sizes()[0]
-            for one in (outcome, *other_outcomes)
-            if one.record is not None and one.record.steps
+        batch_sizes = {
+            run.record.global_batch_sizes()[0]
+            for run in (outcome, *other_outcomes)
+            if run.record is not None and run.record.steps
         }
-        if size > 1 and len(batches) > 1:
+        if size > 1 and len(batch_sizes) > 1:
             unscaled = self._run(RequestedRun(backend="local", emulated_ranks=1, processes=1))
             record = unscaled.record
-            if record is not None and record.steps and record.global_batch_sizes()[0] in batches:
+            if record is not None and record.steps and record.global_batch_sizes()[0] in batch_sizes:
                 return unscaled
         return outcome
 
@@ -120,9 +120,9 @@ class Verification:
         self.report_progress(
             f"{len(unclear)} of {len(group.rows)} runs may differ by rounding only. Repeating them in float64:\n"
         )
-        in_float64 = replace(self, float64=True, tolerance=FLOAT64_TOLERANCE)
+        float64_verification = replace(self, float64=True, tolerance=FLOAT64_TOLERANCE)
         repeated = [*(row for row in group.rows if row.status == "reference"), *unclear]
-        outcomes = [in_float64._run(row.outcome.run) for row in repeated]
+        outcomes = [float64_verification._run(row.outcome.run) for row in repeated]
         return resolve_with_float64(group, compare_outcomes(group.ranks, outcomes, FLOAT64_TOLERANCE, float64=True))
 
     def _run(self, run: RequestedRun) -> Outcome:
@@ -151,12 +151,12 @@ class Verification:
         )
         self.report_progress(f"{result.seconds:.0f} s\n")
         record = Record.read(folder)
-        failure = self._failure(result.exit_code, run, record)
+        failure = self._find_failure(result.exit_code, run, record)
         if failure is None:
             return Outcome(run=run, seconds=result.seconds, record=record)
         return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
 
-    def _failure(self, exit_code: int | None, run: RequestedRun, record: Record | None) -> str | None:
+    def _find_failure(self, exit_code: int | None, run: RequestedRun, record: Record | None) -> str | None:
         """Return the reason why the run produced no numbers to compare, or None."""
         if exit_code is None:
             return (

@@ -27,6 +27,7 @@ def train(target: str) -> None:
 
 
 if __name__ == "__main__":
-    # Python prepended the folder of this file. The user's function is imported from the working directory instead.
+    # The working directory, which contains the user's function, replaces the folder of this file, which Python has
+    # prepended.
     sys.path[0] = str(Path.cwd())
     train(sys.argv[1])

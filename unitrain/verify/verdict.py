@@ -102,10 +102,9 @@ class Verdict:
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
     """Compare the runs with the global batch size of `ranks` ranks with the best reference among them.
 
-    The reference is the first run whose results all other runs can have: their differences are not expected by design
-    (see `expected_difference`), or are within the tolerance. Runs of a single process are tried first. If there is
-    none, the reference is a run with the largest number of processes. Runs with a difference between ranks are
-    candidates only if all runs have one.
+    The reference is the first run from which no other run differs by design (see `expected_difference`) by more than
+    the tolerance. Runs of a single process are tried first. If there is no such run, the reference is a run with the
+    largest number of processes. Runs with a difference between ranks are candidates only if all runs have one.
     """
     outcomes = [_fail_if_not_comparable(outcome) for outcome in outcomes]
     candidates = [(outcome, outcome.record) for outcome in outcomes if outcome.record is not None]
@@ -121,7 +120,7 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
     )
     if reference is None and candidates:
         reference = max(candidates, key=lambda pair: pair[0].run.processes)
-    rows = [_row(outcome, reference, tolerance, float64=float64) for outcome in outcomes]
+    rows = [_create_row(outcome, reference, tolerance, float64=float64) for outcome in outcomes]
     return Group(ranks=ranks, rows=rows)
 
 
@@ -205,7 +204,9 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     return None
 
 
-def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: float, *, float64: bool) -> VerdictRow:
+def _create_row(
+    outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: float, *, float64: bool
+) -> VerdictRow:
     if outcome.record is None or reference is None:
         return VerdictRow(outcome=outcome, status="failed", reasons=[outcome.failure or ""])
     difference = None
@@ -233,7 +234,7 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
 def _known_causes(difference: Difference, run: Record, reference: Record) -> Iterator[str]:
     """Yield the known causes of a difference, root causes first."""
     if difference.mismatched is not None:
-        yield f"{difference.mismatched} exists in only one of the runs, or its shapes differ"
+        yield f"{difference.mismatched} exists in only one of the runs, or has different shapes in them"
     elif difference.first_different_initial_parameter is not None:
         yield (
             f"{difference.first_different_initial_parameter} has other initial values. Call torch.manual_seed(0) "
