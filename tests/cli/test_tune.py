@@ -46,7 +46,7 @@ from unitrain.tune.tuned_settings import (
     remove_tuned,
     torch_version,
 )
-from unitrain.tune.tuning import LOCAL_STEPS, Tuner, describe_changes, save_and_describe
+from unitrain.tune.tuning import LOCAL_SGD_CHANGES, Tuner, describe_changes, save_and_describe
 
 SIZES = Tunable("SIZE", "", "1", ("2", "3"))
 COLORS = Tunable("COLOR", "", "red", ("green",))
@@ -149,7 +149,7 @@ def test_a_gain_is_significant_only_if_the_pairs_agree() -> None:
 
 
 def test_a_consistent_loss_is_not_reported_as_noise() -> None:
-    assert describe_changes({"compression": "fp16"}, Gain([1.2] * PAIRS)).endswith("Use it if the numbers may change.")
+    assert describe_changes({"compression": "fp16"}, Gain([1.2] * PAIRS)).endswith("Use it if the results may change.")
     assert describe_changes({"compression": "fp16"}, Gain([0.8] * PAIRS)).endswith("Training is slower with it.")
     assert describe_changes({"compression": "fp16"}, Gain([0.8, 1.2] * 4)).endswith(
         "The difference is within the noise."
@@ -374,7 +374,7 @@ def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
     tuner = Tuner(options, str(script), args, step_seconds=0.01, timeout_seconds=120, folder=tmp_path)
     for name, value in preloaded({}).items():
         monkeypatch.setenv(name, value)
-    for changes in LOCAL_STEPS[1:]:
+    for changes in LOCAL_SGD_CHANGES[1:]:
         result = tuner.run({}, changes)
         assert (result.size, result.steps) == (2, 25)
         reported.append(describe_changes(changes, Gain([1.2] * PAIRS)).partition(": ")[0])
@@ -384,7 +384,7 @@ def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
         "overlap_steps=5))",
     ]
     with pytest.raises(ConfigError, match="sync_batch_norm"):
-        tuner.run({}, {**LOCAL_STEPS[0], "sync_batch_norm": True})
+        tuner.run({}, {**LOCAL_SGD_CHANGES[0], "sync_batch_norm": True})
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -406,12 +406,12 @@ def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
 
     lines: list[str] = []
     tuner = SimulatedTuner((), "train.py", (), step_seconds=1, timeout_seconds=60, folder=tmp_path)
-    tuner.tune(1e-9, with_local_steps=True, report=lines.append, report_run=print)
+    tuner.tune(1e-9, with_local_sgd=True, report=lines.append, report_run=print)
     if size == 1:
         assert lines[2:] == ["Low-communication training was not timed, because a single rank does not communicate."]
         return
     diloco = "steps=25, outer_lr=0.7, outer_momentum=0.9"
-    gain = f"a factor of 2.000 (between 2.000 and 2.000 in {PAIRS} pairs). Use it if the numbers may change."
+    gain = f"a factor of 2.000 (between 2.000 and 2.000 in {PAIRS} pairs). Use it if the results may change."
     assert lines[2:] == [
         f"TrainConfig(local_sgd=LocalSGDConfig({diloco})): {gain}",
         f'TrainConfig(local_sgd=LocalSGDConfig({diloco}, compression="int8")): {gain}',
@@ -428,20 +428,22 @@ def test_the_timed_steps_contain_whole_periods_of_local_steps(
     with pytest.raises(expected) as raised:
         train_16_steps(monkeypatch, 9, {"local_sgd": {"steps": steps}})
     if timed is None:
-        assert "it needs 17" in str(raised.value)
+        assert "timing needs 17" in str(raised.value)
         return
     result = trial.TrialResult.parse_output(capsys.readouterr().out)
     assert result is not None
     assert result.steps == timed
 
 
-def train_16_steps(monkeypatch: pytest.MonkeyPatch, warmup: int, changes: Mapping[str, object] | None = None) -> None:
+def train_16_steps(
+    monkeypatch: pytest.MonkeyPatch, warmup: int, changes: Mapping[str, object] | None = None, *, dry_run: bool = False
+) -> None:
     """Train in this process with a timer that measures at least 5 steps after `warmup` steps."""
-    request = TrialRequest(name="run", warmup=warmup, seconds=1e-9, changes=changes or {}).serialize()
+    request = TrialRequest(name="run", warmup_steps=warmup, seconds=1e-9, changes=changes or {}).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-    config = unitrain.TrainConfig(max_epochs=1, batch_size=4)
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=4, dry_run=dry_run)
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -452,9 +454,17 @@ def train_16_steps(monkeypatch: pytest.MonkeyPatch, warmup: int, changes: Mappin
 
 @pytest.mark.parametrize("warmup", [12, 20])
 def test_a_run_that_is_too_short_is_rejected(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = rf"^The run ended after 16 steps, which are too few to time: it needs {warmup + 5}\. Train longer, "
+    message = rf"^The run ended after 16 steps, but timing needs {warmup + 5}\. Train longer, "
     with pytest.raises(ConfigError, match=message):
         train_16_steps(monkeypatch, warmup)
+
+
+def test_the_steps_of_a_dry_run_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_16_steps(monkeypatch, warmup=2, dry_run=True)
+    result = trial.TrialResult.parse_output(capsys.readouterr().out)
+    assert result is not None
+    assert result.steps == 5
 
 
 def test_cores_per_rank_follow_the_cpu_affinity(

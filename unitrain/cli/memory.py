@@ -95,7 +95,7 @@ def memory(
         records = measure(
             *executed_script(str(script), args),
             launch_options=options,
-            request=MemoryRequest(warmup=_WARMUP_STEPS, steps=steps),
+            request=MemoryRequest(warmup_steps=_WARMUP_STEPS, steps=steps),
             timeout_seconds=timeout_seconds,
         )
     except (ConfigError, UnsupportedError) as error:

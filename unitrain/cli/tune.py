@@ -93,7 +93,7 @@ def tune(
             tuner.tune(
                 minutes * 60,
                 with_compression=compression,
-                with_local_steps=local_sgd,
+                with_local_sgd=local_sgd,
                 report=click.echo,
                 report_run=partial(Console(stderr=True, highlight=False).print, markup=False),
             )

@@ -46,7 +46,7 @@ def measure(
         records = read_records(folder)
         if ended.exit_code == 0 and records is not None:
             return records
-        steps = request.warmup + 1
+        steps = request.warmup_steps + 1
         if ended.exit_code is None:
             end = f"did not finish within {timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
         elif ended.exit_code:

@@ -27,7 +27,7 @@ class ProcessMemory(Protocol):
 
 
 def process_memory(device: torch.device) -> ProcessMemory:
-    """Return the memory that contains the tensors of `device`: the memory of this process, or of a GPU.
+    """Return the object that measures the memory of this process or of the GPU `device`.
 
     Raises UnsupportedError for other devices, and if the system cannot measure the peak.
     """

@@ -17,9 +17,9 @@ _REQUEST = "request.json"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """Request to train `warmup` steps, measure the memory of `steps` steps, and exit."""
+    """Request to train `warmup_steps` steps, measure the memory of `steps` steps, and exit."""
 
-    warmup: int
+    warmup_steps: int
     steps: int
 
     def write(self, folder: Path) -> None:

@@ -84,13 +84,13 @@ class MemoryRecorder(Callback):
         self._models: list[nn.Module] = []
         self._module_ids: set[int] = set()
         self._optimizers: list[Optimizer] = []
-        self._average: nn.Module | None = None
+        self._averaged_model: nn.Module | None = None
         self._settings: dict[str, Any] = {}
         self._backend = ""
         self._memory: ProcessMemory | None = None
         self._steps, self._depth, self._is_written = 0, 0, False
         self._gradient_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._gradients = self._gradient_bytes = 0
+        self._gradient_element_bytes = self._gradient_storage_bytes = 0
         self._is_state_complete = True
         self._largest_snapshot: _Snapshot | None = None  # with the largest activations
         self._peak: _Snapshot | None = None  # with the largest sum of activations and gradients
@@ -117,7 +117,7 @@ class MemoryRecorder(Callback):
         return dataclasses.replace(arguments, config=config, callbacks=[*arguments.callbacks, self])
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._average = trainer.averaged_model
+        self._averaged_model = trainer.averaged_model
 
     # --- called in each forward pass and optimizer step ---
 
@@ -142,8 +142,10 @@ class MemoryRecorder(Callback):
             self._optimizers.append(optimizer)
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         storages = storages_of(gradients)
-        self._gradients = max(self._gradients, element_bytes(gradients))
-        self._gradient_bytes = max(self._gradient_bytes, sum(storage.nbytes() for storage in storages.values()))
+        self._gradient_element_bytes = max(self._gradient_element_bytes, element_bytes(gradients))
+        self._gradient_storage_bytes = max(
+            self._gradient_storage_bytes, sum(storage.nbytes() for storage in storages.values())
+        )
         self._gradient_storages = {address: weakref.ref(storage) for address, storage in storages.items()}
         if self._memory is not None:
             self._forward_backward_peak = max(self._forward_backward_peak, self._memory.peak())
@@ -162,9 +164,9 @@ class MemoryRecorder(Callback):
             return
         self._steps += 1
         self._exclude_parameters()  # the forward pass of a compiled model does not call `_add_model`
-        if self._steps == self._request.warmup:
+        if self._steps == self._request.warmup_steps:
             self._begin_measurement()
-        elif self._steps == self._request.warmup + self._request.steps:
+        elif self._steps == self._request.warmup_steps + self._request.steps:
             self.write()
             raise SystemExit(0)
 
@@ -207,7 +209,7 @@ class MemoryRecorder(Callback):
 
     def write(self) -> None:
         """Write the record, unless it has already been written. Does nothing if no step was measured."""
-        steps = self._steps - self._request.warmup
+        steps = self._steps - self._request.warmup_steps
         largest, peak = self._largest_snapshot, self._peak
         if self._is_written or steps < 1 or largest is None or peak is None:
             return
@@ -229,8 +231,8 @@ class MemoryRecorder(Callback):
             parameters=element_bytes(parameters),
             trained=element_bytes(parameter for parameter in parameters if parameter.requires_grad),
             buffers=storage_bytes(self._buffers()),
-            gradients=self._gradients,
-            gradient_storages=self._gradient_bytes,
+            gradients=self._gradient_element_bytes,
+            gradient_storages=self._gradient_storage_bytes,
             buckets=sum(map(bucket_bytes, self._models)),
             fusion_buffer=int(environment.get_variable(_FUSION_VARIABLE) or 0) if has_fusion else 0,
             state=self._state_bytes(),
@@ -266,7 +268,7 @@ class MemoryRecorder(Callback):
         return storage_bytes(tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))
 
     def _average_bytes(self) -> int:
-        return 0 if self._average is None else storage_bytes(self._average.state_dict().values())
+        return 0 if self._averaged_model is None else storage_bytes(self._averaged_model.state_dict().values())
 
     def _persistent_bytes(self) -> int:
         """Return the bytes of parameters, buffers, optimizer state, averaged weights and separate buckets."""

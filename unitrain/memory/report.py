@@ -96,18 +96,19 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     Percentages are relative to training memory.
     """
     record = usage.record
-    *rows, remainder = memory_rows(usage)
-    training = record.peak - remainder.at_peak
+    *rows, untracked = memory_rows(usage)
+    training_bytes = record.peak - untracked.at_peak
     largest = max(rows, key=lambda row: row.at_peak)
     name = "Temporary tensors" if largest.name == _REMAINDER else largest.name
     verb = "are" if name.endswith("s") else "is"
     text = (
         f"{name[0].upper()}{name[1:]} {verb} the largest part of training memory: "
-        f"{format_bytes(largest.at_peak)} of {format_bytes(training)} per rank ({_percent(largest.at_peak, training)})."
+        f"{format_bytes(largest.at_peak)} of {format_bytes(training_bytes)} per rank "
+        f"({_percent(largest.at_peak, training_bytes)})."
     )
     if not savings:
         return (
-            f"{text} {remainder.name[0].upper()}{remainder.name[1:]} need {format_bytes(remainder.at_peak)}, so none "
+            f"{text} {untracked.name[0].upper()}{untracked.name[1:]} need {format_bytes(untracked.at_peak)}, so none "
             "of the settings would save a significant part of the memory."
         )
     best = savings[0]
@@ -115,11 +116,11 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     over = f" over {ranks} ranks" if best.setting.startswith("shard") else ""
     text += (
         f" {best.setting}{over} would save the most: {about}{format_bytes(best.saved_bytes)} "
-        f"({_percent(best.saved_bytes, training)})."
+        f"({_percent(best.saved_bytes, training_bytes)})."
     )
     if largest.name == "activations" and ranks > 1 and usage.shard == "none":
         sharding = [saving.saved_bytes for saving in savings if saving.setting.startswith("shard")]
-        text += f" Sharding over {ranks} ranks would save at most {_percent(max(sharding, default=0), training)}."
+        text += f" Sharding over {ranks} ranks would save at most {_percent(max(sharding, default=0), training_bytes)}."
     return text
 
 
@@ -145,24 +146,24 @@ def _memory_table(usage: Usage) -> Table:
     table.add_column("")
     for heading in ("predicted", "measured", "at the peak", "share"):
         table.add_column(heading, justify="right")
-    *rows, remainder = memory_rows(usage)
-    training = record.peak - remainder.at_peak
+    *rows, untracked = memory_rows(usage)
+    training_bytes = record.peak - untracked.at_peak
     for index, row in enumerate(rows):
         table.add_row(
             row.name,
             "" if row.predicted is None else format_bytes(row.predicted),
             "" if row.measured is None else format_bytes(row.measured),
             format_bytes(row.at_peak) if row.at_peak >= 0 else f"-{format_bytes(-row.at_peak)}",
-            _percent(row.at_peak, training),
+            _percent(row.at_peak, training_bytes),
             end_section=index + 1 == len(rows),
         )
-    for name, size in (("training", training), (remainder.name, remainder.at_peak), ("peak", record.peak)):
+    for name, size in (("training", training_bytes), (untracked.name, untracked.at_peak), ("peak", record.peak)):
         table.add_row(name, "", "", format_bytes(size), "")
     return table
 
 
 def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table:
-    table = create_table(f"What each setting would save per rank (shard: over {ranks} ranks; ~: estimate)")
+    table = create_table(f"Predicted savings of each setting per rank (shard: over {ranks} ranks; ~: estimate)")
     table.add_column("setting", overflow="fold")
     for heading in ("saves", "peak"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -21,6 +21,6 @@ def main(folder: Path, script: str, args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Python prepended the folder of this file. A script can import the modules in its own folder instead.
+    # As in `python SCRIPT`, the folder of the script replaces the folder of this file, which Python has prepended.
     sys.path[0] = str(Path(sys.argv[2]).resolve().parent)
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

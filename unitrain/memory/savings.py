@@ -82,8 +82,8 @@ def persistent_bytes(*, parameters: int, gradients: int, state: int, shard: str,
 
 
 def list_savings(usage: Usage, ranks: int) -> list[Saving]:
-    """Return how much each setting reduces the peak of the run, largest savings first, with sharding across `ranks`
-    ranks.
+    """Return how much each setting reduces the peak of the run, largest savings first. Sharding is predicted for
+    `ranks` ranks.
 
     Settings that the script already uses, or that save almost nothing, are not listed.
     """
@@ -103,10 +103,9 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
     stages = [stage for stage in _STAGES if stage in get_args(ShardingMode)]
     if ranks < 2 or usage.shard not in stages:
         return []
-    d = record.size
-    is_sharded = _STAGES[usage.shard]
-    parameters = record.parameters * (d if is_sharded[0] else 1)
-    gradients = usage.gradients * (d if is_sharded[1] else 1)
+    shards_parameters, shards_gradients, _ = _STAGES[usage.shard]
+    parameters = record.parameters * (record.size if shards_parameters else 1)
+    gradients = usage.gradients * (record.size if shards_gradients else 1)
     current_bytes = record.parameters + usage.gradients + record.state
     savings = []
     for stage in stages[stages.index(usage.shard) + 1 :]:
@@ -168,5 +167,5 @@ def _saved_between_steps(record: RankMemory, activations: int) -> int:
     activations are in memory.
     """
     current_bytes = record.activations_at_peak + record.gradients_at_peak
-    then = max(activations + record.early_gradients, record.gradient_storages)
-    return record.peak - max(record.forward_backward_peak - (current_bytes - then), record.step_peak)
+    remaining_bytes = max(activations + record.early_gradients, record.gradient_storages)
+    return record.peak - max(record.forward_backward_peak - (current_bytes - remaining_bytes), record.step_peak)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 # Number of parameter-sized tensors that torch.optim's optimizers store per parameter.
@@ -94,11 +94,6 @@ def _num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int | Non
     """Return the number of tensors that `optimizer` stores per parameter of `group`, or None if it is unknown."""
     count = _STATE_TENSORS.get(type(optimizer))
     return None if count is None else count + sum(bool(group.get(name)) for name in _OPTIONAL_STATE_TENSORS)
-
-
-def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of `optimizer` that require grad."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -20,8 +20,8 @@ Measure = Callable[[Settings], float]
 # If the settings have no effect, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs favor the
 # settings in 3.5% of all checks.
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
-# Minimum gain in a single pair for which a setting is measured again, also the minimum median gain in the final check;
-# and minimum gain for which a setting is combined with others.
+# `_PROMISING_RATIO`: the gain in a single pair above which a setting is measured again, and the median gain that the
+# final check requires. `_MIN_RATIO_TO_COMBINE`: the median gain above which a setting is combined with others.
 _PROMISING_RATIO, _MIN_RATIO_TO_COMBINE = 1.01, 1.02
 _REPETITIONS = 2
 _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
@@ -100,10 +100,10 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     seed: int | None = None,
 ) -> SearchResult:
-    """Search for the fastest settings for about `budget_seconds`. The settings are empty if no gain is significant.
+    """Search for the fastest settings for about `budget_seconds`. The result has no settings if no gain is significant.
 
     The search first measures each value separately, and measures promising values again. It then combines the best
-    values one at a time. The final check of the best settings takes a large fraction of the time, and may exceed it.
+    values one at a time. The final check of the best settings takes a large fraction of the budget, and may exceed it.
     `run_seconds` is the estimated duration of one measurement. `seed` makes the random order of the pairs reproducible.
     """
     start_time = clock()
@@ -156,7 +156,7 @@ def search(
     best: Settings = (combinable or promising or [{}])[0]
     for settings in combinable[1:]:
         combined = {**settings, **best}
-        if combined == best or not has_time_for(_REPETITIONS):  # equal if it is another value of the same tunable
+        if combined == best or not has_time_for(_REPETITIONS):  # equal if `best` has another value of the tunable
             continue
         ratios_of(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
         if statistics.median(ratios_of(combined)) > statistics.median(ratios_of(best)):

@@ -45,6 +45,7 @@ class StepTimer(Callback):
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` modified for the timed run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
+        changes["dry_run"] = False
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
         changes |= self._request.changes
         if isinstance(changes.get("local_sgd"), dict):
@@ -60,15 +61,15 @@ class StepTimer(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self._steps += 1
         if self._steps_to_time is None:
-            if self._steps == self._request.warmup // 2:  # the first steps are the slowest
+            if self._steps == self._request.warmup_steps // 2:  # the first steps are the slowest
                 self._start_time = self._synchronized_time(trainer)
-            elif self._steps == self._request.warmup:
+            elif self._steps == self._request.warmup_steps:
                 per_step = (self._synchronized_time(trainer) - self._start_time) / (
-                    self._request.warmup - self._request.warmup // 2
+                    self._request.warmup_steps - self._request.warmup_steps // 2
                 )
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
                 steps = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
-                # Local steps are timed with their share of a synchronization.
+                # With local SGD, complete periods are timed, so that a step includes its share of a synchronization.
                 self._steps_to_time = math.ceil(steps / self._period) * self._period
                 self._steps, self._start_time = 0, self._synchronized_time(trainer)
         elif self._steps == self._steps_to_time:
@@ -77,12 +78,12 @@ class StepTimer(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_finished or not trainer.is_finished:
             return  # `_finish` or an exception is already ending the run
-        warmup, min_steps = self._request.warmup, max(_MIN_STEPS, self._period)
+        warmup, min_steps = self._request.warmup_steps, max(_MIN_STEPS, self._period)
         if self._steps_to_time is not None and self._steps >= min_steps:
             self._finish(trainer)
         num_steps = self._steps if self._steps_to_time is None else warmup + self._steps
         raise ConfigError(
-            f"The run ended after {num_steps} steps, which are too few to time: it needs {warmup + min_steps}. Train "
+            f"The run ended after {num_steps} steps, but timing needs {warmup + min_steps}. Train "
             "longer, for example with more epochs: unitrain tune ends the run after the timed steps."
         )
 

@@ -16,14 +16,14 @@ _MARKER = "unitrain tune: "
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Request to train `warmup` steps, then measure steps for about `seconds` seconds, and exit.
+    """Request to train `warmup_steps` steps, then measure steps for about `seconds` seconds, and exit.
 
     `changes` overrides fields of the script's TrainConfig; the value of "local_sgd" contains the fields of a
     LocalSGDConfig. `name` is unique per run.
     """
 
     name: str
-    warmup: int
+    warmup_steps: int
     seconds: float
     changes: Mapping[str, Any] = field(default_factory=dict)
 

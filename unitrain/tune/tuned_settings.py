@@ -83,7 +83,7 @@ class TunedEntry:
     machine: str | None = None
 
     def save(self, file: Path = TUNED_FILE) -> None:
-        """Write the entry to `file`. It replaces an entry for the same run, even with a different torch version."""
+        """Write the entry to `file`, and remove an entry for the same run, even with a different torch version."""
         other_entries = [entry for entry in _load(file) if entry._identity != self._identity]
         _store([*other_entries, self], file)
 

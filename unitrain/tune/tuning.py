@@ -24,9 +24,9 @@ from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
 _DILOCO = {"steps": 25, "outer_lr": 0.7, "outer_momentum": 0.9}
-# Values of TrainConfig fields that affect the results of training.
-COMPRESSIONS: Sequence[Mapping[str, Any]] = ({"compression": "fp16"}, {"compression": "bf16"})
-LOCAL_STEPS: Sequence[Mapping[str, Any]] = (
+# Changes of TrainConfig that are timed on request, because they affect the results of training.
+COMPRESSION_CHANGES: Sequence[Mapping[str, Any]] = ({"compression": "fp16"}, {"compression": "bf16"})
+LOCAL_SGD_CHANGES: Sequence[Mapping[str, Any]] = (
     {"local_sgd": _DILOCO},
     {"local_sgd": {**_DILOCO, "compression": "int8"}},
     {"local_sgd": {**_DILOCO, "fragments": 5, "overlap_steps": 5}},
@@ -54,26 +54,26 @@ class Tuner:
         search_seconds: float,
         *,
         with_compression: bool = False,
-        with_local_steps: bool = False,
+        with_local_sgd: bool = False,
         report: Callable[[str], None],
         report_run: Callable[[str], None],
     ) -> None:
         """Search for about `search_seconds`, save a significant gain, and report the result.
 
         Afterwards, also time gradient compression if `with_compression` is True, and low-communication training if
-        `with_local_steps` is True. Both take additional time. `report` receives results, and `report_run` receives a
+        `with_local_sgd` is True. Both take additional time. `report` receives results, and `report_run` receives a
         line per run of the search. Raises ConfigError if a run fails, or if the file of tuned settings cannot be read
         or written. If a run with low-communication training fails, for example because the script uses sharding, the
         failure is reported.
         """
         check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()
-        first = self.run({})
+        default_result = self.run({})
         run_seconds = time.monotonic() - start_time
-        ranks = "1 rank" if first.size == 1 else f"{first.size} ranks"
+        ranks = "1 rank" if default_result.size == 1 else f"{default_result.size} ranks"
         report(
-            f"{self.script} on {ranks} of {first.backend} over {first.transport}: "
-            f"{first.seconds_per_step * 1e3:.2f} ms per step with the default settings"
+            f"{self.script} on {ranks} of {default_result.backend} over {default_result.transport}: "
+            f"{default_result.seconds_per_step * 1e3:.2f} ms per step with the default settings"
         )
 
         def measure(settings: Mapping[str, str]) -> float:
@@ -82,24 +82,26 @@ class Tuner:
             return result.seconds_per_step
 
         # The tunables of a backend affect communication only, and a single rank does not communicate.
-        backend_tunables = registry.load(first.backend).tunables if first.size > 1 else ()
-        tunables = list_tunables(backend_tunables, first.threads, first.cores_per_rank)
+        backend_tunables = registry.load(default_result.backend).tunables if default_result.size > 1 else ()
+        tunables = list_tunables(backend_tunables, default_result.threads, default_result.cores_per_rank)
         search_result = search(measure, tunables, search_seconds, run_seconds=run_seconds)
         report(
             save_and_describe(
                 search_result,
-                TunedRun.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes),
+                TunedRun.on_this_machine(
+                    self.script, self.args, default_result.backend, default_result.size, default_result.num_nodes
+                ),
             )
         )
         if with_compression:
-            for changes in COMPRESSIONS:
-                report(describe_changes(changes, self._compare(changes)))
-        if with_local_steps and first.size == 1:
+            for changes in COMPRESSION_CHANGES:
+                report(describe_changes(changes, self._measure_gain(changes)))
+        if with_local_sgd and default_result.size == 1:
             report("Low-communication training was not timed, because a single rank does not communicate.")
-        elif with_local_steps:
-            for changes in LOCAL_STEPS:
+        elif with_local_sgd:
+            for changes in LOCAL_SGD_CHANGES:
                 try:
-                    report(describe_changes(changes, self._compare(changes)))
+                    report(describe_changes(changes, self._measure_gain(changes)))
                 except ConfigError as error:
                     report(f"{_format_changes(changes)}: not timed. {error}")
 
@@ -111,7 +113,7 @@ class Tuner:
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
         request = TrialRequest(
-            name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, changes=changes or {}
+            name=name, warmup_steps=_WARMUP_STEPS, seconds=self.step_seconds, changes=changes or {}
         ).serialize()
         overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
         settings = [word for variable in (overrides | dict(variables)).items() for word in ("-x", "=".join(variable))]
@@ -137,7 +139,7 @@ class Tuner:
             )
         return result
 
-    def _compare(self, changes: Mapping[str, Any]) -> Gain:
+    def _measure_gain(self, changes: Mapping[str, Any]) -> Gain:
         generator = random.Random()
         plain, changed = partial(self._seconds_per_step, {}), partial(self._seconds_per_step, changes)
         return Gain([measure_ratio(plain, changed, generator) for _ in range(PAIRS)])
@@ -149,7 +151,7 @@ class Tuner:
 def describe_changes(changes: Mapping[str, Any], gain: Gain) -> str:
     """Return a summary of the gain with `changes` to TrainConfig, which affect the numerical results."""
     if gain.is_significant:
-        verdict = "Use it if the numbers may change"
+        verdict = "Use it if the results may change"
     elif Gain([1 / ratio for ratio in gain.ratios]).is_significant:
         verdict = "Training is slower with it"
     else:
