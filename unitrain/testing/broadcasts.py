@@ -30,10 +30,8 @@ def _pieces(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[
     pieces: list[tuple[Tensor, int]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         generator = torch.Generator().manual_seed(rank)
-        uninterrupted = torch.randint(0, 2 if dtype == torch.bool else 100, (sum(lengths),), generator=generator).to(
-            dtype
-        )
-        pieces += [(piece, len(pieces) + index) for index, piece in enumerate(uninterrupted.split(list(lengths)))]
+        flat = torch.randint(0, 2 if dtype == torch.bool else 100, (sum(lengths),), generator=generator).to(dtype)
+        pieces += [(piece, len(pieces) + index) for index, piece in enumerate(flat.split(list(lengths)))]
     return [(piece, root % size) for piece, root in pieces]
 
 

@@ -345,7 +345,7 @@ def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
 
 
 @contextmanager
-def _refused_gathering(backend: Backend) -> Iterator[None]:
+def _forbid_gathering(backend: Backend) -> Iterator[None]:
     """Raise AssertionError if `allgather_object` is called inside this context."""
 
     def refuse(obj: Any) -> list[Any]:
@@ -361,7 +361,7 @@ def _refused_gathering(backend: Backend) -> Iterator[None]:
 @contract
 def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
     last_rank = backend.size - 1
-    with _refused_gathering(backend):
+    with _forbid_gathering(backend):
         assert gather_if_different(backend, {"equal": [1, (2.5, None)]}) is None
     expected = None if last_rank == 0 else [{"rank": rank == last_rank} for rank in range(backend.size)]
     assert gather_if_different(backend, {"rank": backend.rank == last_rank}) == expected
@@ -373,7 +373,7 @@ def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
 
 @contract
 def equal_models_are_compared_without_gathering_them(backend: Backend) -> None:
-    with _refused_gathering(backend):
+    with _forbid_gathering(backend):
         backend.distributed_model(build().to(backend.device))
 
 

@@ -38,7 +38,7 @@ def gradients_of_steps(
         yield {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
 
 
-def equal_up_to_rounding(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def are_equal_up_to_rounding(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Return whether both contain the same tensors, up to rounding: a sum over three or more ranks depends on the
     order of summation."""
     return left.keys() == right.keys() and all(torch.allclose(left[n], right[n], rtol=0, atol=1e-12) for n in left)

@@ -46,7 +46,7 @@ class Child:
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None while the process runs."""
         if self.returncode is None:
-            self.returncode = self._fork_server.request_reply({"poll": self.pid})["code"]
+            self.returncode = self._fork_server.send_request({"poll": self.pid})["code"]
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -102,10 +102,10 @@ class ForkServer:
             "folder": str(Path.cwd()),
             "path": sys.path,
         }
-        return Child(self, self.request_reply(request, [1, 2])["pid"])
+        return Child(self, self.send_request(request, [1, 2])["pid"])
 
-    def request_reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the reply to `request`. Raises OSError if the fork server has exited."""
+    def send_request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send `request` and return the reply. Raises OSError if the fork server has exited."""
         with self._lock:
             _send(self._connection, request, descriptors)
             reply, _ = _receive(self._connection)

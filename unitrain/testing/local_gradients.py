@@ -24,8 +24,8 @@ from unitrain.testing.models import (
     build,
     compute_loss,
     gradients,
+    mean_gradients,
 )
-from unitrain.testing.models import mean_gradients as mean_of_ranks
 from unitrain.testing.parameters import TwoHeads
 
 _LOCAL = "gradients that are not reduced over ranks"
@@ -247,7 +247,7 @@ def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
         backward(m, rank)
 
     run(wrapped, backend.rank)
-    assert_gradients(model, mean_of_ranks(backend, twin, run))
+    assert_gradients(model, mean_gradients(backend, twin, run))
     optimizer.step()
     if wrapped is not model:
         backward(wrapped, backend.rank)
@@ -346,7 +346,7 @@ def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backen
 
         run(wrapped, backend.rank)
         assert calls == (["hook", "post hook"] if backend.rank == user else [])
-        assert_gradients(model, mean_of_ranks(backend, twin, run))
+        assert_gradients(model, mean_gradients(backend, twin, run))
         optimizer.step()
         assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
@@ -370,7 +370,7 @@ def two_models_with_shared_parameters_are_reduced(backend: Backend) -> None:
             twin.load_state_dict(model.state_dict())
             optimizer.zero_grad()
             backward(distributed, backend.rank, step)
-            assert_gradients(model, mean_of_ranks(backend, twin, lambda m, rank, step=step: backward(m, rank, step)))
+            assert_gradients(model, mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step)))
             optimizer.step()
     with backend.no_sync(wrapped[0]):
         backward(wrapped[0], backend.rank)
@@ -389,7 +389,7 @@ def model_can_be_distributed_twice(backend: Backend) -> None:
         twin.load_state_dict(model.state_dict())
         optimizer.zero_grad()
         backward(again, backend.rank, step)
-        assert_gradients(model, mean_of_ranks(backend, twin, lambda m, rank, step=step: backward(m, rank, step)))
+        assert_gradients(model, mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step)))
         optimizer.step()
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 

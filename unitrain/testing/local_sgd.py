@@ -31,7 +31,7 @@ def local_sgd_averages_weights_after_each_interval(backend: Backend) -> None:
 
 
 @contract
-def local_sgd_start_after_a_synchronous_warm_up(backend: Backend) -> None:
+def local_sgd_starts_after_a_synchronous_warm_up(backend: Backend) -> None:
     compare_with_simulation(backend, LocalSGDConfig(steps=2, warmup_steps=3), sgd, steps=6)
     compare_with_simulation(
         backend, LocalSGDConfig(steps=2, warmup_steps=2, outer_lr=0.7, outer_momentum=0.9), adamw, steps=6
@@ -224,7 +224,7 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
 
 
 @contract
-def invalid_local_sgd_raise_on_every_rank(backend: Backend) -> None:
+def invalid_local_sgd_raises_on_every_rank(backend: Backend) -> None:
     model = build()
     optimizer = sgd(list(model.parameters()))
     cases: tuple[tuple[Any, type[BaseException], str], ...] = (
@@ -327,8 +327,9 @@ class _WithoutAllToAll(Communicator):
 @contract
 def compressed_mean_is_equal_without_alltoall(backend: Backend) -> None:
     for compression, elements in (("bf16", 5000), ("int8", 5000), ("int8", 7), ("bf16", 1024 * backend.size)):
-        groups = [OuterGroups(one, LocalSGDConfig(steps=1)) for one in (backend, _WithoutAllToAll(backend))]  # type: ignore[arg-type]
-        means = [OuterMean(one, compression, elements) for one in groups]  # type: ignore[arg-type]
+        communicators = (backend, _WithoutAllToAll(backend))
+        groups = [OuterGroups(communicator, LocalSGDConfig(steps=1)) for communicator in communicators]  # type: ignore[arg-type]
+        means = [OuterMean(group, compression, elements) for group in groups]  # type: ignore[arg-type]
         for step in range(3):
             values = torch.randn(elements, generator=torch.Generator().manual_seed(10 * step + backend.rank))
             first, second = (mean(values) for mean in means)
@@ -357,14 +358,14 @@ def alltoall_returns_the_slices_from_all_ranks(backend: Backend) -> None:
         for columns in (1, 3, 30_000):
             own = (torch.arange(2 * size * columns).view(2 * size, columns) * (rank + 1) % 251).to(dtype)
             inputs = [
-                (torch.arange(2 * size * columns).view(2 * size, columns) * (one + 1) % 251).to(dtype)
-                for one in range(size)
+                (torch.arange(2 * size * columns).view(2 * size, columns) * (peer + 1) % 251).to(dtype)
+                for peer in range(size)
             ]
             before = own.clone()
-            fake = FakeBackend(rank, size, peers=lambda operation, value, one, inputs=inputs: inputs[one])
-            assert torch.equal(fake.alltoall(own), torch.cat([one.chunk(size)[rank] for one in inputs]))
+            fake = FakeBackend(rank, size, peers=lambda operation, value, peer, inputs=inputs: inputs[peer])
+            assert torch.equal(fake.alltoall(own), torch.cat([peer_input.chunk(size)[rank] for peer_input in inputs]))
             result = backend.alltoall(own)
-            assert torch.equal(result, torch.cat([one.chunk(size)[rank] for one in inputs]))
+            assert torch.equal(result, torch.cat([peer_input.chunk(size)[rank] for peer_input in inputs]))
             assert torch.equal(own, before)
     assert backend.alltoall(torch.ones(size, 0)).shape == (size, 0)
     raises(TensorError, "alltoall divides dim 0", lambda: backend.alltoall(torch.ones(())))

@@ -85,7 +85,7 @@ class Simulation:
         self.models = [build() for _ in range(size)]
         self.optimizers = [make_optimizer(list(model.parameters())) for model in self.models]
         self.outer = vector(self.models[0])
-        self.groups = divide(size, settings.synchronous_ranks)
+        self.groups = divide_ranks(size, settings.synchronous_ranks)
         count = settings.fragments
         self.fragments = []
         for index, (first, end) in enumerate(FRAGMENTS[count]):
@@ -117,7 +117,7 @@ class Simulation:
                 if fragment.mean is not None and self.count == fragment.merge_step:
                     self._merge(fragment, self.settings.mixing)
                 if (self.count - fragment.start_step) % self.settings.steps == 0:
-                    fragment.mean = self._mean(fragment)
+                    fragment.mean = self._average_outer_gradients(fragment)
                     fragment.merge_step = self.count + self.settings.overlap_steps
                     if self.settings.overlap_steps == 0:
                         self._merge(fragment, 0)
@@ -135,8 +135,9 @@ class Simulation:
             weights[part] = mixing * weights[part] + (1 - mixing) * self.outer[part]
             set_vector(model, weights)
 
-    def _mean(self, fragment: _Fragment) -> Tensor:
-        """Return the mean of the outer gradients over all ranks. The ranks of a group have the same outer gradient."""
+    def _average_outer_gradients(self, fragment: _Fragment) -> Tensor:
+        """Return the mean of the outer gradients over all ranks, and update the errors of compression. The ranks of a
+        group have the same outer gradient."""
         part, size = slice(fragment.first, fragment.end), len(self.models)
         differences = [self.outer[part] - vector(self.models[group[0]])[part] for group in self.groups]
         if self.settings.compression == "none":
@@ -160,7 +161,7 @@ class Simulation:
                 parameter.grad = mean.clone()
 
 
-def divide(size: int, synchronous_ranks: Any) -> list[list[int]]:
+def divide_ranks(size: int, synchronous_ranks: Any) -> list[list[int]]:
     """Return the ranks of each synchronous group. All ranks are on one host."""
     if isinstance(synchronous_ranks, tuple):
         ends = torch.tensor(synchronous_ranks).cumsum(0).tolist()

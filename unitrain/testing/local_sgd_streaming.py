@@ -188,7 +188,7 @@ def half_precision_fragments_keep_unchanged_weights(backend: Backend) -> None:
 
 
 @contract
-def sizes_of_other_numbers_of_ranks_raise(backend: Backend) -> None:
+def group_sizes_of_another_number_of_ranks_raise(backend: Backend) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = LocalSGDConfig(steps=2, synchronous_ranks=(4, 4))

@@ -171,20 +171,22 @@ def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) ->
 
         return action
 
-    def fail(actions: dict[int, Callable[[nn.Module], Any]], text: str) -> None:
+    def assert_fails(actions: dict[int, Callable[[nn.Module], Any]], text: str) -> None:
         threads = set(threading.enumerate())
         raises(CollectiveMismatchError, text, lambda: _run_in_turns(backend, wrapped, actions))
         assert not set(threading.enumerate()) - threads
 
     every = {rank: call("first", "second") for rank in range(_LOGICAL_RANKS)}
-    fail(every | {0: call("second", "first")}, "calls BatchNorm")
+    assert_fails(every | {0: call("second", "first")}, "calls BatchNorm")
     if backend.size < 3:  # otherwise some processes have a single logical rank, which cannot differ from others
         for rank in (ranks[0], ranks[-1]):
-            fail(every | {rank: call("wide")}, "call different synchronized BatchNorm layers")
+            assert_fails(every | {rank: call("wide")}, "call different synchronized BatchNorm layers")
     if backend.size == 1:  # otherwise the other processes would wait
         for rank in (ranks[0], ranks[-1]):
-            fail(every | {rank: call("first")}, "call different synchronized BatchNorm layers")
-            fail(every | {rank: call("first", "second", "second")}, "call different synchronized BatchNorm layers")
+            assert_fails(every | {rank: call("first")}, "call different synchronized BatchNorm layers")
+            assert_fails(
+                every | {rank: call("first", "second", "second")}, "call different synchronized BatchNorm layers"
+            )
     _run_in_turns(backend, wrapped, every)  # a failed step leaves nothing behind
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -22,7 +22,7 @@ _LOGICAL_RANKS = 5
 
 
 @contextmanager
-def _logical_rank(index: int) -> Iterator[None]:
+def _use_logical_rank(index: int) -> Iterator[None]:
     set_current_logical_rank(LogicalRank(index, _LOGICAL_RANKS))
     try:
         yield
@@ -81,7 +81,7 @@ def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[in
     for rank in ranks:
         for step in steps:
             is_last = (rank, step) == (ranks[-1], steps[-1])
-            with _logical_rank(rank), nullcontext() if is_last else backend.no_sync(model):
+            with _use_logical_rank(rank), nullcontext() if is_last else backend.no_sync(model):
                 _backward(model, rank, step, factors.get(rank, 1.0))
 
 

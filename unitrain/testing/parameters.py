@@ -212,17 +212,17 @@ def gradient_penalty_is_reduced(backend: Backend) -> None:
 
 @contract
 def backward_through_a_frozen_model_is_not_counted(backend: Backend) -> None:
-    judge, twin = build(), build()
-    wrapped = backend.distributed_model(judge)
-    maker = torch.nn.Linear(FEATURES, FEATURES).double()
+    discriminator, twin = build(), build()
+    wrapped = backend.distributed_model(discriminator)
+    generator = torch.nn.Linear(FEATURES, FEATURES).double()
     for _ in range(2):
-        judge.requires_grad_(False)
-        compute_loss(wrapped(maker(batch(backend.rank)))).backward()
-        assert all(parameter.grad is None for parameter in judge.parameters())
-        judge.requires_grad_(True)
+        discriminator.requires_grad_(False)
+        compute_loss(wrapped(generator(batch(backend.rank)))).backward()
+        assert all(parameter.grad is None for parameter in discriminator.parameters())
+        discriminator.requires_grad_(True)
         backward(wrapped, backend.rank)
-        assert_gradients(judge, mean_gradients(backend, twin, backward))
-        judge.zero_grad()
+        assert_gradients(discriminator, mean_gradients(backend, twin, backward))
+        discriminator.zero_grad()
 
 
 class TwoOutputs(nn.Module):

@@ -14,7 +14,7 @@ from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, r
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, may_raise_unsupported_error, raises
-from unitrain.testing.compression import equal_up_to_rounding, gradients_of_steps
+from unitrain.testing.compression import are_equal_up_to_rounding, gradients_of_steps
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
@@ -109,7 +109,7 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
-    def missing(error_feedback: bool) -> float:
+    def relative_error(error_feedback: bool) -> float:
         """Return the relative error of the mean transferred gradient if the true gradient is constant."""
         settings = PowerSGD(rank=1, start_step=0, min_compression_rate=1, error_feedback=error_feedback)
         model, twin = build(), build()
@@ -125,7 +125,7 @@ def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
         assert expected_gradient is not None
         return float((total / 40 - expected_gradient).norm() / expected_gradient.norm())
 
-    with_feedback, without = missing(True), missing(False)
+    with_feedback, without = relative_error(True), relative_error(False)
     assert with_feedback < without / 5, (with_feedback, without)
 
 
@@ -141,7 +141,7 @@ def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) ->
         gradients_of_steps(backend, model, wrapped, 4), gradients_of_steps(backend, twin, plain_twin, 4), strict=True
     )
     for step, (one, other) in enumerate(pairs):
-        assert equal_up_to_rounding(one, other) == (step < 3), step
+        assert are_equal_up_to_rounding(one, other) == (step < 3), step
     assert compression_state.state_dict()["steps"] == 4
 
 
@@ -154,7 +154,7 @@ def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Ba
     )
     for step, sent in enumerate(gradients_of_steps(backend, model, wrapped, 2)):
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
-        assert equal_up_to_rounding(
+        assert are_equal_up_to_rounding(
             sent,
             {name: expected_gradient for name, expected_gradient in expected.items() if expected_gradient is not None},
         )
@@ -340,7 +340,7 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
             gradients_of_steps(backend, resumed, rewrapped, 3),
             strict=True,
         ):
-            assert equal_up_to_rounding(one, two)
+            assert are_equal_up_to_rounding(one, two)
 
 
 @contract
@@ -368,7 +368,7 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
         gradients_of_steps(backend, uniform, expected, 2),
         strict=True,
     ):
-        assert equal_up_to_rounding(one, two)
+        assert are_equal_up_to_rounding(one, two)
 
 
 @contract
@@ -413,7 +413,7 @@ def powersgd_state_of_another_model_raises(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def only_powersgd_has_compression_state(backend: Backend) -> None:
-    able = require_capability(backend, SupportsPowerSGD, "PowerSGD")
+    capability = require_capability(backend, SupportsPowerSGD, "PowerSGD")
     for compression in STATELESS_SETTINGS:
         model = backend.distributed_model(build(), compression=compression)
-        raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.compression_state(model))
+        raises(ModelError, "not compressed by PowerSGD", lambda model=model: capability.compression_state(model))

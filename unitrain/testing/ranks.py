@@ -46,7 +46,7 @@ class RankError(AssertionError):
 class _Rank:
     connection: Connection
     pid: int
-    stacks: Path
+    stacks_file: Path
 
 
 @dataclass
@@ -244,7 +244,7 @@ class RankGroup:
             os.kill(rank.pid, signal.SIGUSR2)
             while time.monotonic() < deadline and (not text or text != previous):  # until the file stops growing
                 time.sleep(_STACK_POLL_SECONDS)
-                text, previous = rank.stacks.read_text(), text
+                text, previous = rank.stacks_file.read_text(), text
             return text or f"(no stack: the process did not respond to a signal within {_STACK_SECONDS:g} s)"
         return "(no stack: the process has ended)"
 
@@ -260,7 +260,7 @@ class RankGroup:
             with contextlib.suppress(OSError):  # the fork server, which waits for the process, has ended
                 process.wait()
         for rank in self._ranks.values():
-            rank.stacks.unlink(missing_ok=True)
+            rank.stacks_file.unlink(missing_ok=True)
         if self._reserved_port is not None:
             self._reserved_port.close()
         self._ranks, self._processes, self._reserved_port = {}, [], None

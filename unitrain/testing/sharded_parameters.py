@@ -78,7 +78,7 @@ def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module) -> None:
         assert_same_on_every_rank(backend, value.double().sum().item())
 
 
-def _everyone(backend: Backend) -> range:
+def _all_ranks(backend: Backend) -> range:
     return range(backend.size)
 
 
@@ -99,7 +99,7 @@ def _runs(
 ) -> tuple[_Run, _Run]:
     """Return two runs: a distributed model on the samples of this rank, and its replicated twin on the samples of all
     ranks."""
-    return _Run(wrapped, optimizer, [backend.rank]), _Run(twin, twin_optimizer, _everyone(backend))
+    return _Run(wrapped, optimizer, [backend.rank]), _Run(twin, twin_optimizer, _all_ranks(backend))
 
 
 @contract
@@ -122,7 +122,7 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
             for micro_step in (0, 20):
                 model_loss(wrapped, [backend.rank], micro_step + step).backward()
             for micro_step in (10, 0, 20):
-                model_loss(twin, _everyone(backend), micro_step + step).backward()
+                model_loss(twin, _all_ranks(backend), micro_step + step).backward()
             if max_norm is not None:
                 norms = [nn.utils.clip_grad_norm_(replica.parameters(), max_norm) for replica in (model, twin)]
                 assert abs(norms[0].item() - norms[1].item()) < 1e-12, norms
@@ -296,7 +296,7 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
     def train(step: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
         for trained_model, its_optimizer in pairs:
             its_optimizer.zero_grad()
-            ranks = _everyone(backend) if trained_model is twin else [backend.rank]
+            ranks = _all_ranks(backend) if trained_model is twin else [backend.rank]
             model_loss(trained_model, ranks, step).backward()
             its_optimizer.step()
 
@@ -371,7 +371,7 @@ def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> 
     for step in range(5):
         for original, distributed, ranks, (optimizer, scheduler) in (
             (model, wrapped, [backend.rank], pairs[0]),
-            (twin, twin, _everyone(backend), pairs[1]),
+            (twin, twin, _all_ranks(backend), pairs[1]),
         ):
             if step == 1:
                 optimizer.add_param_group({"params": [*original.get_submodule("layers.1").parameters()], "lr": 0.02})
