@@ -2,9 +2,9 @@
 Horovod.
 
 All calls leave their argument unchanged; torch.distributed reduces in place, so it reduces a copy. Calls through the
-interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward: in place,
-without a check, followed by one wait for all. The ranks of the two libraries, and of unitrain on each library, take
-turns; all other ranks are suspended. The table shows the time relative to the faster library in the same round.
+interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass: in
+place, without a check, followed by one wait for all. The ranks of the two libraries, and of unitrain on each library,
+take turns; all other ranks are suspended. The table shows the time relative to the faster library in the same round.
 
     python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """

@@ -29,10 +29,10 @@ from unitrain.testing import RankGroup
 TRANSPORTS = ("ddp, gloo", "horovod, gloo", "horovod, mpi")
 
 
-def start(transport: str, ranks: int) -> RankGroup:
-    """Start the ranks of a transport."""
-    backend, library = transport.split(", ")
-    if library == "gloo":
+def start_ranks(transport: str, ranks: int) -> RankGroup:
+    """Return the ranks of a transport, such as "horovod, mpi"."""
+    backend, controller = transport.split(", ")
+    if controller == "gloo":
         return RankGroup(backend, ranks, spawn=True)
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     return RankGroup(backend, ranks, command=["mpirun", "--oversubscribe", "-np", str(ranks)])
@@ -55,11 +55,11 @@ def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Se
 
 def table(results: dict[str, dict[str, Seconds]], sizes: Sequence[str]) -> list[str]:
     lines = [
-        "# reducescatter and allgather, against an allreduce of the same tensor",
+        "# reducescatter and allgather, compared with an allreduce of the same tensor",
         "",
-        f"float32, ranks on one host, a thread each, no GPU; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} processors. Time of a call / that of `allreduce` on the "
-        "interface in the same round. Medians; in brackets the middle half of all rounds. Made by "
+        f"float32, ranks on one host, with one thread each and without a GPU; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Time of a call, divided by that of `allreduce` "
+        "on the interface in the same round. Medians; in brackets the interquartile range of all rounds. Command: "
         "`python benchmarks/collectives.py`.",
         "",
         f"| | | {' | '.join(sizes)} |",
@@ -85,10 +85,10 @@ def main(transports: Sequence[str], sizes: Sequence[str], rounds: int, ranks: Se
     """Measure, print the table and save it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also terminates the ranks
     results: dict[str, dict[str, Seconds]] = {}
-    for number in ranks:
+    for size in ranks:
         for transport in transports:
-            with start(transport, number) as group:
-                results[f"{transport}, {number} ranks"] = measure(group, sizes, rounds)
+            with start_ranks(transport, size) as group:
+                results[f"{transport}, {size} ranks"] = measure(group, sizes, rounds)
     save_results(table(results, sizes), "collectives", output, seconds_per_call=results)
 
 

@@ -1,9 +1,10 @@
 """Effect of gradient compression on the step time, on both backends.
 
-Loops that differ only in `compression` take turns on the same ranks, in a new order in every round. One of the loops is
-DDP with torch's comm hook, which reduces in half precision in a transport-dependent order. The table shows the ratio of
-the step times with and without compression in the same round: below 1, compression is faster. Ranks on one host
-communicate through memory, so this measures the overhead of compression. Its benefit increases with slower networks.
+Loops that differ only in `compression` take turns on the same ranks, in a new order in every round. Two of the loops
+are DDP with torch's communication hooks, which reduce in half precision, in an order that depends on the transport. The
+table shows the ratio of the step times with and without compression in the same round: below 1, compression is faster.
+Ranks on one host communicate through memory, so this measures the overhead of compression. The benefit of compression
+increases with slower networks.
 
     python benchmarks/compression.py            # starts its own ranks; writes benchmarks/results/compression.*
 """

@@ -45,8 +45,8 @@ _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
 WIDTHS += [4 * base for base, _ in _STAGES]
 Costs = dict[str, tuple[float, float]]  # (seconds, bytes) by method
-ROW = 145  # number of int64 in a row of the baseline; the last 128 contained small tensors
-HEADER = 17
+ROW_LENGTH = 145  # number of int64 in a row of the baseline; the last 128 contained small tensors
+HEADER_LENGTH = 17
 
 
 class _Done(dist._Work):
@@ -62,24 +62,24 @@ class _Done(dist._Work):
 class IdenticalRanks(dist.ProcessGroup):
     """Rank 0 of `size` ranks with identical tensors. Counts the bytes received per rank."""
 
-    received = 0
+    received_bytes = 0
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         if opts.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
-        IdenticalRanks.received += 2 * tensor.nbytes  # as in a ring: first partial sums, then the sum
+        IdenticalRanks.received_bytes += 2 * tensor.nbytes  # as in a ring: first partial sums, then the sum
         return _Done()
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         output.view(self.size(), -1).copy_(own)
-        IdenticalRanks.received += output.nbytes
+        IdenticalRanks.received_bytes += output.nbytes
         return _Done()
 
     all_gather_single = _allgather_base
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        IdenticalRanks.received += tensors[0].nbytes
+        IdenticalRanks.received_bytes += tensors[0].nbytes
         return _Done()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
@@ -88,7 +88,7 @@ class IdenticalRanks(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         tensors[0].copy_(self._sent)
-        IdenticalRanks.received += tensors[0].nbytes
+        IdenticalRanks.received_bytes += tensors[0].nbytes
         return _Done()
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -125,21 +125,21 @@ class RowCall:
     content: Tensor
 
 
-def rows_of_all_ranks(size: int) -> None:
+def compare_rows(size: int) -> None:
     """Compare the calls of all ranks as in the baseline."""
-    row = torch.zeros(ROW, dtype=torch.int64)
-    row[:HEADER] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER - 8)])
-    rows = torch.empty(size, ROW, dtype=torch.int64)
+    row = torch.zeros(ROW_LENGTH, dtype=torch.int64)
+    row[:HEADER_LENGTH] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER_LENGTH - 8)])
+    rows = torch.empty(size, ROW_LENGTH, dtype=torch.int64)
     dist.all_gather_single(rows.view(-1), row)
-    contents = rows[:, HEADER:].view(torch.uint8)
+    contents = rows[:, HEADER_LENGTH:].view(torch.uint8)
     calls = []
-    for header, content in zip(rows[:, :HEADER].tolist(), contents, strict=True):
+    for header, content in zip(rows[:, :HEADER_LENGTH].tolist(), contents, strict=True):
         number, operation, op, root, dtype, dims, _, *shape = header
         calls.append(RowCall(number, operation, op, root, dtype, tuple(shape[:dims]), content))
     assert all(call.shape == calls[0].shape and call.number == calls[0].number for call in calls)
 
 
-def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
+def compare_tables(backend: SimulatedBackend, model: nn.Module) -> None:
     """Compare the models of all ranks as in the baseline."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
@@ -151,7 +151,7 @@ def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
     assert all(list(table) == list(tables[0]) for table in tables)
 
 
-def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
+def exchange_keys(rendezvous: Rendezvous, key: str) -> list[Any]:
     """Exchange values as in the baseline: every rank waits for every rank's key, and reads it."""
     store, size = rendezvous.store, rendezvous.rank_info.size
     store.set(f"{key}/{rendezvous.rank_info.rank}", "1")
@@ -161,16 +161,16 @@ def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
     return [store.get(f"{key}/{rank}") for rank in range(size)]
 
 
-def cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
+def measure_cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Return the median CPU seconds and the received bytes per call."""
     function()
     seconds = []
-    IdenticalRanks.received = 0
+    IdenticalRanks.received_bytes = 0
     for _ in range(repeats):
         started = time.process_time()
         function()
         seconds.append(time.process_time() - started)
-    return statistics.median(seconds), IdenticalRanks.received / repeats
+    return statistics.median(seconds), IdenticalRanks.received_bytes / repeats
 
 
 def measure_simulated_rank(size: int, repeats: int) -> Costs:
@@ -191,12 +191,12 @@ def measure_simulated_rank(size: int, repeats: int) -> Costs:
 
         few = max(1, repeats // 10)
         return {
-            "check, baseline": cost(lambda: rows_of_all_ranks(size), repeats),
-            "check": cost(check, repeats),
-            "SyncBN, baseline": cost(lambda: check_many(lambda: rows_of_all_ranks(size)), few),
-            "SyncBN": cost(lambda: check_many(check), few),
-            "model, baseline": cost(lambda: tables_of_all_ranks(backend, model), few),
-            "model": cost(lambda: check_same_model(backend, model), repeats),
+            "check, baseline": measure_cost(lambda: compare_rows(size), repeats),
+            "check": measure_cost(check, repeats),
+            "SyncBN, baseline": measure_cost(lambda: check_many(lambda: compare_rows(size)), few),
+            "SyncBN": measure_cost(lambda: check_many(check), few),
+            "model, baseline": measure_cost(lambda: compare_tables(backend, model), few),
+            "model": measure_cost(lambda: check_same_model(backend, model), repeats),
         }
     finally:
         dist.destroy_process_group()
@@ -216,13 +216,13 @@ def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
         for rank in range(size)
     ]
     ways: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
-        "store, baseline": keys_of_all_ranks,
+        "store, baseline": exchange_keys,
         "store": lambda rendezvous, key: rendezvous.allgather(key, 1),
     }
     seconds = {}
     with ThreadPoolExecutor(size) as pool:
         for way, exchange in ways.items():
-            if exchange is keys_of_all_ranks and size > MAX_READING_RANKS:
+            if exchange is exchange_keys and size > MAX_READING_RANKS:
                 continue
             taken = []
             for number in range(repeats):
@@ -259,10 +259,10 @@ def table(
         "SyncBN": "checks of a step of ResNet-50 with SyncBN (106 collectives)",
         "model": "`check_same_model` of 724 tensors",
     }
-    for key, what in described.items():
+    for key, description in described.items():
         for suffix, version in ((", baseline", "baseline"), ("", "unitrain")):
             cells = [f"{_time(costs[size][key + suffix][0])}, {_bytes(costs[size][key + suffix][1])}" for size in sizes]
-            lines.append(f"| {what}, {version} | {' | '.join(cells)} |")
+            lines.append(f"| {description}, {version} | {' | '.join(cells)} |")
     for suffix, version in ((", baseline", "baseline"), ("", "unitrain")):
         found = [stores[size].get("store" + suffix) for size in sizes]
         cells = ["not measured" if seconds is None else _time(seconds) for seconds in found]

@@ -27,7 +27,7 @@ def describe(backend: Backend) -> dict[str, str]:
     return {"device": name, "transport": backend.transport}
 
 
-def collectives(backend: Backend) -> int:
+def check_collectives(backend: Backend) -> int:
     """Check every collective on the device against the expected single-rank result; return the number of checks."""
     checked = 0
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
@@ -44,7 +44,7 @@ def collectives(backend: Backend) -> int:
     return checked
 
 
-def prefetched(backend: Backend) -> int:
+def check_prefetched_batches(backend: Backend) -> int:
     """Check that prefetched batches have the content produced by the loader; return the number of checks.
 
     The host is far ahead of the device, so each batch is read long after the host has released it. A copy that reuses
@@ -70,7 +70,7 @@ def prefetched(backend: Backend) -> int:
         equal.append((values == number).all() & (others == number).all())  # runs after the delay
         del batch, values, others
     wrong = [number for number, right in enumerate(torch.stack(equal).tolist()) if not right]
-    assert not wrong, f"batches {wrong} hold what is not theirs"
+    assert not wrong, f"batches {wrong} have the content of other batches"
     return count
 
 
@@ -81,13 +81,13 @@ class OnDemand(Prefetcher):
         return super().__call__(items, ahead=False)
 
 
-def prefetch_difference(backend: Backend) -> float:
+def compare_prefetching(backend: Backend) -> float:
     """Return the largest difference in a parameter or prediction between a run with prefetching and a run without."""
-    ours, plain = (_trained_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemand))
+    ours, plain = (_train_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemand))
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
 
-def _trained_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
+def _train_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
     torch.manual_seed(6)
     wide = 2048 if backend.device.type == "cuda" else 32
     net = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Dropout(0.1), nn.Linear(wide, 10))
@@ -100,7 +100,7 @@ def _trained_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
     return [*(parameter.detach().cpu() for parameter in net.parameters()), trainer.predict(data)]
 
 
-def trained(backend: Backend, precision: str) -> float:
+def compare_training(backend: Backend, precision: str) -> float:
     """Return the largest difference in a parameter between 20 steps on the backend and the same steps in plain
     torch."""
     ours, plain = (_train_steps(backend, precision, distributed) for distributed in (True, False))
@@ -131,7 +131,7 @@ def _train_steps(backend: Backend, precision: str, distributed: bool) -> list[Te
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-def throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
+def measure_throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
     """Train `steps` steps with a hand-written loop or with the Trainer; return samples per second and the peak memory
     in MiB."""
     if way not in _prepared:

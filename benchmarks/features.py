@@ -20,18 +20,18 @@ import unitrain
 from unitrain.backends.base import Backend
 
 ACCUMULATE = 4
-PLAIN, NORMALISED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
+PLAIN, NORMALIZED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
 EXCHANGES = "BatchNorm and bare allreduces of the size of sync_batch_norm's"
 COMMUNICATING = "accumulate, communication after each micro-batch"
 SIDE = 8  # an image has the same number of pixels as the other inputs have features
 
 
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Return the loss as a sum, and the number of tokens."""
     return cross_entropy(output, target, reduction="sum"), len(target)
 
 
-def normalised(hidden: list[int]) -> nn.Sequential:
+def build_normalized(hidden: list[int]) -> nn.Sequential:
     """Return the network with a BatchNorm after each of its hidden layers."""
     layers: list[nn.Module] = []
     for width, layer in zip([*hidden, CLASSES], network(hidden)[::2], strict=True):
@@ -69,16 +69,16 @@ class BatchNormWithExchanges(nn.BatchNorm1d):
         return super().forward(_Exchange.apply(input))
 
 
-def with_exchanges(hidden: list[int]) -> nn.Sequential:
+def build_with_exchanges(hidden: list[int]) -> nn.Sequential:
     """Return the network with BatchNorm and the communication of a synchronized BatchNorm."""
-    model = normalised(hidden)
+    model = build_normalized(hidden)
     for module in model:
         if isinstance(module, nn.BatchNorm1d):
             module.__class__ = BatchNormWithExchanges
     return model
 
 
-def convolutional(hidden: list[int]) -> nn.Sequential:
+def build_convolutional(hidden: list[int]) -> nn.Sequential:
     """Return a convolutional network with about the same step time as the hidden layers."""
     channels = [1, *(width // 16 for width in hidden)]
     layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
@@ -98,13 +98,13 @@ class Feature:
     against: str = PLAIN
 
 
-FEATURES_ON = {
+TRAINER_FEATURES = {
     PLAIN: Feature(),
     "max_grad_norm": Feature(settings={"max_grad_norm": 1.0}),
     "lr_scaling with warmup": Feature(
         settings={"lr_scaling": "linear", "reference_batch_size": BATCH, "warmup_steps": 10**6}
     ),
-    "loss weighted by tokens": Feature(arguments=lambda: {"loss_fn": summed}),
+    "loss weighted by tokens": Feature(arguments=lambda: {"loss_fn": sum_loss}),
     "bf16": Feature(settings={"precision": "bf16"}),
     "fp16": Feature(settings={"precision": "fp16"}),
     "ema_decay": Feature(settings={"ema_decay": 0.999}),
@@ -112,15 +112,15 @@ FEATURES_ON = {
     "compression fp16": Feature(settings={"compression": "fp16"}),
     "compression PowerSGD": Feature(settings={"compression": unitrain.PowerSGD(start_step=0)}),
     "GradientWatch": Feature(arguments=lambda: {"callbacks": [unitrain.GradientWatch()]}),
-    NORMALISED: Feature(network=normalised, against=NORMALISED),
-    "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=normalised, against=NORMALISED),
-    EXCHANGES: Feature(network=with_exchanges, against=NORMALISED),
-    IMAGES: Feature(network=convolutional, against=IMAGES),
-    "channels_last": Feature(settings={"channels_last": True}, network=convolutional, against=IMAGES),
+    NORMALIZED: Feature(network=build_normalized, against=NORMALIZED),
+    "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=build_normalized, against=NORMALIZED),
+    EXCHANGES: Feature(network=build_with_exchanges, against=NORMALIZED),
+    IMAGES: Feature(network=build_convolutional, against=IMAGES),
+    "channels_last": Feature(settings={"channels_last": True}, network=build_convolutional, against=IMAGES),
     "accumulate": Feature(settings={"gradient_accumulation_steps": ACCUMULATE}),
 }
 # The measured features and their baselines.
-AGAINST = {**{name: feature.against for name, feature in FEATURES_ON.items()}, COMMUNICATING: PLAIN}
+AGAINST = {**{name: feature.against for name, feature in TRAINER_FEATURES.items()}, COMMUNICATING: PLAIN}
 Turn = Callable[[int], None]
 
 _prepared: dict[tuple[str, str], Turn] = {}
@@ -146,11 +146,11 @@ def _prepare(backend: Backend, way: str, name: str) -> Turn:
     torch.manual_seed(1)
     samples = _micro_steps(name) * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
-    feature = FEATURES_ON.get(way, FEATURES_ON[PLAIN])
+    feature = TRAINER_FEATURES.get(way, TRAINER_FEATURES[PLAIN])
     model = feature.network(MODELS[name][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if way == COMMUNICATING:
-        return _communicating(backend, model, optimizer, data)
+        return _communicate_after_each_micro_batch(backend, model, optimizer, data)
     config = unitrain.TrainConfig(max_epochs=1, batch_size=BATCH, progress="off", **feature.settings)
     arguments = {"loss_fn": cross_entropy, **feature.arguments()}
     trainer = unitrain.Trainer(model, optimizer, backend=backend, config=config, **arguments)
@@ -162,7 +162,9 @@ def _prepare(backend: Backend, way: str, name: str) -> Turn:
     return turn
 
 
-def _communicating(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset) -> Turn:
+def _communicate_after_each_micro_batch(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset
+) -> Turn:
     model = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(optimizer, model)
     inputs, targets = data.tensors

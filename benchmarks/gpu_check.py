@@ -18,12 +18,12 @@ import click
 import torch
 from device_steps import (
     PRECISIONS,
-    collectives,
+    check_collectives,
+    check_prefetched_batches,
+    compare_prefetching,
+    compare_training,
     describe,
-    prefetch_difference,
-    prefetched,
-    throughput,
-    trained,
+    measure_throughput,
 )
 
 from unitrain.testing import RankGroup
@@ -38,24 +38,24 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
     with RankGroup(backend, 1, device=device) as group:
         (about,) = group.run(describe)
         lines = [f"| {backend} | device, transport | {about['device']}, {about['transport']} | |"]
-        (count,) = group.run(collectives)
+        (count,) = group.run(check_collectives)
         lines.append(f"| {backend} | collectives equal to their definition | {count} | ok |")
-        (count,) = group.run(prefetched)
+        (count,) = group.run(check_prefetched_batches)
         lines.append(f"| {backend} | prefetched batches equal to the loader's | {count} | ok |")
-        (difference,) = group.run(prefetch_difference)
-        well = difference == 0.0
-        verdict = "ok" if well else "**not equal**"
+        (difference,) = group.run(compare_prefetching)
+        has_passed = difference == 0.0
+        verdict = "ok" if has_passed else "**not equal**"
         lines.append(f"| {backend} | with and without prefetch, largest difference | {difference:.1e} | {verdict} |")
         for precision in PRECISIONS:
-            (difference,) = group.run(trained, precision)
+            (difference,) = group.run(compare_training, precision)
             is_within_tolerance = difference <= TOLERANCE[precision]
-            well &= is_within_tolerance
+            has_passed &= is_within_tolerance
             verdict = "ok" if is_within_tolerance else f"**above {TOLERANCE[precision]:g}**"
             lines.append(f"| {backend} | {precision}, 20 steps, largest difference | {difference:.1e} | {verdict} |")
         measured: dict[str, list[dict[str, float]]] = {"by hand": [], "Trainer": []}
         for _ in range(rounds):
             for way, rows in measured.items():
-                rows += group.run(throughput, way, model, batch_size, steps, timeout_seconds=300)
+                rows += group.run(measure_throughput, way, model, batch_size, steps, timeout_seconds=300)
     ratios = [
         ours["speed"] / hand["speed"] for ours, hand in zip(measured["Trainer"], measured["by hand"], strict=True)
     ]
@@ -65,7 +65,7 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
     lines.append(f"| {backend} | {model}, batch {batch_size}: samples/s | {speed:.0f} | |")
     lines.append(f"| {backend} | {model}: Trainer / loop by hand | {statistics.median(ratios):.3f} | {spread} |")
     lines.append(f"| {backend} | {model}: peak memory, MiB | {memory:.0f} | |")
-    return lines, well
+    return lines, has_passed
 
 
 @click.command()
@@ -81,24 +81,24 @@ def main(device: str, backends: list[str], model: str, batch_size: int, steps: i
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("torch sees no GPU here. To see that the check itself runs: --device cpu")
     lines = [
-        "# The device check",
+        "# GPU check",
         "",
         f"torch {torch.__version__}, Python {platform.python_version()}, device {device}, one rank. "
-        f"Made by `make gpu-check`; the throughput of {rounds} rounds in turns.",
+        f"Command: `make gpu-check`. Throughput: the Trainer and the loop by hand take turns for {rounds} rounds.",
         "",
-        "| backend | what | found | verdict |",
+        "| backend | check | result | verdict |",
         "|---|---|---|---|",
     ]
-    all_well = True
+    all_passed = True
     for backend in backends:
-        found, well = check(backend, device, model, batch_size, steps, rounds)
+        found, has_passed = check(backend, device, model, batch_size, steps, rounds)
         lines += found
-        all_well &= well
+        all_passed &= has_passed
     text = "\n".join(lines) + "\n"
     click.echo(text)
     output.mkdir(parents=True, exist_ok=True)
     (output / "gpu_check.md").write_text(text)
-    if not all_well:
+    if not all_passed:
         raise click.exceptions.Exit(1)
 
 

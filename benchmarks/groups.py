@@ -1,6 +1,6 @@
 """Latency of groups of some ranks and of messages on Horovod's process group, compared with bare Horovod calls.
 
-The ways of each comparison take turns on the same ranks in every round. A message is the half of a round trip between
+The calls of each comparison take turns on the same ranks in every round. A message takes half of a round trip between
 ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce uses
 the default group. It is measured without other groups, after a group of ranks 0 and 1 was created and used, and again
 without groups. The mean of the first and the last time is the base of the ratio, and their ratio shows the noise.

@@ -77,7 +77,7 @@ class Result:
 def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
     """Run `script`, which `folder` or GitHub contains, in new folders in `work`."""
     source = script.read(folder)
-    edited = apply(script.edits, source)
+    edited = apply_edits(script.edits, source)
     lines = changed_lines(source, edited)
     reasons = ", ".join(dict.fromkeys(edit.reason for edit in script.edits))
     steps, to_horovod, to_original, is_correct = "", "", "", False
@@ -98,7 +98,7 @@ def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
     return Result(f"| {' | '.join(cells)} |", needs_edits, is_correct)
 
 
-def apply(edits: Sequence[Edit], source: str) -> str:
+def apply_edits(edits: Sequence[Edit], source: str) -> str:
     """Return `source` with all replacements. Raises ValueError if one of them does not apply."""
     for edit in edits:
         if edit.old not in source:
@@ -121,7 +121,7 @@ def _run_all(script: PublicScript, edited: str, folder: Path | None, work: Path)
         _write(files / file.path, file.read(folder))
     if script.write_data is not None:
         script.write_data(files)
-    original = apply(script.original_edits, edited)
+    original = apply_edits(script.original_edits, edited)
     _run(script, converted, "ddp", 1, work, "converted, 1 rank")
     with_horovod = _run(script, converted, "horovod", RANKS, work, "converted, Horovod")
     with_ddp = _run(script, converted, "ddp", RANKS, work, "converted, DDP")

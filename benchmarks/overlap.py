@@ -1,4 +1,4 @@
-"""Overlap of gradient reduction with the backward: allreduce time per bucket, and the time saved.
+"""Overlap of gradient reduction with the backward pass: allreduce time per bucket, and the time saved.
 
 Backward passes of the 25M model that reduce buckets as soon as they are full take turns with passes that reduce the
 same buckets after all gradients are computed. In addition to the table, the timeline of one step on every rank is

@@ -13,7 +13,8 @@ from pathlib import Path
 import public_script_data as data
 
 TIMEOUT_SECONDS = 60
-# The reasons for edits of the original script. Without all but the last one, it does not run or not train on CPUs.
+# Reasons for edits of the original script. DURATION shortens the run; without the other edits, the script does not run
+# or does not train on CPUs.
 REFUSED, GPU, OUTDATED, LOSS, DURATION = "refused calls", "GPU", "current torch", "constant loss", "duration"
 
 

@@ -1,7 +1,7 @@
 """Training of `slow_ranks.py`: a rank of a job whose ranks are slowed down one after another.
 
 The rank runs in its own cgroup, on one core. Rank 0 requests each slowdown by creating a file, which `slow_ranks.py`
-answers; slow data and a slow forward pass are made here.
+answers. This script itself delays the data and the forward pass.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Schedule(unitrain.Callback):
             _write(self._folder / "request", name)
             self._current = (name, step)
         if elapsed >= self._seconds:
-            trainer.stop("all slowdowns were made")
+            trainer.stop("all slowdowns are complete")
 
 
 def run(backend: unitrain.Backend, folder: Path, names: list[str], number: int) -> None:

@@ -72,9 +72,8 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
             for views in loader:
                 # A dummy batch contains no samples, so do not gather it.
                 one, two = (model(view)[: loader.num_samples] for view in views)
-                loss = contrast(
-                    one, two, backend
-                )  # every rank computes the loss of the global batch, so do not weight it
+                # Every rank computes the loss of the global batch, so do not weight it.
+                loss = contrast(one, two, backend)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -30,46 +30,47 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
     with unitrain.init(backend_name, device=device) as backend:
         torch.manual_seed(seed)
         generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
-        critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
-        generator, critic = generator.to(backend.device), critic.to(backend.device)
+        discriminator = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+        generator, discriminator = generator.to(backend.device), discriminator.to(backend.device)
         optimizers = [
-            torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999)) for model in (generator, critic)
+            torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999)) for model in (generator, discriminator)
         ]
-        generator, critic = backend.distributed_model(generator), backend.distributed_model(critic)
-        generator_optimizer, critic_optimizer = (
+        generator, discriminator = backend.distributed_model(generator), backend.distributed_model(discriminator)
+        generator_optimizer, discriminator_optimizer = (
             backend.distributed_optimizer(optimizer, model)
-            for optimizer, model in zip(optimizers, (generator, critic), strict=True)
+            for optimizer, model in zip(optimizers, (generator, discriminator), strict=True)
         )
         noise = torch.Generator(backend.device).manual_seed(seed + backend.rank)  # different on every rank
 
         loader = unitrain.ShardedLoader(digits_data(seed)[0], backend, batch_size=batch_size, seed=seed)
-        mean_critic_loss, mean_generator_loss = unitrain.MeanMetric(backend), unitrain.MeanMetric(backend)
+        mean_discriminator_loss, mean_generator_loss = unitrain.MeanMetric(backend), unitrain.MeanMetric(backend)
         for _ in range(epochs):
-            mean_critic_loss.reset()
+            mean_discriminator_loss.reset()
             mean_generator_loss.reset()
             for real, _ in loader:
                 fake = generator(torch.randn(len(real), NOISE, generator=noise, device=backend.device))
 
                 # Use one forward pass for both batches, because each one must be followed by one backward pass.
-                scores = critic(torch.cat([real.flatten(1), fake.detach()]))
+                scores = discriminator(torch.cat([real.flatten(1), fake.detach()]))
                 labels = torch.cat([torch.ones_like(scores[: len(real)]), torch.zeros_like(scores[len(real) :])])
-                critic_loss = binary_cross_entropy_with_logits(scores, labels)
-                (critic_loss * loader.loss_weight).backward()
-                critic_optimizer.step()
-                critic_optimizer.zero_grad()
+                discriminator_loss = binary_cross_entropy_with_logits(scores, labels)
+                (discriminator_loss * loader.loss_weight).backward()
+                discriminator_optimizer.step()
+                discriminator_optimizer.zero_grad()
 
-                # The gradient flows through the critic, whose own gradients are discarded.
-                score = critic(fake)
+                # The gradient flows through the discriminator, whose own gradients are discarded.
+                score = discriminator(fake)
                 generator_loss = binary_cross_entropy_with_logits(score, torch.ones_like(score))
                 (generator_loss * loader.loss_weight).backward()
                 generator_optimizer.step()
                 generator_optimizer.zero_grad()
-                critic_optimizer.zero_grad()
-                mean_critic_loss.update(critic_loss, loader.num_samples)
+                discriminator_optimizer.zero_grad()
+                mean_discriminator_loss.update(discriminator_loss, loader.num_samples)
                 mean_generator_loss.update(generator_loss, loader.num_samples)
-        losses = mean_critic_loss.compute(), mean_generator_loss.compute()  # of the last epoch; all ranks call compute
+        # Of the last epoch. All ranks call compute.
+        losses = mean_discriminator_loss.compute(), mean_generator_loss.compute()
         if backend.rank == 0:
-            print(f"final critic_loss={losses[0]:.4f} generator_loss={losses[1]:.4f}")
+            print(f"final discriminator_loss={losses[0]:.4f} generator_loss={losses[1]:.4f}")
 
 
 if __name__ == "__main__":
