@@ -373,17 +373,97 @@ def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait
     assert "Horovod's allreduce timed out after 0.4 s" in message
 
 
-def different_sizes(backend: Backend) -> list[str]:
-    with pytest.raises(CollectiveMismatchError) as caught:
-        dist.all_reduce(torch.ones(5 + backend.rank))
-    return [str(caught.value)]
+def different_operations(backend: Backend) -> dict[str, list[str]]:
+    """Return the errors of mismatched collectives in new groups, and of a correct one afterwards in the last group."""
+    ones, rank, ops = torch.ones(3), backend.rank, (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+    values = ones if rank == 0 else ones.int()
+    mismatched: dict[str, Callable[[Any], object]] = {
+        "size": lambda group: dist.all_reduce(torch.ones(5 + rank), group=group),
+        "reduction": lambda group: dist.all_reduce(ones, ops[rank], group=group),
+        "mean": lambda group: dist.all_reduce(ones, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[rank], group=group),
+        "dtype": lambda group: dist.broadcast(values.clone(), 0, group=group),
+        "gathered dtype": lambda group: dist.all_gather([values.clone(), values.clone()], values, group=group),
+        "root": lambda group: dist.reduce(ones, rank, group=group),
+    }
+    found: dict[str, list[str]] = {}
+    for name, call in mismatched.items():
+        group = dist.new_group([0, 1])
+        with pytest.raises(CollectiveMismatchError) as caught:
+            call(group)
+        with pytest.raises(CollectiveMismatchError) as later:
+            dist.all_reduce(torch.ones(7), group=group)
+        found[name] = [str(caught.value), str(later.value)]
+    backend.barrier()
+    return found
 
 
-def test_tensors_of_different_sizes_are_reported_on_every_rank_before_the_timeout() -> None:
-    with RankGroup("horovod", 2, backend_timeout_seconds=60) as group:
-        messages = group.run(different_sizes, timeout_seconds=30)
-    assert messages[0] == messages[1]
-    assert "rank 0 waits for allreduce of 5 float32 elements, and rank 1 for allreduce of 6" in messages[0][0]
+def test_different_collectives_are_reported_on_every_rank_before_the_timeout() -> None:
+    """Horovod cannot cancel the operations, so the group refuses further ones, which they could be combined with."""
+    with RankGroup("horovod", 2, backend_timeout_seconds=120) as group:
+        first, second = group.run(different_operations, timeout_seconds=100)
+    assert first == second
+    for name, (one, other) in {
+        "size": ("allreduce SUM of 5 float32 elements", "allreduce SUM of 6 float32 elements"),
+        "reduction": ("allreduce SUM of 3 float32 elements", "allreduce MAX of 3 float32 elements"),
+        "mean": ("allreduce SUM of 3 float32 elements", "allreduce AVG of 3 float32 elements"),
+        "dtype": ("broadcast from rank 0 of 3 float32 elements", "broadcast from rank 0 of 3 int32 elements"),
+        "gathered dtype": ("allgather of 3 float32 elements", "allgather of 3 int32 elements"),
+        "root": ("reduce to rank 0 SUM of 3 float32 elements", "reduce to rank 1 SUM of 3 float32 elements"),
+    }.items():
+        error, later = first[name]
+        assert f"rank 0 waits for {one}, and rank 1 for {other}" in error
+        assert later.startswith("This group cannot start operations after an earlier error")
+        assert later.endswith(error)
+
+
+def joined_training(backend: Backend) -> list[list[float]]:
+    """Train twice with DDP's join, in which C++ code waits for an operation that Python has started. Return the changes
+    of the parameters."""
+    changes = []
+    for _ in range(2):
+        model = nn.Linear(4, 1)
+        initial = [parameter.clone() for parameter in model.parameters()]
+        ddp = DistributedDataParallel(model)
+        dist.broadcast(initial[0].data, 0)
+        dist.broadcast(initial[1].data, 0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        with ddp.join(divide_by_initial_world_size=False):
+            for step in range(4 + 2 * backend.rank):
+                optimizer.zero_grad()
+                ddp(torch.full((2, 4), step + 1.0 + backend.rank)).sum().backward()
+                optimizer.step()
+        for parameter, value in zip(model.parameters(), initial, strict=True):
+            changes.append((value - parameter).flatten().tolist())
+    return changes
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_join_divides_by_the_number_of_ranks_that_have_data(backend: str) -> None:
+    # The gradient of a weight is twice the input of a step. The inputs are averaged over both ranks in steps 0 to 3,
+    # and are those of rank 1 in steps 4 and 5.
+    weight = 2 * sum([1.5, 2.5, 3.5, 4.5, 6.0, 7.0])
+    with RankGroup(backend, 2) as group:
+        for changes in group.run(joined_training):
+            for found, expected in zip(changes, [[weight] * 4, [12.0]] * 2, strict=True):
+                assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_ranks_that_are_not_in_the_group_are_refused_as_peers(call: str) -> None:
+    with RankGroup("horovod", 2) as group:
+        for messages in group.run(invalid_peers, call):
+            assert len(messages) == 3
+            for message in messages:
+                assert "got an invalid rank" in message
+
+
+def invalid_peers(backend: Backend, call: str) -> list[str]:
+    group, messages = world(), []
+    for peer in (9, -1, backend.rank):
+        with pytest.raises(CollectiveArgumentError) as caught:
+            getattr(group, call)([torch.ones(2)], peer, 0)
+        messages.append(str(caught.value))
+    return messages
 
 
 def slow_rank(backend: Backend) -> list[float]:

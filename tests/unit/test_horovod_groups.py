@@ -89,16 +89,17 @@ def test_a_process_set_may_be_removed_after_horovod_was_shut_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("name", "size", "text"),
     [
-        ("allreduce.torch.float32.5000", "allreduce of 5,000 float32 elements"),
-        ("allgather.torch.uint8.5000", "allgather of 5,000 bytes"),
-        ("alltoall.torch.uint8.4096", "alltoall with 4,096 bytes per row"),
-        ("sparse_allreduce.torch.uint8.12", "sparse_allreduce with 12 bytes per row"),
+        ("allreduce.SUM", 5000, "allreduce SUM of 5,000 float32 elements"),
+        ("broadcast.from_rank_3", 5000, "broadcast from rank 3 of 5,000 float32 elements"),
+        ("allgather", 5000, "allgather of 5,000 float32 elements"),
+        ("alltoall", 4096, "alltoall with 4,096 bytes per row"),
+        ("sparse_allreduce", 12, "sparse_allreduce with 12 bytes per row"),
     ],
 )
-def test_operations_are_described_with_their_size(kind: str, text: str) -> None:
-    assert Operation(0, kind).describe() == text
+def test_operations_are_described_with_their_size(name: str, size: int, text: str) -> None:
+    assert Operation(0, name, "float32", size).describe() == text
 
 
 def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
             return self
 
     def report(rank: int) -> MismatchDetector:
-        return MismatchDetector(store, rank, lambda: [Operation(0, f"allreduce.torch.float32.{rank}")])
+        return MismatchDetector(store, rank, lambda: [Operation(0, "allreduce.SUM", "float32", rank)])
 
     store = Store()
     root, other = report(0), report(1)
@@ -124,4 +125,6 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
     deadline = time.monotonic() + 10
     while (error := other.find()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "rank 0 waits for allreduce of 0 float32 elements, and rank 1 for allreduce of 1 float32" in str(error)
+    assert "rank 0 waits for allreduce SUM of 0 float32 elements, and rank 1 for allreduce SUM of 1 float32" in str(
+        error
+    )

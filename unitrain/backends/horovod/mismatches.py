@@ -1,8 +1,8 @@
 """Detection of ranks that wait for different operations of one process group.
 
-Horovod executes an operation when all ranks have started it under the same name, which contains the dtype and the
-number of elements. If ranks pass tensors of different sizes or call different collectives, every rank waits for an
-operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
+Horovod executes an operation when all ranks have started it under the same name, which contains the dtype, the
+number of elements, and the reduction or root. If these differ, or if ranks call different collectives, every rank waits
+for an operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
 A rank that has waited for some seconds compares its pending operations with those of rank 0, which also writes its
 pending operations to the group's store when it waits. Steps without long waits write nothing.
@@ -28,19 +28,25 @@ _OPERATIONS_ON_ROWS = ("alltoall", "sparse_allreduce")  # the number of rows may
 class Operation(NamedTuple):
     """An operation that a rank has started.
 
-    `position` is its index in the sequence of the rank's operations. `kind` must be equal on all ranks, such as
-    "allreduce.torch.float32.5", which ends with the number of elements, or with the number of bytes per row for
-    operations on rows.
+    `position` is its index in the sequence of the rank's operations. `name` is the collective with its reduction or
+    root, such as "allreduce.SUM" or "broadcast.from_rank_0". `size` is the number of elements, or the number of bytes
+    per row for operations on rows. Name, dtype and size must be equal on all ranks.
     """
 
     position: int
-    kind: str
+    name: str
+    dtype: str
+    size: int
 
     def describe(self) -> str:
-        operation, _, dtype, size = self.kind.split(".")
-        if operation in _OPERATIONS_ON_ROWS:
-            return f"{operation} with {int(size):,} bytes per row"
-        return f"{operation} of {int(size):,} {'bytes' if dtype == 'uint8' else f'{dtype} elements'}"
+        name = self.name.replace(".", " ").replace("_rank_", " rank ")
+        if self.name in _OPERATIONS_ON_ROWS:
+            return f"{name} with {self.size:,} bytes per row"
+        return f"{name} of {self.size:,} {self.dtype} elements"
+
+    def matches(self, other: Operation) -> bool:
+        """Return whether Horovod executes both operations as one, apart from their positions."""
+        return self[1:] == other[1:]
 
 
 class MismatchDetector:
@@ -52,11 +58,22 @@ class MismatchDetector:
         self._store: ResponsiveStore | None = None
         self._rank, self._pending = rank, pending
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
+        self._message: str | None = None
 
     def restart(self) -> None:
         """Ignore earlier reports, because the positions of operations start at 0 again. All ranks call it."""
         self._generation += 1
-        self._store = self._suspected_mismatch = None
+        self._store = self._suspected_mismatch = self._message = None
+
+    def check_usable(self) -> None:
+        """Raise CollectiveMismatchError after a mismatch: the operations remain pending in Horovod, which cannot cancel
+        them, and could be executed together with later operations of other ranks."""
+        if self._message is not None:
+            raise CollectiveMismatchError(
+                "This group cannot start operations after an earlier error, because Horovod cannot cancel operations. "
+                "Call torch.distributed.destroy_process_group() and init_process_group() on every rank. The earlier "
+                f"error: {self._message}"
+            )
 
     def find(self) -> CollectiveMismatchError | None:
         """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
@@ -74,7 +91,8 @@ class MismatchDetector:
                 prefix = f"mismatches.{self._generation}"
                 self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_TIMEOUT_SECONDS)
             if self._store.check(["error"]):
-                return CollectiveMismatchError(self._store.get("error").decode())
+                self._message = self._store.get("error").decode()
+                return CollectiveMismatchError(self._message)
             own = self._pending()[:_MAX_REPORTED]
             if self._rank == 0:
                 self._store.set("0", json.dumps(own))
@@ -87,14 +105,14 @@ class MismatchDetector:
                 difference,
             )
             if difference is not None and confirmed:
-                message = (
+                self._message = (
                     f"Ranks called different collectives: rank 0 waits for {difference[0].describe()}, and rank "
                     f"{self._rank} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
-                    "group). Call the same collectives in the same order, with tensors of the same dtype and size, on "
-                    "every rank."
+                    "group). Call the same collectives in the same order, with the same reductions, roots, dtypes and "
+                    "sizes, on every rank."
                 )
-                self._store.set("error", message)
-                return CollectiveMismatchError(message)
+                self._store.set("error", self._message)
+                return CollectiveMismatchError(self._message)
         return None
 
 
@@ -103,6 +121,6 @@ def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tu
     the other's operation."""
     if not root or not own or root[0].position != own[0].position:
         return None
-    if own[0].kind in {operation.kind for operation in root} or root[0].kind in {operation.kind for operation in own}:
+    if any(own[0].matches(operation) for operation in root) or any(root[0].matches(operation) for operation in own):
         return None
     return root[0], own[0]

@@ -27,9 +27,11 @@ from unitrain.backends.horovod.tensors import (
     flatten_dense,
     is_mean_of_integers,
     piece_slices,
+    reduction_name,
 )
 from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
+from unitrain.monitoring.flight_recorder import dtype_name
 
 # To negotiate an operation whose name and shape it knows, Horovod transfers one bit. Other operations take a message to
 # rank 0 and a response. Names are therefore reused, in the same order on every rank, but not before the previous
@@ -85,7 +87,10 @@ class OperationStarter(dist.ProcessGroup):
         called after the last piece."""
         reduction_plan = find_reduction(source.dtype, op)
         if reduction_plan.combine is not None:
-            return self._reduce_gathered(source, target, reduction_plan.combine, result, on_complete or (lambda: None))
+            name = f"{operation}.{reduction_name(op)}"
+            return self._reduce_gathered(
+                name, source, target, reduction_plan.combine, result, on_complete or (lambda: None)
+            )
         values = flatten_dense(source)
         in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
         destination = None if in_place or target is None else Destination(target)
@@ -106,17 +111,19 @@ class OperationStarter(dist.ProcessGroup):
             allreduce = hvd.allreduce_async_ if in_place or reduction_plan.encode is not None else hvd.allreduce_async
             works.append(
                 self._issue(
-                    operation,
+                    f"{operation}.{reduction_name(op)}",
                     converted,
                     functools.partial(allreduce, converted, op=reduction_plan.op),
                     result,
                     None if destination is None and on_complete is None else finish,
+                    dtype=source.dtype,
                 )
             )
         return works
 
     def _reduce_gathered(
         self,
+        operation: str,
         source: Tensor,
         target: Tensor | None,
         combine: Callable[[Tensor, Tensor], Tensor],
@@ -134,7 +141,7 @@ class OperationStarter(dist.ProcessGroup):
                     destination.finish()
                     on_complete()
 
-        return self._gather_pieces(source, result, finish)
+        return self._gather_pieces(operation, source, result, finish)
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
         """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
@@ -151,9 +158,10 @@ class OperationStarter(dist.ProcessGroup):
                 destination.finish()
 
             if is_mean:
-                return self._reduce("allreduce", parts, complete, op, result, take_local_part)
+                return self._reduce("reducescatter", parts, complete, op, result, take_local_part)
             assert reduction_plan.combine is not None
-            return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
+            name = f"reducescatter.{reduction_name(op)}"
+            return self._reduce_gathered(name, source, complete, reduction_plan.combine, result, take_local_part)
         scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # the operations that Horovod's reducescatter supports
         works = []
         for piece_range in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
@@ -168,11 +176,12 @@ class OperationStarter(dist.ProcessGroup):
             reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
             works.append(
                 self._issue(
-                    "reducescatter" if scatters else "allreduce",
+                    f"reducescatter.{reduction_name(op)}",
                     converted,
                     functools.partial(reduce, converted, op=reduction_plan.op),
                     result,
                     finish,
+                    dtype=source.dtype,
                 )
             )
         return works
@@ -183,6 +192,7 @@ class OperationStarter(dist.ProcessGroup):
         outputs: list[Tensor] | Tensor,
         result: Any,
         on_complete: Callable[[], object] | None = None,
+        operation: str = "allgather",
     ) -> list[HorovodWork]:
         """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty
         list."""
@@ -205,9 +215,11 @@ class OperationStarter(dist.ProcessGroup):
                 if on_complete is not None:
                     on_complete()
 
-        return self._gather_pieces(local_tensor, result, finish)
+        return self._gather_pieces(operation, local_tensor, result, finish)
 
-    def _gather_pieces(self, local_tensor: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
+    def _gather_pieces(
+        self, operation: str, local_tensor: Tensor, result: Any, finish: Callable[..., None]
+    ) -> list[HorovodWork]:
         """Start to gather the bytes of `local_tensor`.
 
         Each piece, uint8 [size * bytes], is passed to `finish(gathered, piece_range=...)`.
@@ -219,11 +231,13 @@ class OperationStarter(dist.ProcessGroup):
             piece = payload[piece_range]
             works.append(
                 self._issue(
-                    "allgather",
+                    operation,
                     piece,
                     functools.partial(hvd.allgather_async, piece),
                     result,
                     functools.partial(finish, piece_range=piece_range),
+                    elements.stop - elements.start,
+                    dtype=local_tensor.dtype,
                 )
             )
         return works
@@ -293,27 +307,31 @@ class OperationStarter(dist.ProcessGroup):
         finish: Callable[[Any], Any] | None = None,
         size: int | None = None,
         mismatch_error: UnsupportedError | None = None,
+        dtype: torch.dtype | None = None,
     ) -> HorovodWork:
         """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
 
-        `size` is equal on every rank, and is the number of elements by default. The Work raises `mismatch_error` if
-        ranks start the operation with different dtypes. This method blocks until the previous operation with the same
-        name is complete.
+        `operation` contains the reduction or root. `size` is equal on every rank, and is the number of elements by
+        default. `dtype` is the dtype of the user's tensor, from which `tensor` may have been converted. The Work raises
+        `mismatch_error` if ranks start the operation with different dtypes. Raises CollectiveMismatchError if ranks of
+        this group have called different collectives. This method blocks until the previous operation with the same name
+        is complete.
         """
+        self._mismatches.check_usable()
         device = tensor.device
         size = tensor.numel() if size is None else size
-        signature = f"{operation}.{tensor.dtype}.{size}"
-        kind = f"{self._prefix}.{signature}"
+        own_dtype = dtype_name(tensor.dtype if dtype is None else dtype)
+        kind = f"{self._prefix}.{operation}.{own_dtype}.{size}"
         name = f"{kind}.{self._num_issued[kind] % _NAMES_PER_SHAPE}"
         self._num_issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
-        started = Operation(self._position, signature)
+        started = Operation(self._position, operation, own_dtype, size)
         with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in inference mode
             handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
-            operation, handle, result, device, finish, self._timeout, self._completions, started,
+            operation.partition(".")[0], handle, result, device, finish, self._timeout, self._completions, started,
             self._mismatches.find, mismatch_error,
         )  # fmt: skip
         self._latest[name] = work

@@ -145,7 +145,7 @@ class HorovodProcessGroup(OperationStarter):
         ):
             values = tensor.detach().view(-1)
             return self._issue(
-                "allreduce", values, functools.partial(hvd.allreduce_async_, values, op=hvd.Sum), tensors
+                "allreduce.SUM", values, functools.partial(hvd.allreduce_async_, values, op=hvd.Sum), tensors
             )
         return join_works(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
 
@@ -192,7 +192,8 @@ class HorovodProcessGroup(OperationStarter):
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         target = tensor if self.rank() == opts.rootRank else None
-        return join_works(self._reduce("reduce", tensor, target, opts.reduceOp, tensors), tensors, tensor.device)
+        works = self._reduce(f"reduce.to_rank_{opts.rootRank}", tensor, target, opts.reduceOp, tensors)
+        return join_works(works, tensors, tensor.device)
 
     @signatures.accepts(signatures.broadcast)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -204,13 +205,15 @@ class HorovodProcessGroup(OperationStarter):
             shared = piece.data_ptr() == part.data_ptr()
             works.append(
                 self._issue(
-                    "broadcast",
+                    f"broadcast.from_rank_{opts.rootRank}",
                     piece,
                     functools.partial(hvd.broadcast_async_, piece, self._ranks[opts.rootRank]),
                     tensors,
                     None
                     if shared and len(tensors) == 1
                     else _copy_function(part, target if byte_range.stop == len(payload) else None),
+                    len(piece) // tensor.element_size(),
+                    dtype=tensor.dtype,
                 )
             )
         return join_works(works, tensors, tensor.device)
@@ -256,7 +259,8 @@ class HorovodProcessGroup(OperationStarter):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         (local_tensor,) = inputs
         parts = outputs[0] if self.rank() == opts.rootRank else []
-        return join_works(self._gather(local_tensor, parts, parts), parts, local_tensor.device)
+        works = self._gather(local_tensor, parts, parts, operation=f"gather.to_rank_{opts.rootRank}")
+        return join_works(works, parts, local_tensor.device)
 
     @signatures.accepts(signatures.scatter)
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
@@ -277,11 +281,13 @@ class HorovodProcessGroup(OperationStarter):
 
             works.append(
                 self._issue(
-                    "scatter",
+                    f"scatter.from_rank_{opts.rootRank}",
                     block,
                     functools.partial(hvd.broadcast_async_, block, self._ranks[opts.rootRank]),
                     outputs,
                     finish,
+                    count // local_tensor.element_size(),
+                    dtype=local_tensor.dtype,
                 )
             )
         return join_works(works, outputs, local_tensor.device)
@@ -296,7 +302,7 @@ class HorovodProcessGroup(OperationStarter):
         else:  # Horovod scatters equal parts only
             local_part = source.split(counts)[self.rank()].view(output.shape)
             works = self._reduce(
-                "allreduce", source, source, opts.reduceOp, outputs, lambda: output.detach().copy_(local_part)
+                "reducescatter", source, source, opts.reduceOp, outputs, lambda: output.detach().copy_(local_part)
             )
         return join_works(works, outputs, output.device)
 
@@ -367,10 +373,12 @@ class HorovodProcessGroup(OperationStarter):
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MessageWork:
         (tensor,) = tensors
+        signatures.check_peer("send", self, rank)
         return self._messages.send(tensor, rank, tag)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MessageWork:
         (tensor,) = tensors
+        signatures.check_peer("recv", self, rank)
         return self._messages.recv(tensor, rank, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:

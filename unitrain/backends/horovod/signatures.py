@@ -298,6 +298,15 @@ def _check_root(operation: str, group: Any, root: int) -> None:
         )
 
 
+def check_peer(operation: str, group: Any, rank: int) -> None:
+    """Raise CollectiveArgumentError unless `rank` is another rank of `group`. Gloo would crash."""
+    if not 0 <= rank < group.size() or rank == group.rank():
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} got an invalid rank: {rank}, on rank {group.rank()} of a group of {group.size()} "
+            "ranks. Use another rank of the group."
+        )
+
+
 def _check_not_empty(operation: str, tensors: Sequence[Any], kind: str = "tensor list") -> None:
     if not tensors:
         raise CollectiveArgumentError(

@@ -78,7 +78,7 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
     Raises UnsupportedError if the result cannot be computed exactly, apart from rounding to `dtype`. For the average of
     integers, only `decode` can raise it, because it depends on the values.
     """
-    name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
+    name = reduction_name(op)
     reduction = None
     if name in _BITWISE:
         reduction = _bitwise_reduction(dtype, name)
@@ -101,6 +101,11 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
             )
         )
     return reduction
+
+
+def reduction_name(op: Any) -> str:
+    """Return torch's name of `op`, such as "SUM"."""
+    return next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
 
 
 def is_mean_of_integers(dtype: torch.dtype, op: Any) -> bool:

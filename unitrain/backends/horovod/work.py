@@ -35,6 +35,8 @@ _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
 # After this time, a pending operation is compared with the operations of rank 0, and then again at growing intervals.
 _MISMATCH_CHECK_SECONDS = 2.0
+# The number of completed works, with at most this many elements, that a group keeps. See `CompletionQueue`.
+_NUM_KEPT_WORKS, _MAX_KEPT_ELEMENTS = 1024, 64
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
@@ -137,6 +139,12 @@ class HorovodWork(Work):
             self._complete(None)
         return True
 
+    @property
+    def is_small(self) -> bool:
+        """Whether the result is one tensor with few elements."""
+        result = self._result
+        return isinstance(result, list) and len(result) == 1 and _is_small_tensor(result[0])
+
     def discard(self) -> None:
         """Stop waiting for the operation, because some ranks will not start it. It remains pending in Horovod."""
         self._finish = None
@@ -238,6 +246,10 @@ class JoinedWork(Work):
         return self._result
 
 
+def _is_small_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() <= _MAX_KEPT_ELEMENTS
+
+
 def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
     """Return a future of type List[Tensor] for float16 tensors on CPUs, and otherwise `future`, whose type is a Python
     object.
@@ -276,10 +288,14 @@ class CompletionQueue:
     """Completes works in the order in which they were added, in the waiting thread or in the background.
 
     A work that the callback of another work adds or waits for is completed immediately.
+
+    The queue keeps the latest small works after their completion. DDP's join stores a small work in C++, which cannot
+    call the methods of a Python object that Python has deleted.
     """
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
+        self._kept_works: deque[HorovodWork] = deque(maxlen=_NUM_KEPT_WORKS)
         self._completing = threading.Lock()
         self._completer: int | None = None
         self._error: Exception | None = None  # the first error; Horovod does not recover from errors
@@ -355,7 +371,10 @@ class CompletionQueue:
             while self._works:
                 if not self._works[0].poll():
                     return False
-                error = self._works.popleft().exception()
+                work = self._works.popleft()
+                if work.is_small:
+                    self._kept_works.append(work)
+                error = work.exception()
                 if not isinstance(error, UnsupportedError):  # this error concerns only one operation
                     self._error = self._error or error
             return True
