@@ -422,6 +422,10 @@ def test_arguments_of_init_process_group() -> None:
     assert problems(script.format("store=s")) == {2: "store"}
 
 
+def test_exit_before_the_shutdown_of_the_backend_is_refused() -> None:
+    assert problems(f"import sys\n{in_ddp('sys.exit(0)')}") == {7: "sys.exit(0)"}
+
+
 def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
     converted = convert(in_horovod("backend = 'x'\nprint(backend, hvd.rank())"))
     assert "unitrain_backend = unitrain.init()\nbackend = 'x'\nprint(backend, unitrain_backend.rank)\n" in converted

@@ -114,6 +114,10 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
 def _append(edits: Edits, block: Block, statement: Statement) -> None:
     last_statement = block.body[-1]
     assert isinstance(last_statement, Statement)
+    last_call = assigned_value(last_statement)
+    if last_call is not None and edits.script.called_name(last_call) == "sys.exit":
+        edits.refuse(last_statement, "The shutdown of the backend must be the last statement: remove this call")
+        return
     if edits.is_replaced(last_statement):
         edits.refuse(last_statement, "The shutdown of the backend must follow it: add a statement after it")
         return
