@@ -280,6 +280,12 @@ def test_savings_are_differences_of_the_peak() -> None:
     assert found == {f'shard="{stage}"': size for stage, size in expected.items() if stage in get_args(ShardingMode)}
 
 
+@pytest.mark.parametrize(("batch_size", "setting"), [(9, "batch_size=3, gradient_accumulation_steps=3"),
+                                                     (7, "batch_size=1, gradient_accumulation_steps=7")])  # fmt: skip
+def test_smaller_batch_keeps_the_global_batch_size(batch_size: int, setting: str) -> None:
+    assert setting in savings(4, record(settings={"precision": "fp32", "batch_size": batch_size, "shard": "none"}))
+
+
 def test_activations_save_nothing_beyond_the_peak_in_the_optimizer_step() -> None:
     found = savings(2, record(step_peak=900 * MB))
     assert found['checkpoint_activations=("Layer",)'] == found['precision="bf16"'] == 100 * MB

@@ -135,12 +135,14 @@ def _checkpointing(record: RankMemory) -> list[Saving]:
 def _smaller_batch(record: RankMemory, batch_size: int | None) -> list[Saving]:
     if batch_size == 1:
         return []
-    halved = "half the batch" if batch_size is None else f"batch_size={batch_size // 2}"
-    steps = scale_accumulation(record.settings.get("gradient_accumulation_steps"), 2)
+    # A divisor of the batch size keeps the global batch size.
+    factor = next(number for number in range(2, (batch_size or 2) + 1) if (batch_size or 2) % number == 0)
+    reduced = "half the batch" if batch_size is None else f"batch_size={batch_size // factor}"
+    steps = scale_accumulation(record.settings.get("gradient_accumulation_steps"), factor)
     return [
         Saving(
-            setting=f"{halved}, gradient_accumulation_steps={steps}",
-            saved_bytes=_saved_between_steps(record, record.activations // 2),
+            setting=f"{reduced}, gradient_accumulation_steps={steps}",
+            saved_bytes=_saved_between_steps(record, record.activations // factor),
             is_estimate=True,
         )
     ]
