@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +34,8 @@ from unitrain.progress.goodput import (
     GoodputSummary,
     read_attempts,
 )
+from unitrain.report.goodput import describe_goodput
+from unitrain.report.record import RunRecord
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -120,6 +123,14 @@ def test_time_after_a_finished_run_is_not_part_of_it(clock: Clock) -> None:
     meter.continue_run([attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
     clock.now += 1
     assert sum(meter.seconds().values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"), [(1, "12 steps, 0 restarts,"), (2, "12 steps, 1 restart,"), (3, "12 steps, 2 restarts,")]
+)
+def test_text_contains_the_number_of_restarts(attempts: int, expected: str) -> None:
+    records = [attempt(100.0 * number, 100.0 * number + 90, 12) for number in range(attempts)]
+    assert expected in describe_goodput([RunRecord("run", [], [], [], datetime.now(), records)])
 
 
 def test_file_returns_the_written_attempts(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
 def fit_networks(
     result: dict[str, Any] | None, known_network: Network | None, cost_by_algorithm: Mapping[str, Cost]
 ) -> dict[tuple[str, str], FittedNetwork]:
-    """Return the network per (name, algorithm): `known_network`, or, for each name in `result`, a network fitted to its
-    allreduces.
+    """Return the network per (name, algorithm): `known_network`, or, for each name in `result`, a network that is
+    fitted to the allreduces with this name.
 
     `cost_by_algorithm` contains the requested algorithms. The hierarchical algorithm is fitted as a ring, because it
     uses a ring between hosts.

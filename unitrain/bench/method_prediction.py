@@ -71,7 +71,7 @@ def check_methods(names: Sequence[str], hosts: HostLayout | None, ranks: Sequenc
 def method_settings(local_steps: int) -> dict[str, str]:
     """Return the argument of TrainConfig that selects each method, with `local_steps` steps per synchronization.
 
-    No argument selects the default, synchronous training.
+    The argument of synchronous training, the default, is empty.
     """
     streaming = _local_config(STREAMING, local_steps)
     return {

@@ -119,7 +119,7 @@ def _append(edits: Edits, block: Block, statement: Statement) -> None:
         edits.refuse(last_statement, "The shutdown of the backend must be the last statement: remove this call")
         return
     if edits.is_replaced(last_statement):
-        edits.refuse(last_statement, "The shutdown of the backend must follow it: add a statement after it")
+        edits.refuse(last_statement, "The shutdown of the backend must follow this line: add a statement after it")
         return
     edits.replace_statement(last_statement, lambda updated: [updated, statement])
     edits.explain(last_statement, "the backend is shut down when training is complete")

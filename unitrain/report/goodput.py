@@ -29,9 +29,10 @@ def _describe_run(record: RunRecord) -> str:
         )
     summary = GoodputSummary.of(record.attempts)
     total = summary.total_seconds or 1.0
+    restarts = "1 restart" if summary.attempts == 2 else f"{summary.attempts - 1} restarts"
     lines = [
         f"{record.name}: {100 * summary.goodput:.1f} % goodput, {summary.steps:,} steps, "
-        f"{summary.attempts - 1} restarts, {summary.replayed_steps:,} replayed steps",
+        f"{restarts}, {summary.replayed_steps:,} replayed steps",
         "",
         f"  {'category':<12}{'seconds':>12}{'share':>9}",
     ]
