@@ -64,7 +64,7 @@ class _Stepper:
         first = next(self._model.parameters())  # its gradient is computed last
         first.register_post_accumulate_grad_hook(self._note_computed)
         # The process group in which DDP's reducer reduces its buckets, on both backends.
-        group: Any = self._wrapped._gradient_group
+        group: Any = self._wrapped._reducer_group
         self._allreduce: Callable[..., dist.Work] = group.allreduce
         group.allreduce = self._send
 

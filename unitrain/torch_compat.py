@@ -1,9 +1,10 @@
 """Private torch APIs that unitrain uses; `backends/sharding/fsdp_compat.py` has those of FSDP2.
 
 Each entry for a private API states the torch versions that it was checked with. No other module uses private torch
-APIs, with three exceptions: `backends/ddp.py`, `supervisor/standby_rank.py` and `testing/fork_server.py` import
-torch._dynamo early; `horovod_wheel/machine.py` calls torch._C._cuda_getArchFlags, because that package works without
-the rest of unitrain; and `callbacks/memory_snapshot.py` calls functions of torch.cuda.memory that torch documents.
+APIs, with four exceptions: `backends/ddp.py`, `supervisor/standby_rank.py` and `testing/fork_server.py` import
+torch._dynamo early; `backends/horovod/process_group.py` implements and calls methods of a process group whose names are
+private; `horovod_wheel/machine.py` calls torch._C._cuda_getArchFlags, because that package works without the rest of
+unitrain; and `callbacks/memory_snapshot.py` calls functions of torch.cuda.memory that torch documents.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def found_non_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
 Work = dist._Work
 
 
-def transports() -> dict[str, str]:
+def transport_versions() -> dict[str, str]:
     """Return the version of each transport in this torch build, or "yes" for a transport without a version."""
     version_by_transport: dict[str, str] = {}
     if not dist.is_available():

@@ -152,7 +152,7 @@ def assert_same(found: Tensor, wanted: Tensor, *case: Any) -> None:
 def limit_pieces(limit: int) -> None:
     from unitrain.backends.horovod import tensors
 
-    tensors.PIECE_BYTES = limit
+    tensors.MAX_PIECE_BYTES = limit
 
 
 def reductions(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> list[str]:
@@ -383,7 +383,7 @@ def uneven_exchanges_beyond_the_limit(backend: Backend, ranks: list[int]) -> lis
     """Return the errors of exchanges in which `ranks` send too many bytes, and of sparse tensors of theirs."""
     from unitrain.backends.horovod import operations, sparse
 
-    operations.ALLTOALL_BYTES, sparse.GATHER_BYTES = 100, 100 * backend.size
+    operations.MAX_ALLTOALL_BYTES, sparse.MAX_GATHER_BYTES = 100, 100 * backend.size
     rank, size = backend.rank, backend.size
     rows = [10 if sender in ranks else 2 for sender in range(size)]
     texts = []

@@ -341,6 +341,19 @@ def forward_keeps_no_activations(backend: Backend, stages: int) -> None:
     assert not any(reference() is not None for reference in activations)
 
 
+class ShortIntegers(nn.Module):
+    """A block whose output has a dtype that no collective supports."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.argmax(1).to(torch.int16)
+
+
+def forward_returns_an_unsupported_dtype(backend: Backend, stages: int) -> str:
+    pipeline = pipeline_of(backend, build().append(ShortIntegers()), stages)
+    pipeline.forward(data(8).tensors[0])
+    return "not raised"
+
+
 def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str:
     pipeline = pipeline_of(backend, build(), stages)
     inputs, targets = data(8 * backend.size).tensors

@@ -107,6 +107,14 @@ def test_an_error_that_one_rank_handles_ends_the_other_ranks(backend: str, fault
     assert caught.value.errors == {0: "the process has ended"}, caught.value
 
 
+@pytest.mark.ci
+def test_an_output_with_an_unsupported_dtype_raises_an_error_that_names_it() -> None:
+    with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
+        group.run(cases.forward_returns_an_unsupported_dtype, 2)
+    assert caught.value.kind == "ModelError"
+    assert "but the model returned torch.int16 [8]. Let the last block return such a tensor" in caught.value.errors[1]
+
+
 def test_a_backend_without_point_to_point_rejects_stages() -> None:
     with pytest.raises(UnsupportedError, match="needs SupportsPointToPoint, which backend 'fake' does not provide"):
         cases.pipeline_of(FakeBackend(size=2), cases.build(), 2)

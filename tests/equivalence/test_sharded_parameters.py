@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
+from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.errors import ConfigError
 from unitrain.testing import RankError, RankGroup
 
@@ -32,6 +36,11 @@ class Block(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.linear(self.norm(inputs).relu())
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    samples: int
 
 
 class Stream(IterableDataset[Any]):
@@ -133,3 +142,40 @@ def fail_on_last_rank(backend: Backend) -> str:
 def test_failing_rank_ends_a_backward_pass_of_sharded_parameters(backend: str) -> None:
     with RankGroup(backend, 2) as group, pytest.raises(RankError, match="broken sample"):
         group.run(fail_on_last_rank, timeout_seconds=60)
+
+
+class ReversedBlocks(nn.Module):
+    """A model that calls its blocks in the reverse order of their definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            inputs = block(inputs)
+        return inputs
+
+
+def evaluate_on_first_rank(backend: Backend) -> None:
+    """Run a forward pass without gradients in which only rank 0 has a batch, after a training step."""
+    torch.manual_seed(0)
+    model = ReversedBlocks()
+    plain_model, average = copy.deepcopy(model), copy.deepcopy(model)
+    distributed = backend.distributed_model(model, shard="parameters", shard_blocks=("Block",))
+    require_capability(backend, SupportsShardedParameters, "this test").shard_copy(average, distributed)
+    inputs = torch.randn(4, WIDTH)
+    distributed(inputs).sum().backward()
+    for sharded in (model, average):
+        sharded.eval()
+        plain_model.load_state_dict(sharded.state_dict())
+        expected = plain_model.eval()(inputs)
+        batches = [(inputs, BatchInfo(4))] if backend.rank == 0 else []
+        with torch.no_grad():
+            outputs = [sharded(batch) for batch, _ in align_forward_passes(sharded, batches, backend)]
+        torch.testing.assert_close(outputs, [expected] * len(batches))
+
+
+def test_a_rank_without_a_batch_gathers_blocks_in_the_order_of_the_forward_pass() -> None:
+    with RankGroup("ddp", 2) as group:
+        group.run(evaluate_on_first_rank)

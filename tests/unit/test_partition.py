@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from unitrain.backends.sharding.partition import (
     MIN_DIVIDED_ELEMENTS,
     ParameterShard,
-    batches_of,
     divide_elements,
     divide_runs,
+    iterate_batches,
 )
 
 SIZES = st.lists(st.integers(0, 5 * MIN_DIVIDED_ELEMENTS), max_size=12)
@@ -53,7 +53,7 @@ def test_batches_contain_every_shard_once_and_about_the_limit_per_rank(
     sizes: list[int], ranks: int, limit: int
 ) -> None:
     shards = divide_elements(sizes, ranks)
-    batches = list(batches_of(shards, [4] * len(sizes), limit))
+    batches = list(iterate_batches(shards, [4] * len(sizes), limit))
     assert sorted(map(repr, chain.from_iterable(batches))) == sorted(map(repr, shards))
     for owner in range(ranks):
         parts = [[shard for shard in batch if shard.owner == owner] for batch in batches]

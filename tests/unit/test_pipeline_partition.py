@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import unitrain
-from unitrain.backends.pipeline.measurement import BlockCost, measure_blocks, memory_of_stage, time_of_stage
+from unitrain.backends.pipeline.measurement import BlockCost, create_memory_cost, create_time_cost, measure_blocks
 from unitrain.backends.pipeline.micro_batches import micro_batch_sizes, split_targets
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
@@ -63,21 +63,21 @@ def block(seconds: float = 1.0, held: int = 0, state: int = 0, trained: bool = T
 
 def test_stages_are_balanced_by_time() -> None:
     costs = [block(5), block(1), block(1), block(1), block(1), block(1)]
-    assert partition(6, 2, time_of_stage(costs)) == [1, 5]
+    assert partition(6, 2, create_time_cost(costs)) == [1, 5]
 
 
 def test_stages_without_trainable_parameters_are_excluded() -> None:
     costs = [block(5), *(block(trained=False) for _ in range(4)), block(1)]
-    assert partition(6, 2, time_of_stage(costs)) == [1, 5]
-    assert partition(5, 2, time_of_stage(costs[:5])) is None
+    assert partition(6, 2, create_time_cost(costs)) == [1, 5]
+    assert partition(5, 2, create_time_cost(costs[:5])) is None
 
 
 def test_the_first_stage_of_1f1b_holds_more_micro_batches() -> None:
     costs = [block(held=10) for _ in range(6)]
     # stage 0 holds two micro-batches of its blocks; stage 1 one micro-batch of its blocks and its input
-    assert partition(6, 2, memory_of_stage(costs, 2, 4, "1f1b")) == [2, 4]
-    assert partition(6, 2, memory_of_stage(costs, 2, 4, "gpipe")) == [3, 3]
-    assert partition(6, 2, memory_of_stage(costs, 2, 1, "1f1b")) == [3, 3]
+    assert partition(6, 2, create_memory_cost(costs, 2, 4, "1f1b")) == [2, 4]
+    assert partition(6, 2, create_memory_cost(costs, 2, 4, "gpipe")) == [3, 3]
+    assert partition(6, 2, create_memory_cost(costs, 2, 1, "1f1b")) == [3, 3]
 
 
 class Stack(nn.Sequential):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unitrain.backends.sharding.tensor_chunks import TensorChunk, own_chunks, range_chunks, whole
+from unitrain.backends.sharding.tensor_chunks import TensorChunk, own_chunks, range_chunks, whole_chunk
 from unitrain.checkpoint.tensor_files import StoredTensors, write_chunks, write_tensors
 from unitrain.errors import CheckpointError
 
@@ -95,7 +95,7 @@ def write_in_boxes(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list
             if tensor.ndim and tensor.numel():
                 chunks += range_chunks(name, tensor.contiguous(), *limits, flat[limits[0] : limits[1]])
             elif rank == 1:
-                chunks.append(whole(name, tensor))
+                chunks.append(whole_chunk(name, tensor))
         written = write_chunks(folder, f"rank-{rank:05d}", chunks, {})
         for name, facts in written.items():
             content = (folder / name).read_bytes()
@@ -128,7 +128,7 @@ def test_special_views_are_read(tmp_path: Path) -> None:
     tensors = {"conjugate": torch.tensor([1 + 2j, 3 - 1j]), "expanded": torch.full((4, 3), 2.5)}
     stored = StoredTensors.open(tmp_path, write_in_boxes(tmp_path, tensors, 2))
     targets = {"conjugate": torch.zeros(2, dtype=torch.complex64).conj(), "expanded": torch.zeros(1, 3).expand(4, 3)}
-    stored.read([whole(name, target) for name, target in targets.items()])
+    stored.read([whole_chunk(name, target) for name, target in targets.items()])
     assert torch.equal(targets["conjugate"], tensors["conjugate"])
     assert torch.equal(targets["expanded"], tensors["expanded"])
 

@@ -254,7 +254,7 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             )
 
 
-def check_no_embedding_renorm(model: nn.Module) -> None:
+def forbid_embedding_renorm(model: nn.Module) -> None:
     """Make `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and
     a parameter of `model`.
 
@@ -405,7 +405,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
         expected = max(counts, key=counts.__getitem__)
         different = [rank for rank, digest in enumerate(values_by_rank) if digest != expected]
         is_equal = is_equal and not different
-        if different and not _differs_by_rounding(communicator, parameters[name].detach()):
+        if different and not _differs_only_by_rounding(communicator, parameters[name].detach()):
             raise ModelError(
                 f"The values of parameter {name!r} on {format_ranks(different)} differ from those on the other ranks, "
                 "so the ranks train different models. Change weights in the same way on every rank, for example in "
@@ -414,7 +414,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     return is_equal
 
 
-def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
+def _differs_only_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
     """Return whether the `tensor` of every rank differs from rank 0's `tensor` by rounding errors at most. All ranks
     call it."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64

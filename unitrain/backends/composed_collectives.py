@@ -19,7 +19,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,10 @@ MAX_BROADCASTING_RANKS = 64
 MIN_BROADCAST_BYTES = 2**16
 # Maximum size in bytes of the buffers of one piece of a reducescatter (with an all-to-all, of its send and receive
 # buffer together). Two pieces alternate: the buffer of one is filled while the other is reduced.
-PIECE_BYTES = 12 * 2**20
+MAX_PIECE_BUFFER_BYTES = 12 * 2**20
 _MAX_PIECES_IN_FLIGHT = 2
 
-Wait = Callable[["dist.Work | None"], None]
+WaitForWork = Callable[["dist.Work | None"], None]
 _COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
@@ -90,7 +90,7 @@ def is_broadcast_gather_faster(tensor: Tensor, row_counts: Sequence[int]) -> boo
     )
 
 
-def gather_by_broadcasts(tensor: Tensor, row_counts: Sequence[int], rank: int, wait: Wait) -> Tensor:
+def gather_by_broadcasts(tensor: Tensor, row_counts: Sequence[int], rank: int, wait: WaitForWork) -> Tensor:
     """Concatenate every rank's `tensor` along dim 0, by one broadcast per rank. `row_counts` is the number of rows per
     rank.
 
@@ -108,6 +108,15 @@ def gather_by_broadcasts(tensor: Tensor, row_counts: Sequence[int], rank: int, w
     for work in works:
         wait(work)
     return gathered
+
+
+class _PieceInFlight(NamedTuple):
+    """The columns of a PiecewiseReduceScatter that are reduced by `work`."""
+
+    work: Any
+    buffer: Tensor  # sent by an all-to-all, or reduced in place
+    received: Tensor | None  # with an all-to-all: the slices of all ranks
+    columns: slice
 
 
 class PiecewiseReduceScatter:
@@ -136,14 +145,13 @@ class PiecewiseReduceScatter:
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
         self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
         self._num_started_columns = 0
-        # For each piece: the work, the sent or reduced buffer, the received slices or None, and the columns.
-        self._in_flight: deque[tuple[Any, Tensor, Tensor | None, slice]] = deque()
+        self._in_flight: deque[_PieceInFlight] = deque()
         self._free_buffers: list[Tensor] = []
 
     def start(self) -> None:
-        """Start to reduce the first pieces."""
+        """Start to reduce the next pieces, until the maximum number of pieces is in flight."""
         bytes_per_column = self._size * (2 * self._slices.itemsize if self._uses_all_to_all else self._dtype.itemsize)
-        max_columns = max(1, PIECE_BYTES // bytes_per_column)
+        max_columns = max(1, MAX_PIECE_BUFFER_BYTES // bytes_per_column)
         num_columns = self._slices.shape[1]
         while self._num_started_columns < num_columns and len(self._in_flight) < _MAX_PIECES_IN_FLIGHT:
             begin = self._num_started_columns
@@ -155,10 +163,10 @@ class PiecewiseReduceScatter:
                 work = dist.all_to_all_single(as_bytes(received), as_bytes(buffer), async_op=True)
             else:
                 work = dist.all_reduce(buffer, self._torch_op, async_op=True)
-            self._in_flight.append((work, buffer, received, columns))
+            self._in_flight.append(_PieceInFlight(work, buffer, received, columns))
             self._num_started_columns = columns.stop
 
-    def finish(self, wait: Wait) -> Tensor:
+    def finish(self, wait: WaitForWork) -> Tensor:
         """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a Work."""
         elements = self._result.view(-1)
         self.start()
@@ -181,8 +189,8 @@ class PiecewiseReduceScatter:
 
     def discard(self) -> None:
         """Stop waiting for the pieces of a Horovod reducescatter that some ranks did not start."""
-        for work, *_ in self._in_flight:
-            work.discard()
+        for piece in self._in_flight:
+            piece.work.discard()
         self._in_flight.clear()
 
     def _fill_buffer(self, source: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from unitrain.backends.capabilities import (
 )
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
-from unitrain.backends.gradients.ddp_wrapper import read_bucket_megabytes
+from unitrain.backends.gradients.ddp_wrapper import read_bucket_mebibytes
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.logical_ranks_model import (
@@ -46,16 +46,16 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     rank, size = 0, 1
     local_rank, local_size = 0, 1
     node_rank, num_nodes = 0, 1
-    _running: ClassVar[WeakSet[LocalBackend]] = WeakSet()
+    _running_backends: ClassVar[WeakSet[LocalBackend]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._accumulating: set[int] = set()  # ids of the models that are inside no_sync
+        self._accumulating_ids: set[int] = set()  # ids of the models that are inside no_sync
         self._has_accumulated = False
         self._compression_states = CompressionStates()
-        self._end_compression: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
-        self._end_first_check: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
-        self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
+        self._end_compression_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+        self._end_first_check_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+        self._local_gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
         self._shards: WeakKeyDictionary[nn.Module, ShardingMode] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
 
@@ -75,13 +75,13 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 f"Transport {options.transport!r} was requested, but backend {cls.name!r} is one process and "
                 "does not communicate. Leave transport out, or use --backend ddp."
             )
-        if LocalBackend._running:
+        if LocalBackend._running_backends:
             raise ConfigError(
                 "This process already has a backend, from an earlier unitrain.init(). "
                 "Use that one, or end it first: backend.shutdown()"
             )
         backend = cls(choose_device(options.device, local_rank=0, communicates=False))
-        LocalBackend._running.add(backend)
+        LocalBackend._running_backends.add(backend)
         return backend
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -145,14 +145,14 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         inner = self.unwrap(model)
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
-            checks.check_no_embedding_renorm(model)
+            checks.forbid_embedding_renorm(model)
             self._end_tracking(inner)
             distributed = create_logical_ranks_model(
                 model,
                 self,
                 logical_ranks,
                 find_unused_parameters=find_unused_parameters,
-                bucket_bytes=read_bucket_megabytes()[1] * 2**20,
+                bucket_bytes=read_bucket_mebibytes()[1] * 2**20,
                 buffers=None,
                 reducer_group=None,
             )
@@ -162,22 +162,22 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             check_sharded_parameters(
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
             )
-        checks.check_no_embedding_renorm(model)
+        checks.forbid_embedding_renorm(model)
         self._end_tracking(inner)
         model_id = id(inner)  # the functions below must not keep the model in memory
         if not find_unused_parameters:
-            self._end_first_check[inner] = register_first_backward_check(
+            self._end_first_check_functions[inner] = register_first_backward_check(
                 model,
                 model,
                 self.allgather_object,
-                lambda: model_id not in self._accumulating and not self._is_shut_down,
+                lambda: model_id not in self._accumulating_ids and not self._is_shut_down,
             )
         compressor = self._compression_states.create(compression, inner, self)
         if compressor != "none":
-            self._end_compression[inner] = compress_each_backward(
-                model, compressor, lambda: model_id not in self._accumulating
+            self._end_compression_functions[inner] = compress_each_backward(
+                model, compressor, lambda: model_id not in self._accumulating_ids
             )
-        self._gradients[inner] = gradients = LocalGradients(inner, lambda: model_id in self._accumulating)
+        self._local_gradients[inner] = gradients = LocalGradients(inner, lambda: model_id in self._accumulating_ids)
         self._shards[inner] = shard
         if self._has_accumulated:
             gradients.track()
@@ -185,10 +185,10 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
 
     def _end_tracking(self, inner: nn.Module) -> None:
         """Remove the hooks of an earlier `distributed_model` of the same model, with other arguments."""
-        for end_functions in (self._end_first_check, self._end_compression):
+        for end_functions in (self._end_first_check_functions, self._end_compression_functions):
             if (end := end_functions.pop(inner, None)) is not None:
                 end()
-        if (gradients := self._gradients.pop(inner, None)) is not None:
+        if (gradients := self._local_gradients.pop(inner, None)) is not None:
             gradients.stop()
 
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
@@ -208,7 +208,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             check_before_step(optimizer, distributed.check_reduced)
             return optimizer
         checks.check_matching_shard(self._shards.get(self.unwrap(model)), shard)
-        if (gradients := self._gradients.get(self.unwrap(model))) is not None:
+        if (gradients := self._local_gradients.get(self.unwrap(model))) is not None:
             check_before_step(optimizer, gradients.check)
         return optimizer
 
@@ -216,7 +216,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
         if isinstance(distributed, LogicalRanksModel):
             return distributed.no_sync()
-        is_distributed = isinstance(model, nn.Module) and distributed in self._gradients
+        is_distributed = isinstance(model, nn.Module) and distributed in self._local_gradients
         checks.check_no_sync_model(model, is_distributed)
         return self._accumulate(distributed)
 
@@ -224,15 +224,15 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     def _accumulate(self, inner: nn.Module) -> Iterator[None]:
         if not self._has_accumulated:
             self._has_accumulated = True
-            for gradients in self._gradients.values():
+            for gradients in self._local_gradients.values():
                 gradients.track()
-        was_accumulating = id(inner) in self._accumulating
-        self._accumulating.add(id(inner))
+        was_accumulating = id(inner) in self._accumulating_ids
+        self._accumulating_ids.add(id(inner))
         try:
             yield
         finally:
             if not was_accumulating:
-                self._accumulating.discard(id(inner))
+                self._accumulating_ids.discard(id(inner))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
@@ -247,11 +247,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             self.shutdown()  # even after an exception, because with one rank the launcher cannot report the wrong rank
 
     def shutdown(self) -> None:
-        LocalBackend._running.discard(self)
+        LocalBackend._running_backends.discard(self)
         self._is_shut_down = True
-        for end_compression in self._end_compression.values():
+        for end_compression in self._end_compression_functions.values():
             end_compression()
-        for gradients in self._gradients.values():
+        for gradients in self._local_gradients.values():
             gradients.stop()
         for model in self._logical_rank_models:
             model.leave_group()

@@ -15,7 +15,7 @@ earlier outer gradients that it has not communicated yet, and c the error of the
     "none"      g = mean(x - w), in the dtype of the weights, or float32 for half precision
     "bf16"      q = round(x - w + e),  e = x - w + e - q,  m = sum(q) / N + c,  g = round(m),  c = m - g. The sum is
                 computed in float32, in rank order.
-    "int8"      like "bf16", with the format int8: each block of BLOCK consecutive elements is divided by its scale, the
+    "int8"      like "bf16", with the format int8: each block of BLOCK_ELEMENTS elements is divided by its scale, the
                 largest absolute value of the block / 127, and rounded to the nearest integer. Scales are in float32.
 
 The ranks of a synchronous group have equal weights, so N is the number of groups. The first rank of each group
@@ -44,7 +44,7 @@ from unitrain import validation
 from unitrain.errors import ConfigError
 
 OuterCompression = Literal["none", "bf16", "int8"]
-BLOCK = 1024
+BLOCK_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

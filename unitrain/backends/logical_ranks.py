@@ -79,12 +79,12 @@ def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
     if _CurrentRank.sum_over_logical_ranks is None:
         raise ModelError(
             "A layer that sync_batch_norm has synchronized was called with logical_ranks outside of the Trainer. "
-            f"{SYNCHRONIZED_BY_TRAINER}"
+            f"{TRAINER_REQUIRED_MESSAGE}"
         )
     return _CurrentRank.sum_over_logical_ranks(tensor)
 
 
-SYNCHRONIZED_BY_TRAINER = (
+TRAINER_REQUIRED_MESSAGE = (
     "Only the Trainer supports sync_batch_norm with logical_ranks, because in your own loop, a process runs its "
     "logical ranks one after the other. Use unitrain.Trainer(..., config=TrainConfig(logical_ranks=..., "
     "sync_batch_norm=True)), or leave sync_batch_norm out: BatchNorm then normalizes over the samples of one logical "

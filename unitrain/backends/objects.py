@@ -21,7 +21,7 @@ EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 # memory, for a chunk and the result of its broadcast.
 CHUNK_BYTES = 2**26
 # `broadcast_in_parts` sends one or more complete tensors in one collective as soon as they have this size together.
-_GROUP_BYTES = 2**25
+_MIN_GROUP_BYTES = 2**25
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
 
@@ -107,7 +107,7 @@ def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) ->
     for tensor in tensors:
         group.append(tensor.detach())
         size += tensor.numel() * tensor.element_size()
-        if size >= _GROUP_BYTES:
+        if size >= _MIN_GROUP_BYTES:
             broadcast_tensors(communicator, group)
             group, size = [], 0
     broadcast_tensors(communicator, group)

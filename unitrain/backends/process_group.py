@@ -32,8 +32,8 @@ from unitrain.backends.capabilities import (
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
-from unitrain.backends.gradients.compression import HALF_DTYPES, CompressionStates
-from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_megabytes
+from unitrain.backends.gradients.compression import DTYPE_BY_COMPRESSION, CompressionStates
+from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_mebibytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import check_before_step
@@ -46,7 +46,7 @@ from unitrain.backends.rank_groups import Subgroup, create_rank_groups
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
-from unitrain.backends.sharding.gradient_reducer import Transfer
+from unitrain.backends.sharding.gradient_reducer import TransferSettings
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
@@ -97,7 +97,7 @@ class ProcessGroupBackend(
         self._pid = os.getpid()
         self._models: WeakSet[Any] = WeakSet()  # of WrappedModel
         self._rank_groups: WeakSet[Subgroup] = WeakSet()
-        self._parameter_counts: Counter[str] = Counter()
+        self._parameter_collective_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
         self._compression_states = CompressionStates()
@@ -152,7 +152,7 @@ class ProcessGroupBackend(
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
-        bucket_megabytes = call_on_all_ranks(self, read_bucket_megabytes)
+        bucket_mebibytes = call_on_all_ranks(self, read_bucket_mebibytes)
         checks.check_same_settings(
             self,
             "distributed_model",
@@ -162,10 +162,10 @@ class ProcessGroupBackend(
             broadcast_buffers=broadcast_buffers,
             compression=compression,
             logical_ranks=logical_ranks,
-            **{environment.DEBUG_VARIABLE: is_debugging, BUCKETS.variable: bucket_megabytes},
+            **{environment.DEBUG_VARIABLE: is_debugging, BUCKETS.variable: bucket_mebibytes},
         )
         checks.check_same_model(self, model)
-        checks.check_no_embedding_renorm(model)
+        checks.forbid_embedding_renorm(model)
         check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
         broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
         buffers = broadcaster if broadcaster.is_needed else None
@@ -181,7 +181,7 @@ class ProcessGroupBackend(
                 self,
                 logical_ranks,
                 find_unused_parameters=find_unused_parameters,
-                bucket_bytes=read_bucket_megabytes()[1] * 2**20,
+                bucket_bytes=read_bucket_mebibytes()[1] * 2**20,
                 buffers=buffers,
                 reducer_group=reducer_group,
             )
@@ -205,7 +205,7 @@ class ProcessGroupBackend(
         )
         distributed: DistributedModel | ShardedGradientModel
         if shard == "gradients" and self.size > 1:
-            first_mb, other_mb = read_bucket_megabytes()
+            first_mebibytes, other_mebibytes = read_bucket_mebibytes()
             distributed = ShardedGradientModel(
                 model,
                 self,
@@ -213,11 +213,11 @@ class ProcessGroupBackend(
                 find_unused_parameters=find_unused_parameters,
                 buffers=buffers,
                 reducer_group=reducer_group,
-                transfer=Transfer(
+                transfer_settings=TransferSettings(
                     group or default_process_group(),
-                    first_mb * 2**20,
-                    other_mb * 2**20,
-                    half=HALF_DTYPES.get(str(compressor)),
+                    first_mebibytes * 2**20,
+                    other_mebibytes * 2**20,
+                    half_dtype=DTYPE_BY_COMPRESSION.get(str(compressor)),
                     uses_all_to_all=self._uses_all_to_all,
                 ),
             )
@@ -264,7 +264,7 @@ class ProcessGroupBackend(
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
         collectives = ParameterCollectives(
-            self._monitor, waits_on_stream=self._waits_on_stream, counts=self._parameter_counts, check=check
+            self._monitor, waits_on_stream=self._waits_on_stream, counts=self._parameter_collective_counts, check=check
         )
         return ShardedParameters(model, blocks, self, self._mesh, collectives)
 
@@ -291,7 +291,7 @@ class ProcessGroupBackend(
                 checks.check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
                 checks.check_shard("distributed_optimizer", shard)
                 checks.check_matching_shard(wrapped_shard, shard)
-                _hold_sharded_parameters(optimizer, distributed)
+                _replace_parameters_with_shards(optimizer, distributed)
             check_sharded_optimizer(optimizer, inner, shard)
             checks.check_matching_shard(wrapped_shard, shard)
 
@@ -386,7 +386,7 @@ def destroying_default_group_on_error() -> Iterator[None]:
         raise
 
 
-def _hold_sharded_parameters(optimizer: Any, model: Any) -> None:
+def _replace_parameters_with_shards(optimizer: Any, model: Any) -> None:
     """Replace the parameters of `optimizer` with their shards if it was built before `distributed_model`."""
     from unitrain.backends.sharding.optimizer_shards import replace_parameters
 

@@ -23,7 +23,7 @@ from unitrain.backends.composed_collectives import (
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import as_bytes, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 
 _TORCH_OPS = {
@@ -33,7 +33,6 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class ProcessGroupCollectives(Communicator, SupportsAllToAll):
@@ -205,7 +204,7 @@ def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     # A sum in half precision may overflow even if the mean does not, and transports add in different precisions.
-    return torch.float32 if dtype in _HALF_DTYPES and op not in ("min", "max") else _transport_dtype(dtype)
+    return torch.float32 if dtype in HALF_DTYPES and op not in ("min", "max") else _transport_dtype(dtype)
 
 
 def _contiguous_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

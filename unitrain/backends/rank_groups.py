@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.tensors import as_bytes, copy_into
+from unitrain.backends.tensors import HALF_DTYPES, as_bytes, copy_into
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Subgroup:
@@ -78,7 +76,7 @@ class Subgroup:
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Return the mean of `tensor` over the ranks of the group. Half-precision sums are accumulated in float32."""
-        dtype = torch.float32 if tensor.dtype in _HALF_DTYPES else tensor.dtype
+        dtype = torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype
         result = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.monitor.wait_for_ranks(dist.all_reduce(result, group=self.process_group, async_op=True))
         return result.div_(self.size).to(tensor.dtype)

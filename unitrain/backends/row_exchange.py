@@ -44,7 +44,7 @@ class RowExchange:
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _close_copies_in_forked_processes().add(self)
+        _exchanges_closed_in_forked_processes().add(self)
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool) -> Self | None:
@@ -97,8 +97,8 @@ class RowExchange:
         """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")
-        # After an exception, also KeyboardInterrupt, the next call would read the rest of this message. The connections
-        # stay open, so that ranks whose timeout expires slightly later also report a timeout.
+        # After an exception, including KeyboardInterrupt, the next call would read the rest of this message. The
+        # connections stay open, so that ranks whose timeout expires slightly later also report a timeout.
         self._is_usable = False
         self._communicate(send_buffers, receive_buffers)
         self._is_usable = True
@@ -176,7 +176,7 @@ def _gloo_address(rendezvous: Rendezvous) -> str | None:
 
 
 @functools.cache
-def _close_copies_in_forked_processes() -> WeakSet[RowExchange]:
+def _exchanges_closed_in_forked_processes() -> WeakSet[RowExchange]:
     """Return the set of exchanges whose connections are closed in processes that are forked from this process.
 
     Otherwise, a connection would stay open after this process was killed.

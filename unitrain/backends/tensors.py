@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 _KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 

@@ -25,8 +25,8 @@ class Turns(Generic[ResultT]):
     needs no threads.
 
     `combine` is called in the calling thread, when every function has called `exchange`, with the passed values in the
-    order of the functions. `switch` is called in the calling thread with the index of a function before it starts or
-    continues.
+    order of the functions. `switch` is called in the calling thread with the index of a function before this function
+    starts or continues.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Turns(Generic[ResultT]):
         self._condition = threading.Condition()
         self._threads: list[_Thread[ResultT]] = []
         self._calling_index = 0  # the index of the function in the calling thread
-        self._running = 0  # the index of the function whose turn it is
+        self._current_index = 0  # the index of the function whose turn it is
         self._values: list[Any] = []
         self._combined_value: Any = None
         self._is_cancelled = False
@@ -49,7 +49,7 @@ class Turns(Generic[ResultT]):
         """
         settings = _ThreadSettings.of_this_thread(self._device)
         self._threads = [_Thread(self, index, function, settings) for index, function in enumerate(functions[:-1])]
-        self._calling_index = self._running = len(self._threads)
+        self._calling_index = self._current_index = len(self._threads)
         self._values, self._is_cancelled = [None] * len(functions), False
         try:
             for thread in self._threads:
@@ -70,7 +70,7 @@ class Turns(Generic[ResultT]):
 
     def exchange(self, value: Any) -> Any:
         """Pass `value`, wait until the other functions have passed theirs, and return the result of `combine`."""
-        index = self._running  # only the function whose turn it is can call this method
+        index = self._current_index  # only the function whose turn it is can call this method
         self._raise_if_cancelled()
         self._values[index] = value
         if index == self._calling_index:
@@ -92,7 +92,7 @@ class Turns(Generic[ResultT]):
     def await_turn(self, index: int) -> None:
         """Wait until it is the turn of function `index`."""
         with self._condition:
-            self._condition.wait_for(lambda: self._running == index)
+            self._condition.wait_for(lambda: self._current_index == index)
 
     def end_thread(self, thread: _Thread[ResultT]) -> None:
         """Record that the function of `thread` has ended, and continue the calling thread."""
@@ -129,7 +129,7 @@ class Turns(Generic[ResultT]):
 
     def _pass_turn(self, index: int) -> None:
         with self._condition:
-            self._running = index
+            self._current_index = index
             self._condition.notify_all()
 
     def _raise_if_cancelled(self) -> None:
@@ -190,8 +190,8 @@ class _ThreadSettings:
 
     @contextmanager
     def applied(self, *, is_new_thread: bool) -> Iterator[None]:
-        """Context manager that applies the settings to the current thread. In it, each backward pass runs in the thread
-        that calls it, and autocast does not cache converted weights."""
+        """Context manager that applies the settings to the current thread. Inside it, each backward pass runs in its
+        calling thread, and autocast does not cache converted weights."""
         # In a new thread, OpenMP would use its default number of threads.
         torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:

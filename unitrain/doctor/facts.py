@@ -22,7 +22,7 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import interfaces
 from unitrain.horovod_wheel import check
 from unitrain.processes import usable_cores
-from unitrain.torch_compat import transports
+from unitrain.torch_compat import transport_versions
 
 # Prefixes and names of environment variables that configure the libraries.
 _VARIABLE_PREFIXES = (
@@ -118,7 +118,7 @@ def collect_facts(rank_info: RankInfo) -> Facts:
         unitrain=unitrain.__version__,
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
-        transports=transports(),
+        transports=transport_versions(),
         gpus=tuple(_detect_gpus()),
         nvidia_driver=_DRIVER.exists(),
         horovod=_inspect_horovod() if rank_info.local_rank == 0 else None,

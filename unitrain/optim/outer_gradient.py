@@ -12,7 +12,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from unitrain.backends.local_sgd_config import BLOCK, OuterCompression
+from unitrain.backends.local_sgd_config import BLOCK_ELEMENTS, OuterCompression
 from unitrain.backends.tensors import as_bytes
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.optim.outer_groups import OuterGroup, OuterGroups
@@ -56,7 +56,7 @@ class OuterMean:
 
     def __init__(self, groups: OuterGroups, compression: OuterCompression, elements: int) -> None:
         self._groups, self._compression, self._elements = groups, compression, elements
-        self.slice_elements = -(-elements // (len(groups.ranks) * BLOCK)) * BLOCK
+        self.slice_elements = -(-elements // (len(groups.ranks) * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         """Number of elements of a rank's slice. The last slices may contain padding, which is zero."""
         self.error: Tensor | None = None
         self.slice_error: Tensor | None = None
@@ -144,14 +144,14 @@ def bytes_per_synchronization(
 
     `element_bytes` is the size of an element without compression.
     """
-    slice_elements = -(-num_elements // (size * BLOCK)) * BLOCK
+    slice_elements = -(-num_elements // (size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
     if compression == "none":
         return 2 * (size - 1) * num_elements * element_bytes // size
     return 2 * (size - 1) * _row_bytes(slice_elements, compression)
 
 
 def _row_bytes(num_elements: int, compression: OuterCompression) -> int:
-    return 2 * num_elements if compression == "bf16" else num_elements + num_elements // BLOCK * _SCALE_BYTES
+    return 2 * num_elements if compression == "bf16" else num_elements + num_elements // BLOCK_ELEMENTS * _SCALE_BYTES
 
 
 def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:
@@ -161,7 +161,7 @@ def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:
     """
     if compression == "bf16":
         return as_bytes(rows.to(torch.bfloat16)).view(len(rows), -1)
-    blocks = rows.view(len(rows), -1, BLOCK)
+    blocks = rows.view(len(rows), -1, BLOCK_ELEMENTS)
     scales = (blocks.abs().amax(dim=2) / _LARGEST_INT8).float()
     numbers = (blocks / scales.unsqueeze(2).to(rows.dtype)).round_()
     # A block of zeros has the scale 0. A non-finite value makes the scale of its block non-finite, and thus all decoded
@@ -174,8 +174,8 @@ def _decode(encoded: Tensor, compression: OuterCompression, dtype: torch.dtype) 
     """Return the values of `encoded`, uint8 [..., bytes], as [..., elements] of `dtype`."""
     if compression == "bf16":
         return encoded.contiguous().view(torch.bfloat16).to(dtype)
-    scale_bytes = encoded.shape[-1] // (BLOCK + _SCALE_BYTES) * _SCALE_BYTES
+    scale_bytes = encoded.shape[-1] // (BLOCK_ELEMENTS + _SCALE_BYTES) * _SCALE_BYTES
     scales = encoded[..., :scale_bytes].contiguous().view(torch.float32).to(dtype)
     numbers = encoded[..., scale_bytes:].contiguous().view(torch.int8).to(dtype)
-    blocks = numbers.view(*encoded.shape[:-1], -1, BLOCK) * scales.unsqueeze(-1)
+    blocks = numbers.view(*encoded.shape[:-1], -1, BLOCK_ELEMENTS) * scales.unsqueeze(-1)
     return blocks.view(*encoded.shape[:-1], -1)

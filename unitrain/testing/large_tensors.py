@@ -26,7 +26,7 @@ from unitrain.testing.collectives import is_reduction_supported, make_input, red
 def _use_small_pieces() -> Iterator[None]:
     """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
     ranks call it."""
-    settings = {"PIECE_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
+    settings = {"MAX_PIECE_BUFFER_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
     original_settings = {name: getattr(composed_collectives, name) for name in settings}
     for name, value in settings.items():
         setattr(composed_collectives, name, value)
@@ -72,7 +72,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
 
 @contract
 def reducescatter_of_a_large_tensor_equals_a_slice_of_the_allreduce(backend: Backend) -> None:
-    columns = 5 * composed_collectives.PIECE_BYTES // 8 // backend.size + 1  # two pieces and a half
+    columns = 5 * composed_collectives.MAX_PIECE_BUFFER_BYTES // 8 // backend.size + 1  # two pieces and a half
     generator = torch.Generator().manual_seed(backend.rank)
     own = torch.rand(backend.size, columns, generator=generator)
     assert_close(backend.reducescatter(own)[0], backend.allreduce(own)[backend.rank])

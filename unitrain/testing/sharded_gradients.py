@@ -293,6 +293,36 @@ def compressed_sharded_gradients_equal_compressed_gradients(backend: Backend) ->
 
 
 @contract
+@may_raise_unsupported_error
+def an_interrupted_backward_pass_does_not_affect_accumulated_gradients(backend: Backend) -> None:
+    if backend.size == 1:  # a single rank does not shard gradients
+        return
+    gradients_of_runs = []
+    for is_interrupted in (False, True):
+        model, wrapped, _ = _setup(backend, compression="bf16")
+        if is_interrupted:
+            _interrupt_backward(wrapped, backend.rank)
+        wrapped.zero_grad()
+        with backend.no_sync(wrapped):
+            _run(wrapped, backend.rank, 1)
+        _run(wrapped, backend.rank, 2)
+        gradients_of_runs.append(gradients_of(model))
+    expected, found = gradients_of_runs
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _interrupt_backward(model: nn.Module, rank: int) -> None:
+    """Run a backward pass that raises an exception after it has reached the output of `model`."""
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError("interrupted")
+
+    output = model(batch(rank))
+    output.register_hook(fail)
+    raises(ZeroDivisionError, "interrupted", compute_loss(output).backward)
+
+
+@contract
 def half_precision_gradients_are_summed_in_float32(backend: Backend) -> None:
     model, twin = (nn.Linear(FEATURES, 3).bfloat16() for _ in range(2))
     wrapped = backend.distributed_model(model, shard="gradients")

@@ -35,7 +35,7 @@ from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward
 
-HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_BY_COMPRESSION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Compressor = Literal["none", "fp16", "bf16"] | PowerSGDCompressor
 
 
@@ -133,7 +133,7 @@ class _BucketCompression:
             buffer = bucket.buffer()
             if buffer.is_complex():  # converting a complex number to half precision drops its imaginary part
                 buffer = torch.view_as_real(buffer).view(-1)
-            scratch = self._scratch_for(bucket.index(), buffer, HALF_DTYPES[self._compressor])
+            scratch = self._scratch_for(bucket.index(), buffer, DTYPE_BY_COMPRESSION[self._compressor])
             return self._reduce_half(buffer, scratch)
         parameters = bucket.parameters()
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
@@ -163,7 +163,7 @@ class _BucketCompression:
         own, received = scratch
         own[: buffer.numel()] = buffer.div_(self._size)
         # As bytes, because some transports do not support half precision.
-        yield self._wait_for(
+        yield self._create_wait(
             dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         )
         first, *others = received.chunk(self._size)
@@ -172,15 +172,15 @@ class _BucketCompression:
         for part in others:
             total += part
         first.copy_(total)
-        yield self._wait_for(
+        yield self._create_wait(
             dist.all_gather_single(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True)
         )
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
-        return self._wait_for(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
+        return self._create_wait(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
 
-    def _wait_for(self, work: dist.Work | None) -> Wait:
+    def _create_wait(self, work: dist.Work | None) -> Wait:
         """Return a function that waits for `work`."""
         if work is None:
             return do_not_wait
@@ -261,7 +261,7 @@ def _compress_gradients(parameters: list[nn.Parameter], compressor: Compressor) 
             for _ in compressor.reduce([parameter], [gradient], lambda total: do_not_wait):
                 pass
         else:
-            gradient.copy_(_round_to_dtype(gradient, HALF_DTYPES[compressor]))
+            gradient.copy_(_round_to_dtype(gradient, DTYPE_BY_COMPRESSION[compressor]))
     if isinstance(compressor, PowerSGDCompressor):
         compressor.finish()
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -58,7 +59,7 @@ BUCKET_VIEW = Tunable("UNITRAIN_BUCKET_VIEW", "gradients are views of the bucket
 # `hook(state, bucket)` returns a future with the reduced buffer of the bucket.
 CommHook = Callable[[Any, dist.GradBucket], Any]
 
-_num_models_wrapped = 0
+_model_numbers = count()
 
 
 @dataclass(slots=True)
@@ -114,20 +115,21 @@ class _MonitoredHook:
     def _group(self) -> ReducerGroup:
         model = self._model()
         assert model is not None, "the graph of a backward pass refers to the model"
-        return model._gradient_group
+        return model._reducer_group
 
 
 class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
-    The reducer uses `reducer_group`, which communicates through `group`, or the default group if that is None.
-    `buffers` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike DDP, it does
-    not broadcast them before a forward pass under torch.no_grad().
+    The reducer uses `reducer_group`, which communicates through `group`, by default the default group. `buffers`
+    broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike DDP, it does not
+    broadcast them before a forward pass under torch.no_grad().
     """
 
     shard: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on a single rank
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
+    _reducer_group: ReducerGroup
 
     def __init__(
         self,
@@ -153,7 +155,6 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 find_unused_parameters=find_unused_parameters,
                 **read_bucket_settings(),
             )
-        self._gradient_group = reducer_group
         self._forward_buffers = buffers
         if compressor != "none":
             compress_buckets(self, compressor, reducer_group)
@@ -164,9 +165,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._local_gradients = LocalGradients(unwrap_compiled(model))
         self._local_gradients.set_reduced_parameters(self._trainable_parameters())
         reducer_group.on_reduced = self._local_gradients.mark_reduced
-        global _num_models_wrapped
-        _num_models_wrapped += 1
-        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_num_models_wrapped}", 0
+        self._rendezvous, self._key, self._num_freeze_changes = rendezvous, f"model/{next(_model_numbers)}", 0
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
             # The names are exchanged through the store, because collectives of this backward pass are in flight on
@@ -206,7 +205,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             self._has_left_group = True
             self._local_gradients.stop()
             self.release_groups()
-            del self._gradient_group, self._forward_buffers
+            del self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group:
@@ -226,7 +225,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             _raise_if_unused(error)
             raise
         if is_grad_enabled:
-            tensors, reducer_group = tensors_requiring_grad(output), self._gradient_group
+            tensors, reducer_group = tensors_requiring_grad(output), self._reducer_group
             pending.forwards += 1
             if reduces:
                 pending.reducing += 1
@@ -245,8 +244,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         not communicate.
         """
         if not self._has_left_group:
-            self._gradient_group.check_other_ranks()
-            self._gradient_group.loop_counters.count_step()
+            self._reducer_group.check_other_ranks()
+            self._reducer_group.loop_counters.count_step()
             try:
                 self.check_reducer_finished()
             except RuntimeError as error:
@@ -303,8 +302,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)
         ):
             return  # parameters were only frozen, and a frozen parameter counts as unused
-        self._freeze_changes += 1
-        key = f"{self._key}/trains/{self._freeze_changes}"
+        self._num_freeze_changes += 1
+        key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
         compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
@@ -345,7 +344,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             self._check_no_shared_backward(backward_id)
         if not (reducing or self.require_backward_grad_sync):
             return
-        self._gradient_group.expect_backward()
+        self._reducer_group.expect_backward()
         if prepared == 0:
             self.rebuild_buckets()
         if self.find_unused_parameters and not forwards == prepared == 1:
@@ -378,23 +377,23 @@ def read_bucket_settings() -> dict[str, Any]:
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
-    first_megabytes, other_megabytes = read_bucket_megabytes()
-    return {**settings, "bucket_cap_mb_list": [first_megabytes, other_megabytes]}
+    first_mebibytes, other_mebibytes = read_bucket_mebibytes()
+    return {**settings, "bucket_cap_mb_list": [first_mebibytes, other_mebibytes]}
 
 
-def read_bucket_megabytes() -> tuple[int, int]:
+def read_bucket_mebibytes() -> tuple[int, int]:
     """Return the sizes in MiB of the first gradient bucket and of the others from the environment."""
     text = environment.get_variable(BUCKETS.variable) or BUCKETS.default
     try:
-        first_megabytes, other_megabytes = (int(part) for part in text.split(","))
-        if min(first_megabytes, other_megabytes) < 1:
+        first_mebibytes, other_mebibytes = (int(part) for part in text.split(","))
+        if min(first_mebibytes, other_mebibytes) < 1:
             raise ValueError
     except ValueError:
         raise EnvironmentVariableError(
             f"UNITRAIN_BUCKETS_MB must be the sizes in MiB of the first gradient bucket and of the others, got "
             f"{text!r}. Use UNITRAIN_BUCKETS_MB=1,25"
         ) from None
-    return first_megabytes, other_megabytes
+    return first_mebibytes, other_mebibytes
 
 
 def _raise_if_unused(error: RuntimeError) -> None:

@@ -13,8 +13,9 @@ least 2^(29 - ceil(log2 V)) times smaller than the largest value of the block, u
 
 The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both usually start
 during the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as the
-gradients of the next bucket are complete. All operations start at the end of the backward pass in the first step, with
-`allows_unused`, and if the first backward pass accumulated a gradient more than once.
+gradients of the next bucket are complete. In the first step, all operations start at the end of the backward pass. With
+`allows_unused`, or if the first reduced backward pass accumulated a gradient more than once, this also applies to later
+steps.
 """
 
 from __future__ import annotations

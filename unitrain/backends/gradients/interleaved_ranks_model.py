@@ -13,7 +13,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.gradients.logical_ranks_model import LogicalRanksModel, has_synchronized_layers
 from unitrain.backends.logical_ranks import (
-    SYNCHRONIZED_BY_TRAINER,
+    TRAINER_REQUIRED_MESSAGE,
     LogicalRank,
     current_logical_rank,
     set_current_logical_rank,
@@ -162,7 +162,7 @@ class InterleavedRanksModel(LogicalRanksModel):
     @disable_compile
     def _before_forward(self) -> None:
         if not self._is_running:
-            raise ModelError(f"The model has layers that sync_batch_norm has synchronized. {SYNCHRONIZED_BY_TRAINER}")
+            raise ModelError(f"The model has layers that sync_batch_norm has synchronized. {TRAINER_REQUIRED_MESSAGE}")
 
     @disable_compile
     def _prepare_backward(self, forward: CountedForward | None, gradient: Tensor) -> None:
@@ -171,7 +171,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         backward = current_backward()
         if not self._reduces or self._active_rank != self.last_logical_rank:
             return
-        if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
+        if backward == self._last_backward or self._has_left_group or not self._is_any_parameter_reached():
             return
         self._last_backward = backward
         if self._reducer_group is not None:

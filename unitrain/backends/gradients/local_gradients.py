@@ -135,8 +135,8 @@ class LocalGradients:
         LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if `optimizer` has a parameter whose gradient is local and not zero, a parameter with a
-        gradient that belongs to no distributed model, or if the last batch belongs to a logical rank and the model was
+        """Raise ModelError if a parameter of `optimizer` has a local gradient that is not zero, or has a gradient and
+        belongs to no distributed model. Also raise it if the last batch belongs to a logical rank, but the model was
         distributed without `logical_ranks`.
         """
         if not self._has_logical_ranks:
@@ -175,8 +175,9 @@ class LocalGradients:
             more = ", ..." if len(shapes) > _MAX_SHOWN else ""
             raise ModelError(
                 f"The optimizer holds {count} outside of all distributed models, with {noun} "
-                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. Their gradients are never reduced over ranks. Add them to "
-                "the model before backend.distributed_model, or also pass their module to backend.distributed_model."
+                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. Such gradients are never reduced over ranks. Add the "
+                "parameters to the model before backend.distributed_model, or also pass their module to "
+                "backend.distributed_model."
             )
 
 

@@ -43,8 +43,9 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`, plus
     the gradients that `.grad` contained before the step.
 
-    Every logical rank starts the step with the buffers of logical rank 0. At the end of a step, process 0 has the
-    buffers that logical rank 0 has written; `broadcast_buffers` and evaluation distribute them.
+    All logical ranks of a process start a step with the same buffers. Buffers that a training forward pass reads are
+    those of logical rank 0. At the end of a step, process 0 has the buffers that logical rank 0 has written;
+    `broadcast_buffers` and evaluation distribute them.
     """
 
     shard: ShardingMode = "none"
@@ -66,7 +67,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._logical_ranks = logical_ranks
         self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
         self._forward_buffers, self._reducer_group = buffers, reducer_group
-        self._requires_sync, self._has_left = True, False
+        self._requires_sync, self._has_left_group = True, False
         self._all_parameters = list(model.parameters())
         self._local_gradients = LocalGradients(unwrap_compiled(model), has_logical_ranks=True)
         self._reduction = ExactReduction(
@@ -74,11 +75,11 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             self._all_parameters,
             logical_ranks=logical_ranks,
             bucket_bytes=bucket_bytes,
-            start_allreduce=None if reducer_group is None else _start_allreduce(reducer_group),
+            start_allreduce=None if reducer_group is None else _create_start_allreduce(reducer_group),
             allows_unused=find_unused_parameters,
         )
         self._gradient_hooks = [
-            register_gradient_hook(parameter, _gradient_hook(index, weakref.ref(self)))
+            register_gradient_hook(parameter, _create_gradient_hook(index, weakref.ref(self)))
             for index, parameter in enumerate(self._all_parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
@@ -90,7 +91,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._reduction.discard()
         self._active_rank: int | None = None  # the logical rank whose gradients are in `.grad`
         self._has_backward = False  # whether a backward pass of the step has started
-        self._gradients: dict[int, list[Tensor | None]] = {}  # gradients of complete logical ranks
+        self._gradients: dict[int, list[Tensor | None]] = {}  # by logical rank that has run its backward passes
         # The gradients in `.grad` before the step, such as reduced ones.
         self._gradients_before_step: list[Tensor | None] = []
         self._buffers_at_start: list[Tensor] = []
@@ -107,15 +108,15 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
     def leave_group(self) -> None:
         """Release the process group. Afterwards, this module only calls the user's model."""
-        if not self._has_left:
-            self._has_left = True
+        if not self._has_left_group:
+            self._has_left_group = True
             self._local_gradients.stop()
             for hook in self._gradient_hooks:
                 hook.remove()
             del self._reduction, self._reducer_group, self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._has_left or not torch.is_grad_enabled():
+        if self._has_left_group or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         self._before_forward()
         output = self.module(*inputs, **kwargs)
@@ -124,7 +125,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced. Does not communicate."""
-        if self._has_left:
+        if self._has_left_group:
             return
         if self._reducer_group is not None:
             self._reducer_group.check_other_ranks()
@@ -159,11 +160,11 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             if len(self._local_logical_ranks) > 1:
                 self._buffers_at_start = self._copy_buffers()
         else:
-            self._complete_active()
+            self._store_active_rank()
             self._restore_buffers(self._buffers_at_start)
         self._active_rank = logical_rank
 
-    def _complete_active(self) -> None:
+    def _store_active_rank(self) -> None:
         """Store the gradients and buffers of the active logical rank."""
         assert self._active_rank is not None
         self._gradients[self._active_rank] = self._take_gradients()
@@ -183,7 +184,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         if forward is not None:
             forward.mark_used()
         backward = current_backward()
-        if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
+        if backward == self._last_backward or self._has_left_group or not self._is_any_parameter_reached():
             return
         reduces = self._reducing_forwards > 0 or self._requires_sync
         self._last_backward, self._reducing_forwards = backward, 0
@@ -216,14 +217,14 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
         Called after each accumulation of a gradient.
         """
-        if not self._has_left and self._reduction.is_active and parameter.grad is not None:
+        if not self._has_left_group and self._reduction.is_active and parameter.grad is not None:
             self._reduction.add(parameter_index, parameter.grad)
 
     @torch.no_grad()
     def _reduce(self) -> None:
         try:
             assert self._active_rank is not None
-            self._complete_active()
+            self._store_active_rank()
             means = self._reduction.finish(self._gradients[self._active_rank])
             for parameter, mean, earlier in zip(self._all_parameters, means, self._gradients_before_step, strict=True):
                 if mean is not None and earlier is not None:
@@ -288,7 +289,7 @@ def check_logical_ranks_optimizer(model: Any, shard: ShardingMode) -> None:
         )
 
 
-def _gradient_hook(parameter_index: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
+def _create_gradient_hook(parameter_index: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
     """Return the hook of a parameter. The hook has a weak reference to `model`, because parameters can outlive it."""
 
     def hook(parameter: Tensor) -> None:
@@ -298,7 +299,7 @@ def _gradient_hook(parameter_index: int, model: weakref.ref[LogicalRanksModel]) 
     return hook
 
 
-def _start_allreduce(group: ReducerGroup) -> StartAllreduce:
+def _create_start_allreduce(group: ReducerGroup) -> StartAllreduce:
     def start(tensor: Tensor, op: str) -> Callable[[], None]:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]

@@ -2,7 +2,7 @@
 
 torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with a
 different number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over
-Gloo with more than one bucket. After an overflow, the hook's errors contain inf or nan in all later steps. Here, the
+Gloo with more than one bucket. After an overflow, its error feedback contains inf or nan in all later steps. Here, the
 state is stored by parameter, the caller starts the collectives and waits for them in the same order on every rank, and
 a step with an overflow does not change the state.
 """
@@ -24,7 +24,7 @@ from unitrain.errors import CheckpointError
 
 Wait = Callable[[], object]
 # Starts an in-place allreduce (sum) of a tensor, and returns its wait function.
-StartAllreduce = Callable[[Tensor], Wait]
+StartSumAllreduce = Callable[[Tensor], Wait]
 
 # A column of Q counts as rounding noise if its norm is less than this multiple of epsilon times the largest norm.
 _ROUNDING_EPSILONS = 1000
@@ -66,7 +66,7 @@ class PowerSGDCompressor(CompressionState):
         self._indices = {name: index for index, name in enumerate(self._names.values())}
         # DDP multiplies by the inverse, and a division, for example by 3, would round differently.
         self._inverse_size = 1 / communicator.size
-        self._reductions = 0
+        self._num_reductions = 0
         self._errors: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}  # memory for the next M; allocating takes longer than the arithmetic
         self._queries: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ class PowerSGDCompressor(CompressionState):
     @property
     def is_starting(self) -> bool:
         """Whether the next reduction precedes `start_step`, so that its gradients are not compressed."""
-        return self._reductions < self._settings.start_step
+        return self._num_reductions < self._settings.start_step
 
     def discard_unfinished(self) -> None:
         """Discard a reduction that was interrupted by an exception."""
@@ -86,7 +86,7 @@ class PowerSGDCompressor(CompressionState):
         self._is_scale_known = False
 
     def reduce(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_allreduce: StartAllreduce
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_allreduce: StartSumAllreduce
     ) -> Iterator[Wait]:
         """Replace `gradients`, of the same dtype, with the compressed mean over ranks.
 
@@ -137,7 +137,7 @@ class PowerSGDCompressor(CompressionState):
                 before = self._queries.get(name)
                 before = self._random_initial_query(name, query) if before is None else before
                 self._queries[name] = torch.where(finite & is_used, query, before)
-        self._reductions += 1
+        self._num_reductions += 1
         self.discard_unfinished()
 
     def _keep_error(self, name: str, error: Tensor, finite: Tensor) -> None:
@@ -165,7 +165,7 @@ class PowerSGDCompressor(CompressionState):
         queries = {
             name: query.clone(memory_format=torch.contiguous_format).cpu() for name, query in self._queries.items()
         }
-        return {"steps": self._reductions, "errors": errors, "queries": queries}
+        return {"steps": self._num_reductions, "errors": errors, "queries": queries}
 
     def _stores_errors_of_all_ranks(self) -> bool:
         """Return whether the state contains the errors of all ranks. Otherwise, it contains their mean, and rank 0
@@ -198,7 +198,7 @@ class PowerSGDCompressor(CompressionState):
         for name, (shape, _) in layout["queries"].items():
             needed = self._shapes.get(name)
             self._check_shape("matrix Q", name, shape, needed and (needed[1], *shape[1:]))
-        self._reductions, self._errors, self._queries = layout["steps"], {}, {}
+        self._num_reductions, self._errors, self._queries = layout["steps"], {}, {}
         for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
             for name, (shape, dtype) in layout[kind].items():
                 own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype)
@@ -276,7 +276,7 @@ class PowerSGDCompressor(CompressionState):
         with one rank.
         """
         return self._random_query(
-            name, like, self._settings.start_step if self._settings.warm_start else self._reductions
+            name, like, self._settings.start_step if self._settings.warm_start else self._num_reductions
         )
 
     def _random_query(self, name: str, like: Tensor, reduction: int) -> Tensor:
@@ -333,7 +333,7 @@ def _orthonormalize(matrix: Tensor) -> Tensor:
     return basis
 
 
-def _allreduce_parts(parts: list[Tensor], start_allreduce: StartAllreduce) -> Iterator[Wait]:
+def _allreduce_parts(parts: list[Tensor], start_allreduce: StartSumAllreduce) -> Iterator[Wait]:
     """Replace `parts` with their sums over ranks, communicated as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     yield start_allreduce(flat)

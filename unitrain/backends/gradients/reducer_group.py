@@ -71,9 +71,10 @@ class ReducerGroup(dist.ProcessGroup):
         self._monitor.raise_reported_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
-        """Record that a collective of any kind starts on `bucket`. Call this method before each collective of a bucket.
+        """Prepare for the collectives of `bucket`. Call this method before the first one.
 
-        In the first call of a backward pass, it schedules the wait for the buckets at the end of the pass.
+        The first call of a backward pass records the pass for the watchdog, and schedules the wait for the buckets at
+        the end of the pass. Every call passes `bucket` to `check_bucket`.
         """
         if self._is_new_backward:
             self._is_new_backward = False
@@ -153,13 +154,13 @@ class ReducerGroup(dist.ProcessGroup):
         # Like `monitored_wait`, without the cost of a context manager in every step.
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
-            for late in self._deferred_works:
-                late.work = self._start_allreduce(late.tensors, late.opts)
+            for deferred in self._deferred_works:
+                deferred.work = self._start_allreduce(deferred.tensors, deferred.opts)
             if not self.waits_on_stream:
                 for work in self._works:
                     self._monitor.wait_for_ranks(work)
-            for late in self._deferred_works:
-                late.complete()
+            for deferred in self._deferred_works:
+                deferred.complete()
         finally:
             self._deferred_works.clear()
             self._end_deadline(deadline)

@@ -40,9 +40,9 @@ def register_first_backward_check(
             backward pass are in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
             checked.
-        reduces_zeros: whether to reduce zeros for unused parameters after the exchange. False if `wrapped` itself
-            completes the reduction at the end of a backward pass. The exchange then follows it, because other ranks may
-            wait for the gradients before their backward passes end.
+        reduces_zeros: whether to reduce zeros for unused parameters after their names have been gathered. False if
+            `wrapped` itself completes the reduction at the end of a backward pass. The names are then gathered after
+            the reduction, because other ranks may wait for the gradients before their backward passes end.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
     whose output is this model's input. If only some ranks run such a backward pass, and the remaining ranks run one

@@ -14,8 +14,8 @@ point_to_point     messages between two ranks
 runtime            starting Horovod under any launcher
 horovodrun         program: replacement for horovodrun that keeps environment variables off command lines
 
-`register_process_group` is for torch.distributed programs without a unitrain backend. Only this function imports
-Horovod.
+`register_process_group` is for torch.distributed programs without a unitrain backend. Importing this package does not
+import Horovod; calling this function does.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from unitrain.backends import checks
 from unitrain.backends.base import ReduceOp, StartOptions
 from unitrain.backends.horovod import tensors as horovod_tensors
-from unitrain.backends.horovod.process_group import NAME, register_backend
-from unitrain.backends.horovod.runtime import CYCLE, FUSION, connect_ranks_and_horovod
+from unitrain.backends.horovod.process_group import BACKEND_NAME, register_backend
+from unitrain.backends.horovod.runtime import CYCLE_TIME, FUSION_THRESHOLD, connect_ranks_and_horovod
 from unitrain.backends.process_group import ProcessGroupBackend, destroying_default_group_on_error
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
@@ -34,7 +34,7 @@ class HorovodBackend(ProcessGroupBackend):
 
     name = "horovod"
     _uses_all_to_all = False  # hvd.alltoall of 25 MB takes twice the time of an allreduce
-    tunables = (*ProcessGroupBackend.tunables, CYCLE, FUSION)
+    tunables = (*ProcessGroupBackend.tunables, CYCLE_TIME, FUSION_THRESHOLD)
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -56,7 +56,7 @@ class HorovodBackend(ProcessGroupBackend):
             )
         register_backend()
         dist.init_process_group(
-            NAME,
+            BACKEND_NAME,
             store=dist.PrefixStore("horovod", rendezvous.store),
             rank=rank_info.rank,
             world_size=rank_info.size,
@@ -110,9 +110,9 @@ class HorovodBackend(ProcessGroupBackend):
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
         """Return whether a reduction can start before its consistency check has completed.
 
-        It can if its arguments are valid, the tensor is on a CPU and needs no conversion, and it has at most
-        PIECE_BYTES, so that one operation reduces it. Small tensors are excluded, because the consistency check also
-        transfers their contents. The result is the same on all ranks with matching arguments.
+        It can if its arguments are valid, and the tensor is on a CPU, needs no conversion, and has at most
+        MAX_PIECE_BYTES, so that one operation reduces it. Small tensors are excluded, because the consistency check
+        also transfers their contents. The result is the same on all ranks with matching arguments.
         """
         return (
             isinstance(tensor, Tensor)
@@ -125,7 +125,7 @@ class HorovodBackend(ProcessGroupBackend):
             and not (tensor.requires_grad and torch.is_grad_enabled())
             and self._check_consistency.max_content_bytes
             < tensor.numel() * tensor.element_size()
-            <= horovod_tensors.PIECE_BYTES
+            <= horovod_tensors.MAX_PIECE_BYTES
             and self._has_control_group
             and self.size > 1
             and not self._is_shut_down

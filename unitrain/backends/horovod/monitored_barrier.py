@@ -26,8 +26,9 @@ class MonitoredBarrier:
         """Block until all ranks have called this method.
 
         Raises DistBackendError on rank 0 after `timeout`. The error names the first missing rank, or all missing ranks
-        with `wait_all_ranks`. The other ranks that reached the barrier raise the same error, or a different one if rank
-        0 has not reported a result after twice the timeout plus one second.
+        with `wait_all_ranks`. The other ranks that reached the barrier raise a DistBackendError that contains rank 0's
+        error. They also raise DistBackendError if rank 0 does not report a result within twice the timeout plus one
+        second.
         """
         self._barrier_index += 1
         prefix = str(self._barrier_index)

@@ -19,7 +19,7 @@ from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.backends.horovod.process_sets import join_process_set
 from unitrain.backends.horovod.runtime import count_group, next_group_number
 from unitrain.backends.horovod.tensors import (
-    ALLTOALL_BYTES,
+    MAX_ALLTOALL_BYTES,
     Destination,
     combine_rows,
     dense_bytes,
@@ -255,10 +255,10 @@ class OperationStarter(dist.ProcessGroup):
         The Work raises UnsupportedError on every rank if a rank sends or receives more than Horovod supports.
         """
         refusal = UnsupportedError(
-            f"A rank exchanges too many bytes in an alltoall with splits: Horovod supports at most {ALLTOALL_BYTES:,}. "
-            "Exchange fewer rows, or parts of each row, per call: tensor[:, :half]"
+            "A rank exchanges too many bytes in an alltoall with splits: Horovod supports at most "
+            f"{MAX_ALLTOALL_BYTES:,}. Exchange fewer rows, or parts of each row, per call: tensor[:, :half]"
         )
-        is_refused = max(payload.numel(), len(target.bytes)) > ALLTOALL_BYTES
+        is_refused = max(payload.numel(), len(target.bytes)) > MAX_ALLTOALL_BYTES
 
         def finish(received: tuple[Tensor, Tensor]) -> None:
             target.bytes.copy_(received[0].view(-1))
@@ -327,11 +327,12 @@ class OperationStarter(dist.ProcessGroup):
         if (previous := self._latest.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
-        started = Operation(self._position, operation, own_dtype, size)
+        pending_operation = Operation(self._position, operation, own_dtype, size)
         with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in inference mode
             handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
-            operation.partition(".")[0], handle, result, device, finish, self._timeout, self._completions, started,
+            operation.partition(".")[0], handle, result, device, finish, self._timeout, self._completions,
+            pending_operation,
             self._mismatches.find, mismatch_error,
         )  # fmt: skip
         self._latest[name] = work
@@ -357,5 +358,6 @@ def _check_ratio(
 
 
 def _encoded_bytes(dtype: torch.dtype) -> int:
-    # Smaller dtypes are encoded in 32 bits. uint32 may be encoded in 64 bits, so its pieces may have 2 * PIECE_BYTES.
+    # Smaller dtypes are encoded in 32 bits. uint32 may be encoded in 64 bits, and its pieces may then have
+    # 2 * MAX_PIECE_BYTES.
     return max(dtype.itemsize, 4)

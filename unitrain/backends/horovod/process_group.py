@@ -45,7 +45,7 @@ from unitrain.bootstrap import environment
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 from unitrain.torch_compat import backend_options, default_store, disable_compile
 
-NAME = "horovod"
+BACKEND_NAME = "horovod"
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
 
 
@@ -57,8 +57,10 @@ def register_process_group() -> None:
 
 def register_backend() -> None:
     """Register only the backend's name with torch.distributed. Further calls do nothing."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu", *_gpu_devices()])
+    if BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            BACKEND_NAME, _create_from_options, extended_api=True, devices=["cpu", *_gpu_devices()]
+        )
 
 
 def _gpu_devices() -> list[str]:
@@ -139,7 +141,7 @@ class HorovodProcessGroup(OperationStarter):
         if (
             tensor.dtype in (torch.float32, torch.float64)
             and op == dist.ReduceOp.SUM
-            and 0 < tensor.numel() * tensor.element_size() <= horovod_tensors.PIECE_BYTES
+            and 0 < tensor.numel() * tensor.element_size() <= horovod_tensors.MAX_PIECE_BYTES
             and tensor.is_contiguous()
             and not tensor.is_neg()
         ):
@@ -407,10 +409,10 @@ class HorovodProcessGroup(OperationStarter):
     @property
     def options(self) -> Any:
         """A copy of the options of this group, with its timeout."""
-        return backend_options(NAME, self._timeout)
+        return backend_options(BACKEND_NAME, self._timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return NAME
+        return BACKEND_NAME
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name

@@ -24,7 +24,7 @@ from unitrain.errors import UnsupportedError
 
 _PENDING = -7  # HOROVOD_PROCESS_SET_PENDING of the patch
 _POLL_SECONDS = 0.0005
-_RELEASE_SECONDS = 5.0  # limit for a release, which must wait while another process set is created
+_RELEASE_TIMEOUT_SECONDS = 5.0  # for a release, which must wait while another process set is created
 _library: Any = _basics.MPI_LIB_CTYPES
 _users: Counter[tuple[int, ...]] = Counter()  # process groups of this process per process set
 _lock = threading.Lock()
@@ -37,23 +37,23 @@ def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout
     """
     store.set(f"joined/{rank}", "")
 
-    def missing_ranks() -> list[int]:
-        return [rank for position, rank in enumerate(ranks) if not store.check([f"joined/{position}"])]
+    def find_missing_ranks() -> list[int]:
+        return [member for position, member in enumerate(ranks) if not store.check([f"joined/{position}"])]
 
     try:
-        return add_process_set(ranks, timeout, missing_ranks)
+        return add_process_set(ranks, timeout, find_missing_ranks)
     except BaseException:
         store.delete_key(f"joined/{rank}")  # the next group of these ranks uses the same store
         raise
 
 
 def add_process_set(
-    ranks: Sequence[int], timeout: timedelta, missing_ranks: Callable[[], Sequence[int]]
+    ranks: Sequence[int], timeout: timedelta, find_missing_ranks: Callable[[], Sequence[int]]
 ) -> hvd.ProcessSet:
     """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
 
     Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
-    patch, and GroupTimeoutError, which names the ranks in `missing_ranks()`, after `timeout`.
+    patch, and after `timeout`, GroupTimeoutError, which names the ranks that `find_missing_ranks` returns.
     """
     if len(ranks) == hvd.size():
         return hvd.global_process_set
@@ -66,7 +66,7 @@ def add_process_set(
     try:
         while (process_set_id := _library.horovod_request_process_set(_as_array(ranks), len(ranks))) == _PENDING:
             if time.monotonic() > deadline:
-                raise GroupTimeoutError(_describe_timeout(ranks, timeout, missing_ranks()))
+                raise GroupTimeoutError(_describe_timeout(ranks, timeout, find_missing_ranks()))
             time.sleep(_POLL_SECONDS)
         if process_set_id < 0:
             raise RuntimeError(
@@ -99,7 +99,7 @@ def remove_process_set(ranks: Sequence[int]) -> None:
         if _users[key] > 0:
             return
         del _users[key]
-        deadline = time.monotonic() + _RELEASE_SECONDS
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_SECONDS
         while (
             _library.horovod_release_process_set(_as_array(ranks), len(ranks)) == _PENDING
             and time.monotonic() < deadline

@@ -40,10 +40,12 @@ from unitrain.bootstrap.rendezvous import (
 from unitrain.errors import BackendUnavailableError, EnvironmentVariableError, LauncherMismatchError, UnsupportedError
 from unitrain.torch_compat import store_host
 
-CYCLE = Tunable(
+CYCLE_TIME = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
 )
-FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728"))
+FUSION_THRESHOLD = Tunable(
+    "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728")
+)
 # Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
 # ignores it.
 _IDLE_CYCLE_MS = "5"
@@ -53,9 +55,10 @@ _servers: list[BoundRendezvousServer] = []  # rank 0's rendezvous server, which 
 _exported_settings: dict[str, str] = {}  # environment variables that `_export_settings` has set, with their values
 _group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
 _own_address = LOOPBACK
-_OF_LAUNCHER = "launcher"
-# Identifier of the running Horovod, equal on the ranks that have started it together; a launcher starts only one.
-_horovod = _OF_LAUNCHER
+_EXTERNAL_START_ID = "external"
+# Identifies the start of the running Horovod, and is equal on all ranks that took part in it. `start_for_group` sets a
+# new ID. If Horovod was started in another way, this is _EXTERNAL_START_ID.
+_start_id = _EXTERNAL_START_ID
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
@@ -69,7 +72,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         # Horovod's default cycle time of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With
         # its default fusion threshold of 128 MiB, Horovod fuses entire buckets, which then wait for each other and are
         # copied twice. Separate transfers are faster. Horovod's autotuning changes only unset variables.
-        chosen = (CYCLE, FUSION) if environment.get_variable("HOROVOD_AUTOTUNE") in (None, "0") else ()
+        chosen = (CYCLE_TIME, FUSION_THRESHOLD) if environment.get_variable("HOROVOD_AUTOTUNE") in (None, "0") else ()
         _export_settings(
             {
                 # At its timeout, 30 s by default, Horovod aborts the process or shuts down without naming the missing
@@ -100,20 +103,20 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     others may be new. Raises UnsupportedError on every rank if Horovod runs with other ranks and cannot be restarted:
     the launcher, `unitrain.init` or `hvd.init()` has started it, or it lacks the patch `repeated-settings`.
     """
-    global _own_address, _horovod
+    global _own_address, _start_id
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
-    running = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
+    is_reusable = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
     rank_info = _launcher_rank_info()
     exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
     has_launcher_rank = rank_info is not None and (rank_info.rank, rank_info.size) == (rank, size)
     own = [
-        _horovod if running else None, _can_start(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
+        _start_id if is_reusable else None, _can_start(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
         own_addresses()[0],
     ]  # fmt: skip
-    horovods, can_start, have_launcher_rank, new, names, addresses = zip(
+    start_ids, can_start, have_launcher_rank, new_ids, hostnames, addresses = zip(
         *exchange.allgather("starts", own), strict=True
     )
-    if None in horovods or len(set(horovods)) > 1:
+    if None in start_ids or len(set(start_ids)) > 1:
         if not all(can_start):
             raise UnsupportedError(
                 f"A default group with rank {rank} of {size} was requested, but Horovod already runs with other ranks. "
@@ -121,11 +124,11 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
             )
         if hvd.is_initialized():
             _shut_down_horovod()
-        _horovod = new[0]
-        if len(set(names)) > 1 and is_loopback(host):
+        _start_id = new_ids[0]
+        if len(set(hostnames)) > 1 and is_loopback(host):
             host = addresses[0]
         if not all(have_launcher_rank) or rank_info is None:
-            rank_info = RankInfo("init_process_group", rank, size, names[:rank].count(names[rank]))
+            rank_info = RankInfo("init_process_group", rank, size, hostnames[:rank].count(hostnames[rank]))
         _group_numbers.clear()
         start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
     _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
@@ -141,7 +144,7 @@ def _can_start() -> bool:
     if not hvd.is_initialized():
         return True
     is_served_by_unitrain = environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is not None
-    if not is_served_by_unitrain or _horovod == _OF_LAUNCHER:
+    if not is_served_by_unitrain or _start_id == _EXTERNAL_START_ID:
         return False
     try:
         record = json.loads(Path(hvd.__file__).parents[1].joinpath("unitrain_build.json").read_text())
@@ -310,9 +313,9 @@ def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
 
 def _connect_store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
     host, port = _find_free_address(rank_info)
-    served = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
+    own_store = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
     hvd.broadcast_object(None, 0, name="unitrain.served")  # returns when rank 0 listens
-    return served or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
+    return own_store or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 
 def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:

@@ -145,7 +145,7 @@ def allgather(
                 f"expected {count}. Pass one output per input and rank."
             )
         for part in parts:
-            _check_equals("allgather", part, inputs[0], check_size=part.numel() != inputs[0].numel())
+            _check_equals("allgather", part, inputs[0], checks_shape=part.numel() != inputs[0].numel())
     return outputs, inputs, _options(_AllgatherOptions, opts, timeout)
 
 
@@ -233,7 +233,7 @@ def reduce_scatter(
     opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
     _check_single("reduce_scatter", "output tensor list", outputs)
     _check_single("reduce_scatter", "input list", inputs)
-    _check_parts("reduce_scatter", "input", group, inputs[0], outputs[0], check_sizes=False)
+    _check_parts("reduce_scatter", "input", group, inputs[0], outputs[0], checks_shape=False)
     return outputs, inputs, opts
 
 
@@ -329,13 +329,13 @@ def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
         _check_equals(operation, tensor, tensors[0])
 
 
-def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: bool = True) -> None:
+def _check_equals(operation: str, tensor: Tensor, expected: Tensor, checks_shape: bool = True) -> None:
     for kind, attribute, actual_value, expected_value in (
         ("layout", "layout", tensor.layout, expected.layout),
         ("type", "dtype", tensor.dtype, expected.dtype),
         ("size", "shape", tuple(tensor.shape), tuple(expected.shape)),
     ):
-        if actual_value != expected_value and (check_size or kind != "size"):
+        if actual_value != expected_value and (checks_shape or kind != "size"):
             raise CollectiveArgumentError(
                 f"Horovod's {operation} got an invalid tensor {kind}: {actual_value}, expected {expected_value}. "
                 f"Pass tensors with the same {attribute}."
@@ -362,10 +362,10 @@ def _check_parts(
     group: Any,
     parts: Sequence[Tensor],
     expected: Tensor,
-    check_sizes: bool = True,
+    checks_shape: bool = True,
 ) -> None:
     """Raise CollectiveArgumentError unless `parts` has one tensor per rank, each with the layout and dtype of
-    `expected`, and if `check_sizes`, with its shape."""
+    `expected`, and if `checks_shape`, with its shape."""
     size = group.size()
     if len(parts) != size:
         raise CollectiveArgumentError(
@@ -373,4 +373,4 @@ def _check_parts(
             f"{size}, same as size of the process group. Pass one tensor per rank."
         )
     for part in parts:
-        _check_equals(operation, part, expected, check_sizes)
+        _check_equals(operation, part, expected, checks_shape)

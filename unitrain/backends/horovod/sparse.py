@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.horovod.tensors import GATHER_BYTES
+from unitrain.backends.horovod.tensors import MAX_GATHER_BYTES
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 
 
@@ -36,14 +36,14 @@ def pack_rows(tensors: list[Tensor]) -> Tensor:
 
 def is_too_large(rows: Tensor, size: int) -> bool:
     """Return whether Horovod could not gather the rows of `size` ranks if each rank had as many bytes as `rows`."""
-    return rows.numel() * size > GATHER_BYTES
+    return rows.numel() * size > MAX_GATHER_BYTES
 
 
 def size_error(size: int) -> UnsupportedError:
     """Return the error that all ranks raise if the rows of one of the `size` ranks are too large."""
     return UnsupportedError(
         "The non-zero elements of a sparse tensor have too many bytes on a rank: Horovod gathers at most "
-        f"{GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."
+        f"{MAX_GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."
     )
 
 

@@ -17,13 +17,13 @@ from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
 # Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
-# wrong addresses. Tensors larger than PIECE_BYTES are therefore communicated in pieces.
-PIECE_BYTES = 2**29
+# wrong addresses. Tensors larger than MAX_PIECE_BYTES are therefore communicated in pieces.
+MAX_PIECE_BYTES = 2**29
 # Size limit for the result of an allgather in which the number of rows differs between ranks.
-GATHER_BYTES = 2**31 - 1
+MAX_GATHER_BYTES = 2**31 - 1
 # Size limit of an alltoall in which the numbers of rows differ. It cannot be divided into pieces, because a rank does
 # not know how many rows the other ranks exchange with each other.
-ALLTOALL_BYTES = 2**31 - 1
+MAX_ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {
     "SUM": hvd.Sum,
@@ -219,7 +219,7 @@ def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor
 
 def piece_slices(count: int, bytes_each: int) -> Iterator[slice]:
     """Yield the slices in which a tensor of `count` elements is communicated. They depend only on the arguments."""
-    max_elements = max(1, PIECE_BYTES // max(1, bytes_each))
+    max_elements = max(1, MAX_PIECE_BYTES // max(1, bytes_each))
     for start in range(0, count, max_elements):
         yield slice(start, min(start + max_elements, count))
 

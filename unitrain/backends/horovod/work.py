@@ -60,13 +60,13 @@ class HorovodWork(Work):
         finish: Callable[[Any], Any] | None,
         timeout: timedelta,
         completions: CompletionQueue | None,
-        started: Operation | None = None,
+        operation: Operation | None = None,
         find_mismatch: Callable[[], Exception | None] | None = None,
         mismatch_error: UnsupportedError | None = None,
     ) -> None:
         super().__init__()
         self._name = name
-        self.started = started
+        self.operation = operation
         self._find_mismatch = find_mismatch
         self._mismatch_error = mismatch_error
         self._handle = handle
@@ -77,10 +77,10 @@ class HorovodWork(Work):
         self._deadline = self._start_time + timeout.total_seconds()
         self._next_mismatch_check = self._start_time + _MISMATCH_CHECK_SECONDS
         self._completions = completions
-        self._done = False
+        self._is_done = False
         self._error: Exception | None = None
         self._device = device
-        self._ready: torch.cuda.Event | None = None
+        self._ready_event: torch.cuda.Event | None = None
         self._is_inference = torch.is_inference_mode_enabled()
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
@@ -102,7 +102,7 @@ class HorovodWork(Work):
     def poll(self) -> bool:
         """Return whether this Work is complete. Complete it if the operation has finished or timed out, if its group
         was aborted, or if another rank waits for a different operation. Only `CompletionQueue` calls this method."""
-        if self._done:
+        if self._is_done:
             return True
         if not hvd.poll(self._handle):
             if self._completions is not None and self._completions.is_aborted:
@@ -148,7 +148,7 @@ class HorovodWork(Work):
     def discard(self) -> None:
         """Stop waiting for the operation, because some ranks will not start it. It remains pending in Horovod."""
         self._finish = None
-        self._done = True
+        self._is_done = True
 
     def _mark_ready(self, output: Any) -> None:
         """Record an event in the current CUDA stream of this thread, which writes the result. Do nothing on a CPU."""
@@ -158,13 +158,13 @@ class HorovodWork(Work):
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)  # keeps its memory allocated until the stream has copied it
-        self._ready = torch.cuda.Event()
-        self._ready.record(stream)
+        self._ready_event = torch.cuda.Event()
+        self._ready_event.record(stream)
 
     def _complete(self, error: Exception | None) -> None:
         self._error = error
         self._finish = None
-        self._done = True
+        self._is_done = True
         if error is None:
             self._future.set_result(self._result)
         else:
@@ -172,21 +172,21 @@ class HorovodWork(Work):
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         seconds = timeout.total_seconds()
-        if not self._done and self._completions is not None:
+        if not self._is_done and self._completions is not None:
             self._completions.wait_for(self, seconds or None)
         if self._error is not None:
             raise self._error
-        if not self._done:  # torch's works also raise their errors, and callers ignore the returned value
+        if not self._is_done:  # torch's works also raise their errors, and callers ignore the returned value
             raise GroupTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
-        if self._ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._ready)
+        if self._ready_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ready_event)
         return True
 
     def is_completed(self) -> bool:
-        return self._done
+        return self._is_done
 
     def is_success(self) -> bool:
-        return self._done and self._error is None
+        return self._is_done and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
@@ -259,12 +259,12 @@ def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.fut
     first = result[0] if isinstance(result, list) and result else None
     if not isinstance(first, torch.Tensor) or first.dtype != torch.float16 or first.is_cuda:
         return future
-    typed: torch.futures.Future[Any] = _script().after(future, result)
+    typed: torch.futures.Future[Any] = _compile_script().after(future, result)
     return typed
 
 
 @functools.cache
-def _script() -> Any:
+def _compile_script() -> Any:
     return torch.jit.CompilationUnit(
         """
         def _after(done: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
@@ -296,12 +296,12 @@ class CompletionQueue:
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
         self._kept_works: deque[HorovodWork] = deque(maxlen=_NUM_KEPT_WORKS)
-        self._completing = threading.Lock()
-        self._completer: int | None = None
+        self._completion_lock = threading.Lock()
+        self._completing_thread_id: int | None = None
         self._error: Exception | None = None  # the first error; Horovod does not recover from errors
         self._last_backward = -1
         self._added_event = threading.Event()
-        self._stopping = False
+        self._is_stopping = False
         self.is_aborted = False
         """Whether works that are not complete fail."""
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
@@ -309,7 +309,7 @@ class CompletionQueue:
 
     def add(self, work: HorovodWork) -> None:
         """Complete `work` when its operation finishes. If a backward pass is running, its end also waits for `work`."""
-        if self._completer == threading.get_ident():
+        if self._completing_thread_id == threading.get_ident():
             # A callback of a completed work has started this one, and may wait for its future, which only this thread
             # can complete.
             _poll_until(work.poll, None)
@@ -324,7 +324,7 @@ class CompletionQueue:
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
         """Block until `work` is complete, for at most `seconds`."""
-        is_in_callback = self._completer == threading.get_ident()
+        is_in_callback = self._completing_thread_id == threading.get_ident()
 
         def is_done() -> bool:
             if is_in_callback:
@@ -336,7 +336,7 @@ class CompletionQueue:
 
     def pending_operations(self) -> list[Operation]:
         """Return the operations that are not complete, the oldest first."""
-        return [work.started for work in list(self._works) if work.started is not None and not work.is_completed()]
+        return [work.operation for work in list(self._works) if work.operation is not None and not work.is_completed()]
 
     def stop(self) -> None:
         """Wait until all works added so far are complete, and stop the thread.
@@ -344,9 +344,9 @@ class CompletionQueue:
         In the callback of a work, return immediately: the thread stops later, because these works cannot be completed
         before the callback returns.
         """
-        self._stopping = True
+        self._is_stopping = True
         self._added_event.set()
-        if self._completer != threading.get_ident():
+        if self._completing_thread_id != threading.get_ident():
             self._thread.join()
 
     def abort(self) -> None:
@@ -364,10 +364,10 @@ class CompletionQueue:
 
     def _poll(self) -> bool:
         """Complete works in order, up to the first unfinished one. Return whether all works are complete."""
-        if not self._completing.acquire(blocking=False):
+        if not self._completion_lock.acquire(blocking=False):
             return False  # another thread is polling
         try:
-            self._completer = threading.get_ident()
+            self._completing_thread_id = threading.get_ident()
             while self._works:
                 if not self._works[0].poll():
                     return False
@@ -379,17 +379,17 @@ class CompletionQueue:
                     self._error = self._error or error
             return True
         finally:
-            self._completer = None
-            self._completing.release()
+            self._completing_thread_id = None
+            self._completion_lock.release()
 
     def _run(self) -> None:
-        idle = 0
-        while not (self._stopping and not self._works):
-            if idle > _MAX_IDLE_POLLS:
+        idle_polls = 0
+        while not (self._is_stopping and not self._works):
+            if idle_polls > _MAX_IDLE_POLLS:
                 self._added_event.clear()
-                if not (self._works or self._stopping):
+                if not (self._works or self._is_stopping):
                     self._added_event.wait()
-            idle = 0 if self._works else idle + 1
+            idle_polls = 0 if self._works else idle_polls + 1
             self._poll()
             time.sleep(_BACKGROUND_POLL_SECONDS)
 

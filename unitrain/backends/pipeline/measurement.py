@@ -56,9 +56,9 @@ def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for name, block in blocks:
-            home = next((tensor.device for tensor in [*block.parameters(), *block.buffers()]), device)
+            original_device = next((tensor.device for tensor in [*block.parameters(), *block.buffers()]), device)
             try:
-                with _unchanged(block.to(device)):
+                with _restoring_state(block.to(device)):
                     cost, values = _measure(block, values, device)
             except Exception as error:
                 raise ModelError(
@@ -66,12 +66,12 @@ def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device:
                     "inputs that model(example_inputs) accepts."
                 ) from error
             finally:
-                block.to(home)
+                block.to(original_device)
             costs.append(cost)
     return costs
 
 
-def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
+def create_time_cost(costs: Sequence[BlockCost]) -> StageCost:
     """Return the cost function of stages by seconds per micro-batch."""
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -81,7 +81,7 @@ def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
     return cost
 
 
-def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
+def create_memory_cost(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
     """Return the cost function of stages by peak bytes. A stage holds the activations of several micro-batches
     concurrently; their number depends on the schedule."""
 
@@ -108,18 +108,18 @@ def _measure(block: nn.Module, values: Any, device: torch.device) -> tuple[Block
     tensors = [*block.parameters(), *block.buffers()]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # as in all micro-batches but the first one
-    inputs = _copies(values)
+    inputs = _copy_tensors(values)
     with _LiveStorages([*tensors, *(parameter.grad for parameter in trained), *tree_leaves(inputs)]) as storages:
         output = block(inputs)
         held_bytes = storages.live_bytes
-        _backward(output)
+        _run_backward(output)
         peak = storages.peak_bytes
     seconds = math.inf
     for _ in range(_REPETITIONS):
-        inputs = _copies(values)
+        inputs = _copy_tensors(values)
         _synchronize(device)
         start_time = time.perf_counter()
-        _backward(block(inputs))
+        _run_backward(block(inputs))
         _synchronize(device)
         seconds = min(seconds, time.perf_counter() - start_time)
     trained_bytes = sum(parameter.nbytes for parameter in trained)
@@ -136,13 +136,13 @@ def _measure(block: nn.Module, values: Any, device: torch.device) -> tuple[Block
     return cost, _map_tensors(output, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
 
-def _backward(output: Any) -> None:
+def _run_backward(output: Any) -> None:
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
     if tensors:
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
-def _copies(values: Any) -> Any:
+def _copy_tensors(values: Any) -> Any:
     """Return copies of the tensors in `values`. They are not leaves, so that a block may overwrite its input."""
     return _map_tensors(values, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
 
@@ -157,7 +157,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _unchanged(block: nn.Module) -> Iterator[None]:
+def _restoring_state(block: nn.Module) -> Iterator[None]:
     """Context manager that restores the gradients and buffers of `block`."""
     gradients = [(parameter, parameter.grad) for parameter in block.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]

@@ -59,10 +59,10 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
             f"The inputs of a Pipeline must be one tensor [samples, ...], got {description}. Pass a batch."
         )
     if inputs.is_meta or inputs.layout is not torch.strided:
-        description = "has no data, because it is on the device 'meta'" if inputs.is_meta else f"is {inputs.layout}"
-        raise TensorError(
-            f"The inputs of a Pipeline must be one dense tensor, but the tensor {description}. Pass a batch."
-        )
+        problem, fix = f"has layout {inputs.layout}", "Use tensor.to_dense()"
+        if inputs.is_meta:
+            problem, fix = "has no data, because it is on the device 'meta'", "Pass a batch with data"
+        raise TensorError(f"The inputs of a Pipeline must be one dense tensor, but the tensor {problem}. {fix}.")
     counts = [len(range(replica, len(inputs), replicas)) for replica in range(replicas)]
     return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
 

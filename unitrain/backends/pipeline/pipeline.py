@@ -25,7 +25,7 @@ from unitrain.backends.pipeline.complete_state import (
     load_model_state,
     load_optimizer_state,
 )
-from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_stage, time_of_stage
+from unitrain.backends.pipeline.measurement import create_memory_cost, create_time_cost, measure_blocks
 from unitrain.backends.pipeline.micro_batches import (
     LossFunction,
     WeightedTargets,
@@ -46,7 +46,7 @@ from unitrain.torch_compat import foreach_copy_
 _BUCKET_BYTES = 25 * 2**20
 _MAX_LISTED = 4
 
-_numbers = itertools.count()  # all ranks create pipelines in the same order
+_pipeline_numbers = itertools.count()  # all ranks create pipelines in the same order
 
 ResultT = TypeVar("ResultT")
 
@@ -125,14 +125,14 @@ class Pipeline:
         self._blocks_per_stage = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
         self._stages, self._stage = stages, backend.rank % stages
         self._replicas = Replicas(backend, stages, replicas_per_rank)
-        blocks = _blocks(model)
-        _check_shared_parameters(blocks, self._blocks_per_stage)
+        blocks = _named_blocks(model)
+        _check_stages(blocks, self._blocks_per_stage)
         start = sum(self._blocks_per_stage[: self._stage])
         self._module = _take_stage(blocks, start, start + self._blocks_per_stage[self._stage], backend)
         self._module.train(model.training)
-        checks.check_no_embedding_renorm(self._module)
+        checks.forbid_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
-        self._pipeline_index, self._calls = next(_numbers), Counter[str]()
+        self._pipeline_number, self._calls = next(_pipeline_numbers), Counter[str]()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
             self._overrides.on_pipeline_start(self._module, stages, backend)
@@ -304,7 +304,7 @@ class Pipeline:
         try:
             return check()
         except Exception as error:
-            key = f"pipeline/{self._pipeline_index}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
+            key = f"pipeline/{self._pipeline_number}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
             self._replica_group.monitor.report_unless_shared(error, key, ranks)
             raise
 
@@ -338,7 +338,7 @@ class Pipeline:
         if self._replicas.size == 1:
             return
         mean = self._backend.allreduce if self._stage_group is None else self._stage_group.mean
-        for gradients in _buckets(self._gradients()):
+        for gradients in _iterate_buckets(self._gradients()):
             reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             pieces = reduced.split([gradient.numel() for gradient in gradients])
             foreach_copy_(
@@ -364,13 +364,13 @@ def _create_runs(
     return ScheduledStageRuns(module, group, schedule, loss_fn, device)
 
 
-def _blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+def _named_blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """Return the children of `model` with their names. A module that occurs twice counts as two blocks."""
     modules = model.named_modules(remove_duplicate=False)
     return [(name, module) for name, module in modules if name and "." not in name]
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+def _iterate_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of gradients of one dtype with about _BUCKET_BYTES."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     num_bytes = Counter[torch.dtype]()
@@ -393,7 +393,7 @@ def _divide(
     example_inputs: Tensor | None,
 ) -> list[int]:
     """Return the number of blocks of each stage, the same on every rank. All ranks call it."""
-    blocks = _blocks(model)
+    blocks = _named_blocks(model)
     if stages == 1:
         return [len(blocks)]
     if not isinstance(balance, str):
@@ -406,7 +406,7 @@ def _divide(
         return measure_blocks(blocks, inputs, backend.device)
 
     costs = backend.broadcast_object(call_on_all_ranks(backend, measure))
-    cost = time_of_stage(costs) if balance == "time" else memory_of_stage(costs, stages, micro_batches, schedule)
+    cost = create_time_cost(costs) if balance == "time" else create_memory_cost(costs, stages, micro_batches, schedule)
     counts = partition(len(blocks), stages, cost)
     if counts is None:
         raise ModelError(
@@ -416,7 +416,7 @@ def _divide(
     return counts
 
 
-def _check_shared_parameters(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> None:
+def _check_stages(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> None:
     """Raise ModelError if a stage has no trainable parameter, or if two stages share a parameter or buffer."""
     owners: dict[int, tuple[int, str]] = {}
     start = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from unitrain.backends.checks import DTYPES
+from unitrain.backends.gradients.end_of_backward import do_not_wait
 from unitrain.backends.pipeline.micro_batches import (
     LossFunction,
     WeightedTargets,
@@ -84,7 +85,7 @@ class ScheduledStageRuns(StageRuns):
         different kind of pass.
         """
         own = _describe_batch(kind, inputs)
-        wait_for_send = _do_nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
+        wait_for_send = do_not_wait if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
         if not self._is_first:
             other = torch.zeros_like(own)
             self._group.receive(other, self._group.index - 1, _BATCH_TAG)
@@ -168,12 +169,11 @@ class ScheduledStageRuns(StageRuns):
             return output if isinstance(output, Tensor) else torch.empty(0)
         is_sent = isinstance(output, Tensor) and output.is_floating_point() and output.dtype in DTYPES
         if not is_sent or output.dim() > _MAX_DIMS:
-            description = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             name = list(self._module.named_children())[-1][0]
             raise ModelError(
-                f"Block {name!r}, the last one of stage {self._group.index}, returned {description}, but a stage of a "
-                f"Pipeline sends one floating-point tensor of up to {_MAX_DIMS} dims to the next stage. Divide the "
-                "model after another block: Pipeline(balance=[...])."
+                f"Block {name!r}, the last one of stage {self._group.index}, returned {_describe_output(output)}, but "
+                f"a stage of a Pipeline sends one floating-point tensor of up to {_MAX_DIMS} dims to the next stage. "
+                "Divide the model after another block: Pipeline(balance=[...])."
             )
         return cast(Tensor, output)
 
@@ -182,10 +182,11 @@ class ScheduledStageRuns(StageRuns):
         last_stage = self._group.size - 1
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         if self._is_last:
-            if not isinstance(output, Tensor):
+            if not isinstance(output, Tensor) or output.dtype not in DTYPES or output.dim() > _MAX_DIMS:
                 raise ModelError(
-                    f"Pipeline.forward returns one tensor, but the model returned a {type(output).__name__}. Let its "
-                    "last block return a tensor."
+                    f"Pipeline.forward broadcasts one tensor of up to {_MAX_DIMS} dims with a dtype that collectives "
+                    f"support, but the model returned {_describe_output(output)}. Let the last block return such a "
+                    "tensor, for example in float32."
                 )
             output = output.contiguous()
             _write_shape(header, output)
@@ -196,8 +197,8 @@ class ScheduledStageRuns(StageRuns):
         return cast(Tensor, output)
 
 
-def _do_nothing() -> None:
-    pass
+def _describe_output(output: Any) -> str:
+    return f"{output.dtype} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
 def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:

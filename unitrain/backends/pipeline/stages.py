@@ -55,10 +55,10 @@ class ShapedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return _contiguous(super().get_fwd_send_ops(fwd_chunk_id))
+        return _make_contiguous(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return _contiguous(super().get_bwd_send_ops(bwd_chunk_id))
+        return _make_contiguous(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._monitor.computing():
@@ -89,7 +89,7 @@ class ShapedStage(PipelineStage):
                 release_receive_buffers(received)
 
 
-def _contiguous(operations: list[Any]) -> list[Any]:
+def _make_contiguous(operations: list[Any]) -> list[Any]:
     for operation in operations:
         operation.tensor = operation.tensor.contiguous()
     return operations

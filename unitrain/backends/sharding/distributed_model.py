@@ -21,7 +21,7 @@ from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.objects import broadcast_in_parts
-from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
+from unitrain.backends.sharding.gradient_reducer import GradientReducer, TransferSettings
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
@@ -60,7 +60,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         find_unused_parameters: bool,
         reducer_group: ReducerGroup,
         buffers: ForwardBufferBroadcaster | None,
-        transfer: Transfer,
+        transfer_settings: TransferSettings,
     ) -> None:
         super().__init__()
         self.module = model
@@ -69,30 +69,31 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         broadcast_in_parts(communicator, [*model.parameters(), *buffers_to_send])
         self._device = communicator.device
         self._reducer_group, self._forward_buffers = reducer_group, buffers
-        self._requires_sync, self._has_left = True, False
-        self._reduces_always = transfer.half is None
+        self._requires_sync, self._has_left_group = True, False
+        self._reduces_always = transfer_settings.half_dtype is None
         self._pending = _PendingForwards()
         self._all_parameters = list(model.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-        self._local = LocalGradients(unwrap_compiled(model), lambda: False)
-        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_gradients/{next(_model_numbers)}", 0
+        self._local_gradients = LocalGradients(unwrap_compiled(model), lambda: False)
+        self._rendezvous, self._num_freeze_changes = rendezvous, 0
+        self._key = f"sharded_gradients/{next(_model_numbers)}"
         self.reducer = GradientReducer(
             dict(model.named_parameters()),
             communicator,
             reducer_group,
-            transfer,
+            transfer_settings,
             find_unused_parameters=find_unused_parameters,
-            on_local=self._local.mark_local,
-            on_reduced=self._local.mark_reduced,
+            on_local=self._local_gradients.mark_local,
+            on_reduced=self._local_gradients.mark_reduced,
         )
-        self._local.set_reduced_parameters(self._trainable_parameters())
+        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
         ShardedGradientModel._instances.add(self)
         if not find_unused_parameters:
             register_first_backward_check(
                 self,
                 model,
                 partial(gather_unused, rendezvous, self._key),
-                lambda: self._requires_sync and not self._has_left,
+                lambda: self._requires_sync and not self._has_left_group,
                 reduces_zeros=False,
             )
 
@@ -102,7 +103,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         for instance in cls._instances:
             shared = [own[id(parameter)] for parameter in instance._all_parameters if id(parameter) in own]
-            if shared and not instance._has_left:
+            if shared and not instance._has_left_group:
                 raise ModelError(
                     f"Parameter {shared[0]!r} belongs to another distributed model with sharded gradients, and only "
                     "one model can divide its gradient among ranks. Put both models into one module, and call "
@@ -111,9 +112,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     def leave_group(self) -> None:
         """Release the process group. Afterwards, this module calls the user's model without reducing gradients."""
-        if not self._has_left:
-            self._has_left = True
-            self._local.stop()
+        if not self._has_left_group:
+            self._has_left_group = True
+            self._local_gradients.stop()
             self.reducer.stop()
             del self._reducer_group, self._forward_buffers
 
@@ -127,7 +128,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             self._requires_sync = previous
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._has_left:
+        if self._has_left_group:
             return self.module(*inputs, **kwargs)
         if self._device.type == "cuda":  # like DistributedDataParallel
             inputs, kwargs = _to_device(inputs, self._device), _to_device(kwargs, self._device)
@@ -144,16 +145,18 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Does
         not communicate.
         """
-        if self._has_left:
+        if self._has_left_group:
             return
         self._reducer_group.check_other_ranks()
         self._reducer_group.loop_counters.count_step()
-        if missing_names := self.reducer.missing:
+        if missing_names := self.reducer.missing_names:
             raise unused_error(missing_names, "this rank in the last backward pass")
-        self._local.check(optimizer)
+        self._local_gradients.check(optimizer)
 
     @disable_compile
     def _before_forward(self) -> None:
+        if current_backward() == -1:  # not in a nested forward pass, such as that of activation checkpointing
+            self.reducer.discard_interrupted()
         reduces, pending = self._requires_sync, self._pending
         if reduces or self._reduces_always:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
@@ -182,7 +185,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         each output that the pass reaches."""
         forward.mark_used()
         pending, backward = self._pending, current_backward()
-        if backward == pending.last_backward or self._has_left:
+        if backward == pending.last_backward or self._has_left_group:
             return
         completes = pending.reducing > 0 or self._requires_sync
         pending.reducing, pending.last_backward = 0, backward
@@ -197,12 +200,12 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         call it, because no parameter was frozen or unfrozen on them, raises CollectiveTimeoutError on the ranks that
         call it.
         """
-        self._freeze_changes += 1
-        key = f"{self._key}/trains/{self._freeze_changes}"
+        self._num_freeze_changes += 1
+        key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
         compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
-        self._local.set_reduced_parameters(self._trainable_parameters())
+        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
         self.reducer.select_trained_parameters()
 
     def _trainable_parameters(self) -> list[Tensor]:

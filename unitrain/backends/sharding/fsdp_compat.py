@@ -28,7 +28,7 @@ def unsharded_parameter(parameter: Any) -> Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
-def is_fsdp_busy(module: nn.Module) -> bool:
+def was_fsdp_interrupted(module: nn.Module) -> bool:
     """Return whether an exception interrupted the last forward or backward pass of the root module of `fully_shard`.
     Checked with torch 2.14.
     """
@@ -51,12 +51,12 @@ def release_fsdp_groups(module: nn.Module) -> None:
                     holder.__dict__[name].shard_process_group = None
 
 
-def compute_norms_of_infinite_order() -> None:
+def support_norms_of_any_order() -> None:
     """Make `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
 
     torch 2.14 returns a partial result for infinite orders, which contains the norm of the elements on this rank. On a
-    rank without elements it raises a RuntimeError, because the norm of an empty tensor of such an order is undefined,
-    while the other ranks wait for it in an allreduce. Checked with torch 2.14.
+    rank without elements, it raises a RuntimeError, because an empty tensor has no norm of such an order. The other
+    ranks then wait for this rank in an allreduce. Checked with torch 2.14.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -17,18 +17,17 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.partition import flat_view
+from unitrain.backends.tensors import HALF_DTYPES
 from unitrain.errors import ModelError
 from unitrain.torch_compat import foreach_norm, make_wrapper_tensor, without_torch_function
-
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class ShardedGradient(Tensor):
     """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
 
     `local` is 1-D, and empty on ranks that own no shard. Autograd adds the gradients of this rank's backward passes to
-    `unreduced`, which is None otherwise. The next reduction computes their mean over ranks, adds this rank's elements
-    to `local`, and sets `unreduced` to None.
+    `unreduced`. The next reduction computes their mean over ranks, adds this rank's elements to `local`, and sets
+    `unreduced` to None.
 
     Norms are computed for the complete gradient, so all ranks must compute them. One allreduce computes the norms of
     all gradients of a model. `full_tensor()` returns the complete gradient. If there is an unreduced gradient, all
@@ -160,7 +159,7 @@ def _raise_unsupported(name: str) -> NoReturn:
 
 
 def _upcast_half(local: Tensor) -> Tensor:
-    return local.float() if local.dtype in _HALF_DTYPES else local
+    return local.float() if local.dtype in HALF_DTYPES else local
 
 
 # In-place operations whose other arguments are numbers. Each rank applies them to its shard.

@@ -23,22 +23,22 @@ from unitrain.backends.gradients.local_gradients import register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
 from unitrain.backends.sharding.partition import ParameterShard, divide_runs, divide_tensors, flatten_like
+from unitrain.backends.tensors import HALF_DTYPES
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Maximum number of buckets in flight. Further buckets wait, which bounds the memory. With `find_unused_parameters`, the
 # number is not limited.
 _MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSettings:
     """How buckets are transferred.
 
     group: the process group.
     first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
-    half: the half-precision dtype in which gradients are sent with compression, or None.
+    half_dtype: the half-precision dtype in which gradients are sent with compression, or None.
     uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use an
         all-to-all, because they are summed in float32.
     """
@@ -46,7 +46,7 @@ class Transfer:
     group: dist.ProcessGroup
     first_bytes: int
     other_bytes: int
-    half: torch.dtype | None
+    half_dtype: torch.dtype | None
     uses_all_to_all: bool
 
 
@@ -68,7 +68,7 @@ class _Bucket:
 
 
 @dataclass
-class _InFlight:
+class _BucketTransfer:
     bucket: _Bucket
     work: dist.Work | None
     sent: Tensor  # the transport reads it until the work is complete
@@ -98,7 +98,7 @@ class GradientReducer:
         parameters: dict[str, nn.Parameter],
         communicator: Communicator,
         reducer_group: ReducerGroup,
-        transfer: Transfer,
+        settings: TransferSettings,
         *,
         find_unused_parameters: bool,
         on_local: Callable[[nn.Parameter], None],
@@ -107,8 +107,8 @@ class GradientReducer:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._index_by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._communicator, self._reducer_group, self._group = communicator, reducer_group, transfer.group
-        self._transfer, self._half, self._finds_unused = transfer, transfer.half, find_unused_parameters
+        self._communicator, self._reducer_group, self._group = communicator, reducer_group, settings.group
+        self._settings, self._half_dtype, self._finds_unused = settings, settings.half_dtype, find_unused_parameters
         self._on_local, self._on_reduced = on_local, on_reduced
         self._gradient_group = GradientGroup(communicator)
         self._gradients: dict[int, ShardedGradient] = {}
@@ -118,16 +118,16 @@ class GradientReducer:
         self._has_buckets = False
         self._buckets: list[_Bucket] = []
         self._bucket_by_index: dict[int, _Bucket] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_BucketTransfer] = deque()
         self._next_bucket = 0
         self._backward = -1  # ID of the backward pass whose gradients are reduced
         self._is_active = self._reduces_next_backward = self._accumulates = False
         self._computed_order: list[int] = []
         self._computed_indices: set[int] = set()
         self._used_indices: set[int] = set()
-        self.missing: list[str] = []
+        self.missing_names: list[str] = []
         self._handles = [
-            register_gradient_hook(parameter, _hook(weakref.ref(self), index))
+            register_gradient_hook(parameter, _create_gradient_hook(weakref.ref(self), index))
             for index, parameter in enumerate(self._parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
@@ -149,7 +149,7 @@ class GradientReducer:
         """Return shards of `parameters` such that each rank owns about the same number of elements in each bucket."""
         sizes = [parameter.numel() for parameter in parameters]
         largest = max((parameter.element_size() for parameter in parameters), default=1)
-        return divide_runs(sizes, self._communicator.size, self._transfer.other_bytes // largest)
+        return divide_runs(sizes, self._communicator.size, self._settings.other_bytes // largest)
 
     def assign(self, parameter: nn.Parameter, shards: list[ParameterShard]) -> None:
         """Set the owners of the elements of `parameter`. All ranks call it with the same shards."""
@@ -198,7 +198,7 @@ class GradientReducer:
             members, size = open_buckets.get(parameter.dtype, ([], 0))
             size += parameter.numel() * parameter.element_size()
             open_buckets[parameter.dtype] = ([*members, index], size)
-            if size >= (self._transfer.other_bytes if self._buckets else self._transfer.first_bytes):
+            if size >= (self._settings.other_bytes if self._buckets else self._settings.first_bytes):
                 close(parameter.dtype)
         for dtype in list(open_buckets):
             close(dtype)
@@ -245,6 +245,12 @@ class GradientReducer:
         it starts."""
         self._reduces_next_backward, self._accumulates = True, accumulates
 
+    def discard_interrupted(self) -> None:
+        """Discard the reduction of a backward pass that an exception has interrupted. Call it only outside of backward
+        passes."""
+        self._is_active = False
+        self._in_flight.clear()
+
     def begin(self, *, accumulates: bool) -> None:
         """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
 
@@ -268,7 +274,7 @@ class GradientReducer:
         self._backward, self._is_active, self._next_bucket = current_backward(), True, 0
         self._in_flight.clear()
         self._computed_order, self._computed_indices, self._used_indices = [], set(), set()
-        self.missing = []
+        self.missing_names = []
         for bucket in self._buckets:
             bucket.num_missing = (
                 len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
@@ -315,7 +321,7 @@ class GradientReducer:
         """Start to reduce `bucket`, and free its gradients."""
         self._next_bucket = bucket.index + 1
         if self._finds_unused:
-            # At this point, other ranks may not have started the buckets in flight, so waiting for them could deadlock.
+            # Other ranks may not have started the buckets in flight yet, so waiting for these buckets could deadlock.
             while self._in_flight and self._is_complete(self._in_flight[0]):
                 self._finish(self._in_flight.popleft())
         else:
@@ -335,15 +341,15 @@ class GradientReducer:
         size, rank = self._communicator.size, self._communicator.rank
         if sent.is_complex():
             sent = torch.view_as_real(sent).view(-1)
-        if self._half is not None:
-            sent = sent.div_(size).to(self._half)
+        if self._half_dtype is not None:
+            sent = sent.div_(size).to(self._half_dtype)
         self._reducer_group.begin_bucket(sent)
         received: Tensor | None = None
         work: dist.Work | None = None
         try:
             if not sent.numel():
                 pass
-            elif self._transfer.uses_all_to_all or sent.dtype in _HALF_DTYPES:
+            elif self._settings.uses_all_to_all or sent.dtype in HALF_DTYPES:
                 width = sent.numel() * sent.element_size() // max(1, sum(bucket.splits))  # bytes per element
                 counts = [count * width for count in bucket.splits]
                 received = torch.empty(counts[rank] * size, dtype=torch.uint8, device=sent.device)
@@ -358,7 +364,7 @@ class GradientReducer:
         if self._reducer_group.waits_on_stream and work is not None:
             self._reducer_group.add_work(work)
         attached = {index for index in bucket.parameters if self._is_attached(index)}
-        self._in_flight.append(_InFlight(bucket, work, sent, received, attached))
+        self._in_flight.append(_BucketTransfer(bucket, work, sent, received, attached))
 
     def _take_values(self, bucket: _Bucket) -> dict[int, Tensor]:
         """Return the local gradients of `bucket` by parameter, as 1-D tensors, and remove them from `.grad`."""
@@ -377,12 +383,12 @@ class GradientReducer:
             self._used_indices.update(values)
         return values
 
-    def _is_complete(self, transfer: _InFlight) -> bool:
+    def _is_complete(self, transfer: _BucketTransfer) -> bool:
         """Return whether a bucket can be finished without waiting. Return False on GPUs, where this is unknown."""
         return not self._reducer_group.waits_on_stream and (transfer.work is None or transfer.work.is_completed())
 
     @torch.no_grad()
-    def _finish(self, transfer: _InFlight) -> None:
+    def _finish(self, transfer: _BucketTransfer) -> None:
         """Wait for a bucket, and store its mean over ranks in the shards of this rank, or add it to their gradients."""
         self._reducer_group.wait_for_ranks(transfer.work)
         bucket, size = transfer.bucket, self._communicator.size
@@ -396,13 +402,13 @@ class GradientReducer:
         is_new = not transfer.attached
         target = bucket.total if is_new else torch.empty_like(bucket.total)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
-        is_half = values_by_rank[0].dtype in _HALF_DTYPES
+        is_half = values_by_rank[0].dtype in HALF_DTYPES
         total = torch.empty_like(elements, dtype=torch.float32) if is_half else elements
         total.copy_(values_by_rank[0])
         for values in values_by_rank[1:]:
             total += values
-        if self._half is not None:
-            total = total.to(self._half)
+        if self._half_dtype is not None:
+            total = total.to(self._half_dtype)
         else:
             total /= size
         if total is not elements:
@@ -424,7 +430,7 @@ class GradientReducer:
         if not self._computed_order and not self._finds_unused:
             return  # torch.autograd.grad
         if not (self._finds_unused or self._accumulates):
-            self.missing = [
+            self.missing_names = [
                 self._names[index] for index in self._trainable_indices if index not in self._computed_indices
             ]
         with self._reducer_group.monitored_wait():
@@ -449,8 +455,8 @@ class GradientReducer:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
     def _used_on_any_rank(self) -> set[int]:
-        """Return the indices of the parameters that received a gradient on any rank, which the ranks exchange only with
-        `find_unused_parameters`. Otherwise, return the indices of all trainable parameters."""
+        """Return the indices of the parameters that received a gradient on any rank. Without `find_unused_parameters`,
+        return the indices of all trainable parameters, and do not communicate."""
         if not self._finds_unused:
             return set(self._trainable_indices)
         flags = torch.tensor(
@@ -466,10 +472,10 @@ class GradientReducer:
         """Remove the hooks from the parameters, and release the process group."""
         for handle in self._handles:
             handle.remove()
-        del self._group, self._transfer, self._reducer_group
+        del self._group, self._settings, self._reducer_group
 
 
-def _hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
+def _create_gradient_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
     """Return a hook without a reference to the parameter, which would keep a deleted model in memory."""
 
     def on_gradient(_: Tensor) -> None:

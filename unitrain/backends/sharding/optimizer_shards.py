@@ -66,14 +66,14 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
 class OptimizerShards:
     """Hooks with which each step of `optimizer` updates plain tensors: the shards of this rank.
 
-    Outside `step`, the parameters in the optimizer's groups are DTensors, whose dispatch overhead a step avoids.
-    `optimizer.state` always contains plain tensors: the rows of this rank.
+    Outside `step`, the parameters in the optimizer's groups are DTensors. A step on plain tensors avoids their dispatch
+    overhead. `optimizer.state` always contains plain tensors: the rows of this rank.
     """
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._local: dict[nn.Parameter, nn.Parameter] = {}
-        self._complete_param_groups: list[list[nn.Parameter]] | None = None  # while the groups hold local parameters
+        self._local_parameters: dict[nn.Parameter, nn.Parameter] = {}
+        self._distributed_groups: list[list[nn.Parameter]] | None = None  # during a step: the parameters outside it
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
         add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))
@@ -84,16 +84,17 @@ class OptimizerShards:
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         """Replace the parameters, gradients and state of `optimizer` with this rank's shards of them."""
-        self._complete_param_groups = [group["params"] for group in optimizer.param_groups]
+        self._distributed_groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [self._local_parameter(optimizer, parameter) for parameter in group["params"]]
+            group["params"] = [self._prepare_local_parameter(optimizer, parameter) for parameter in group["params"]]
 
-    def _local_parameter(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+    def _prepare_local_parameter(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this rank's shard of `parameter`, with its gradient, and move its optimizer state to the shard."""
         if not isinstance(parameter, DTensor):
             return parameter
-        local, rows = self._local.get(parameter), local_shard(parameter)
+        local, rows = self._local_parameters.get(parameter), local_shard(parameter)
         if local is None or local.data_ptr() != rows.data_ptr():
-            local = self._local[parameter] = nn.Parameter(rows.detach(), parameter.requires_grad)
+            local = self._local_parameters[parameter] = nn.Parameter(rows.detach(), parameter.requires_grad)
         local.grad = None if parameter.grad is None else local_shard(parameter.grad)
         if parameter in optimizer.state:
             optimizer.state[local] = optimizer.state.pop(parameter)
@@ -102,10 +103,10 @@ class OptimizerShards:
     @disable_compile
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore the parameters of the optimizer, even after a step that raised an exception."""
-        held, self._complete_param_groups = self._complete_param_groups, None
-        if held is None:
+        distributed_groups, self._distributed_groups = self._distributed_groups, None
+        if distributed_groups is None:
             return
-        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        for group, parameters in zip(optimizer.param_groups, distributed_groups, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):
                 if local is not parameter:
                     local.grad = None

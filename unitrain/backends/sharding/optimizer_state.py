@@ -29,11 +29,11 @@ from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.backends.sharding.gradient_reducer import GradientReducer
 from unitrain.backends.sharding.partition import (
     ParameterShard,
-    batches_of,
     divide_elements,
     divide_tensors,
     flat_view,
     flatten_like,
+    iterate_batches,
 )
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
@@ -46,7 +46,7 @@ ELEMENTWISE = (
 # Each rank updates about this many bytes, and broadcasts them while it updates the next ones.
 _BATCH_BYTES = 2**24
 
-_sharded: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
+_sharded_states: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
 
 
 def shard_optimizer_state(
@@ -67,9 +67,9 @@ def shard_optimizer_state(
     checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
     fix = "Use shard_optimizer_state(optimizer, backend)"
     validation.check_instance("shard_optimizer_state(communicator)", communicator, Communicator, "a backend", fix)
-    sharded = _sharded.get(optimizer)
+    sharded = _sharded_states.get(optimizer)
     if sharded is None:
-        _sharded[optimizer] = ShardedState(optimizer, communicator, shard, reducer)
+        _sharded_states[optimizer] = ShardedState(optimizer, communicator, shard, reducer)
     elif not sharded.belongs_to(communicator, reducer):
         raise ModelError(
             "The state of this optimizer is sharded over the ranks of another backend or model. Build a new optimizer, "
@@ -79,7 +79,7 @@ def shard_optimizer_state(
 
 def sharded_state(optimizer: Optimizer) -> ShardedState | None:
     """Return the hooks that shard the state of `optimizer`, or None if it is not sharded by them."""
-    return _sharded.get(optimizer)
+    return _sharded_states.get(optimizer)
 
 
 @dataclass
@@ -119,18 +119,19 @@ class ShardedState:
     ) -> None:
         self._communicator, self.shard, self._reducer = communicator, shard, reducer
         # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
-        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
+        self._replaced_gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
         self._is_elementwise = type(optimizer) in ELEMENTWISE
         self._own_shards: dict[nn.Parameter, _OwnShard] = {}
         self._shards: dict[nn.Parameter, list[ParameterShard]] = {}
         self._batches: list[_Batch] = []
         # Optimizers that are not part of torch may also update parameters without gradients.
         self._may_update_unused = not type(optimizer).__module__.startswith("torch.optim.")
-        self._known_ids: list[list[int]] = []
+        self._known_parameter_ids: list[list[int]] = []
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
-        self._is_local = False  # while state dicts contain this rank's shards only
-        self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold shards
+        self._has_local_state_dicts = False  # whether state dicts contain only the state of this rank's shards
+        self._complete_groups: list[list[nn.Parameter]] | None = None  # during a step: the parameters outside it
+        # (address of the parameter, view) by parameter and start of the shard.
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._pending_broadcasts: list[Callable[[], None]] = []
         self._divide_new_parameters(optimizer)
@@ -183,20 +184,20 @@ class ShardedState:
 
     @contextmanager
     def _local_state_dicts(self) -> Iterator[None]:
-        self._is_local = True
+        self._has_local_state_dicts = True
         try:
             yield
         finally:
-            self._is_local = False
+            self._has_local_state_dicts = False
 
     # --- partitioning of the parameters ---
 
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
         """Partition the parameters that are not yet partitioned, and drop the state of other ranks' shards."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        if ids == self._known_ids:
+        if ids == self._known_parameter_ids:
             return
-        self._known_ids = ids
+        self._known_parameter_ids = ids
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         new = [parameter for parameter in parameters if parameter not in self._shards]
         # Frozen parameters have no state, so they are partitioned separately from the others.
@@ -250,7 +251,7 @@ class ShardedState:
         # batch.
         limit = _BATCH_BYTES if self._is_elementwise else 2**62
         self._batches = []
-        for batch_shards in batches_of(shards, [parameter.element_size() for parameter in parameters], limit):
+        for batch_shards in iterate_batches(shards, [parameter.element_size() for parameter in parameters], limit):
             batch = _Batch(shards=[(parameters[shard.index], shard) for shard in batch_shards])
             for shard in batch_shards:
                 if shard.owner == self._communicator.rank:
@@ -290,13 +291,13 @@ class ShardedState:
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         """Update and broadcast all batches except the last one, which the optimizer's own step updates."""
-        if self._all_parameters is not None:
+        if self._complete_groups is not None:
             raise ModelError(
                 f"{type(optimizer).__name__} calls its closure several times in one step, so its state cannot be "
                 'sharded. Use shard="none".'
             )
         self._divide_new_parameters(optimizer)
-        self._all_parameters = [group["params"] for group in optimizer.param_groups]
+        self._complete_groups = [group["params"] for group in optimizer.param_groups]
         self._pending_broadcasts = []
         for batch in self._batches[:-1]:
             self._enter_batch(optimizer, batch)
@@ -349,14 +350,14 @@ class ShardedState:
                     "Pass each parameter to only one optimizer."
                 )
             if owned.is_whole:
-                self._gradients.append((parameter, gradient))
+                self._replaced_gradients.append((parameter, gradient))
                 parameter.grad = gradient.local.as_strided(parameter.shape, parameter.stride())
 
     def _exit_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self._replaced_gradients:
             gradient.clear_cached_norms()
             parameter.grad = gradient
-        self._gradients.clear()
+        self._replaced_gradients.clear()
         for owned in self._partial_shards(batch):
             owned.local.grad = None
             if owned.local in optimizer.state:
@@ -364,12 +365,12 @@ class ShardedState:
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore all parameters of the optimizer, even after a step that raised an exception."""
-        all_parameters, self._all_parameters = self._all_parameters, None
-        if all_parameters is None:
+        complete_groups, self._complete_groups = self._complete_groups, None
+        if complete_groups is None:
             return
         for batch in self._batches:
             self._exit_batch(optimizer, batch)
-        for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
+        for group, parameters in zip(optimizer.param_groups, complete_groups, strict=True):
             group["params"] = parameters
 
     def _partial_shards(self, batch: _Batch) -> Iterable[_OwnShard]:
@@ -390,7 +391,7 @@ class ShardedState:
 
     def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return `state_dict` with the state of all ranks. All ranks call it."""
-        if self._is_local:
+        if self._has_local_state_dicts:
             return state_dict
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         own = {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
@@ -411,7 +412,7 @@ class ShardedState:
         """Return the complete `state_dict`, restricted to the state of this rank's shards."""
         self._restore(optimizer)
         self._divide_new_parameters(optimizer)
-        if self._is_local:
+        if self._has_local_state_dicts:
             return state_dict
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -34,7 +34,7 @@ class ParameterCollectives:
             error messages.
         check: called with every tensor before its collective, or None.
 
-    `gathered` lists the blocks whose parameters were gathered since the last `start_recording`.
+    `gathered_blocks` lists the blocks whose parameters were gathered since the last `start_recording`.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ParameterCollectives:
     ) -> None:
         self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
         self._counts = counts
-        self.gathered: list[int] = []
+        self.gathered_blocks: list[int] = []
 
     def start_recording(self) -> None:
-        """Clear `gathered`."""
-        self.gathered = []
+        """Clear `gathered_blocks`."""
+        self.gathered_blocks = []
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
         """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` must be the view of
@@ -133,7 +133,7 @@ class GatherParameters:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._collectives.gathered.append(self._block)
+        self._collectives.gathered_blocks.append(self._block)
         return self._collectives.gather(output_tensor, input_tensor)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -29,15 +30,16 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_forward_without_batch
 from unitrain.backends.sharding.fsdp_compat import (
-    compute_norms_of_infinite_order,
     fsdp_parameters,
-    is_fsdp_busy,
     is_fsdp_initialized,
     release_fsdp_groups,
+    support_norms_of_any_order,
     unsharded_parameter,
+    was_fsdp_interrupted,
 )
 from unitrain.backends.sharding.parameter_collectives import GatherParameters, ParameterCollectives, ReduceGradients
 from unitrain.backends.sharding.shards import make_state_dicts_complete
+from unitrain.backends.tensors import HALF_DTYPES
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError, ModelError
 from unitrain.monitoring.loop_counters import CountedForward
@@ -50,8 +52,7 @@ from unitrain.torch_compat import (
     unwrap_compiled,
 )
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_models_wrapped = 0
+_model_numbers = count()
 
 
 class ShardedParameters:
@@ -85,16 +86,19 @@ class ShardedParameters:
         # All ranks then reduce tensors of the same size, even if they use different parameters.
         self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
-        # Keyed by id, to look up the original parameters in an optimizer that was built before sharding.
+        # (original parameter, sharded parameter) by the id of the original one, to look up parameters of an optimizer
+        # that was built before sharding.
         self.replaced_parameters = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
-        compute_norms_of_infinite_order()
+        support_norms_of_any_order()
         # `prepend`: fully_shard's pre-hook, which gathers the parameters of the root block, must run after this one.
         model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
         # `prepend`: fully_shard's hook, which lets the backward pass gather these parameters, must run after this one.
         model.register_forward_hook(self._copy_views, prepend=True)
         model.register_forward_hook(self._free_after_forward)
-        self._order: list[int] | None = None
+        # The indices of the blocks, in the order in which a forward pass gathered their parameters. The list is empty
+        # before the first forward pass, and shared by the copies of the model.
+        self._gather_order: list[int] = []
         register_forward_without_batch(model, self.take_part_in_forward)
 
     @property
@@ -106,6 +110,10 @@ class ShardedParameters:
         """Return the sharded parameter that has replaced `parameter`, or `parameter` itself."""
         former, current = self.replaced_parameters.get(id(parameter), (None, parameter))
         return current if former is not None and former() is parameter else parameter
+
+    def share_gather_order(self, original: ShardedParameters) -> None:
+        """Use the recorded order of the blocks of `original`. This model is a copy of its model."""
+        self._gather_order = original._gather_order
 
     def free_complete_parameters(self) -> None:
         """Free the complete parameters of the root block, which remain in memory after a forward pass with gradients.
@@ -120,14 +128,14 @@ class ShardedParameters:
         """Gather and free the parameters of all blocks, as a forward pass without gradients does."""
         # Before the first forward pass, the execution order of the blocks is unknown, so assume the order of
         # definition.
-        order = self._order if self._order is not None else [len(self.blocks) - 1, *range(len(self.blocks) - 1)]
+        order = self._gather_order or [len(self.blocks) - 1, *range(len(self.blocks) - 1)]
         for index in order:
             self.blocks[index].unshard()
             self.blocks[index].reshard()
 
     def reset_after_exception(self) -> None:
         """Discard the state of a forward or backward pass that raised an exception."""
-        if is_fsdp_initialized(self.model) and is_fsdp_busy(self.model):
+        if is_fsdp_initialized(self.model) and was_fsdp_interrupted(self.model):
             self.root.reset_iter_state()
 
     def release_groups(self) -> None:
@@ -151,8 +159,11 @@ class ShardedParameters:
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
-            self._order = list(self.collectives.gathered)
-        elif self._has_gradients():
+            self._gather_order[:] = self.collectives.gathered_blocks
+            return
+        if not self._gather_order:
+            self._gather_order[:] = self.collectives.gathered_blocks
+        if self._has_gradients():
             # Otherwise model.parameters() would return the complete parameters of the root block, which have no
             # gradient, so clipping and model.zero_grad() before the backward pass would omit these gradients.
             self.free_complete_parameters()
@@ -175,26 +186,25 @@ class ShardedModel(nn.Module, WrappedModel):
         self.module = model
         self.sharded = sharded
         self._monitor, self._rendezvous, self._forward_buffers = monitor, rendezvous, buffers
-        self._is_accumulating = self._has_left = False
+        self._is_accumulating = self._has_left_group = False
         self._broadcasts_buffers = True
         self._last_backward = -1
         self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-        self._local = LocalGradients(unwrap_compiled(model), lambda: self._is_accumulating)
-        global _models_wrapped
-        _models_wrapped += 1
-        self._key, self._freeze_changes = f"sharded_parameters/{_models_wrapped}", 0
+        self._local_gradients = LocalGradients(unwrap_compiled(model), lambda: self._is_accumulating)
+        self._key, self._num_freeze_changes = f"sharded_parameters/{next(_model_numbers)}", 0
         self._used_names: set[str] | None = set()  # names, until the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
 
     def add_copy(self, sharded: ShardedParameters) -> None:
-        """Register `sharded`, made from a copy of the user's model, so that `leave_group` also releases its process
+        """Register `sharded`, whose model is a copy of the user's model. `leave_group` also releases its process
         group."""
+        sharded.share_gather_order(self.sharded)
         self._copies.append(sharded)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._has_left:
+        if self._has_left_group:
             raise ConfigError(
                 "The model was called after backend.shutdown(), but its parameters are sharded across the ranks. Call "
                 "the model before the shutdown, or load the saved weights into a new model."
@@ -222,7 +232,7 @@ class ShardedModel(nn.Module, WrappedModel):
         its shard.
         """
         was_accumulating, self._is_accumulating = self._is_accumulating, True
-        self._local.track()
+        self._local_gradients.track()
         try:
             yield
         finally:
@@ -234,17 +244,17 @@ class ShardedModel(nn.Module, WrappedModel):
         If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Also
         free the complete parameters of the root block. Does not communicate.
         """
-        if not self._has_left:
+        if not self._has_left_group:
             self._monitor.raise_reported_model_error()
             self._monitor.loop_counters.count_step()
             self.sharded.free_complete_parameters()
-            self._local.check(optimizer)
+            self._local_gradients.check(optimizer)
 
     def leave_group(self) -> None:
         """Release the process group. The model cannot be used afterwards."""
-        if not self._has_left:
-            self._has_left = True
-            self._local.stop()
+        if not self._has_left_group:
+            self._has_left_group = True
+            self._local_gradients.stop()
             for sharded in (self.sharded, *self._copies):
                 sharded.release_groups()
             self._forward_buffers = None
@@ -271,8 +281,8 @@ class ShardedModel(nn.Module, WrappedModel):
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         if requires_grad == self._requires_grad:
             return
-        self._freeze_changes += 1
-        key = f"{self._key}/trains/{self._freeze_changes}"
+        self._num_freeze_changes += 1
+        key = f"{self._key}/trains/{self._num_freeze_changes}"
         compare_trained_parameters(self._rendezvous, key, self._names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
 
@@ -301,7 +311,7 @@ class ShardedModel(nn.Module, WrappedModel):
             for record in fsdp_parameters(block):  # type: ignore[arg-type]
                 complete, name = unsharded_parameter(record), names.get(id(record.sharded_param))
                 if complete is not None and complete.requires_grad and name is not None:
-                    hook = _recorder(name, self._used_names)
+                    hook = _create_recorder(name, self._used_names)
                     self._handles.append(complete.register_post_accumulate_grad_hook(hook))
 
     def _find_unused_parameters(self) -> None:
@@ -322,7 +332,7 @@ class ShardedModel(nn.Module, WrappedModel):
             end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, suggests_find_unused=False))
 
 
-def _recorder(name: str, used_names: set[str] | None) -> Callable[[Tensor], None]:
+def _create_recorder(name: str, used_names: set[str] | None) -> Callable[[Tensor], None]:
     def record(_: Tensor) -> None:
         if used_names is not None:
             used_names.add(name)
@@ -342,5 +352,5 @@ def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:
     half precision are summed in float32.
     """
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    reduce_dtype = torch.float32 if dtypes & set(_HALF_DTYPES) else None
+    reduce_dtype = torch.float32 if dtypes & set(HALF_DTYPES) else None
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

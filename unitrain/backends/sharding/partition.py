@@ -54,9 +54,9 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
     return shards
 
 
-def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[ParameterShard]:
-    """Return the shards of `divide_elements` for each run of consecutive tensors with about `limit` elements, from the
-    last tensor to the first.
+def divide_runs(sizes: Sequence[int], ranks: int, min_elements: int) -> list[ParameterShard]:
+    """Return the shards of `divide_elements` for each run of consecutive tensors with at least `min_elements` elements,
+    from the last tensor to the first. The last run may have fewer elements.
 
     Gradients are computed in this order, so each bucket of gradients is divided evenly among ranks.
     """
@@ -64,7 +64,7 @@ def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[ParameterS
     for index in reversed(range(len(sizes))):
         run.append(index)
         run_elements += sizes[index]
-        if index == 0 or run_elements >= limit:
+        if index == 0 or run_elements >= min_elements:
             shards += [
                 replace(shard, index=run[shard.index])
                 for shard in divide_elements([sizes[position] for position in run], ranks)
@@ -85,9 +85,11 @@ def divide_tensors(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
     return [ParameterShard(index, 0, size, owners[index]) for index, size in enumerate(sizes)]
 
 
-def batches_of(shards: Sequence[ParameterShard], sizes: Sequence[int], limit: int) -> Iterator[list[ParameterShard]]:
-    """Yield lists of shards with about `limit` bytes per rank, or fewer at the end. `sizes[i]` is the number of bytes
-    per element of the parameter with index i.
+def iterate_batches(
+    shards: Sequence[ParameterShard], element_bytes: Sequence[int], limit_bytes: int
+) -> Iterator[list[ParameterShard]]:
+    """Yield lists of shards with about `limit_bytes` per rank, or fewer at the end. `element_bytes[i]` is the number of
+    bytes per element of the parameter with index i.
 
     All ranks compute the same lists, so they can broadcast them in this order.
     """
@@ -95,11 +97,11 @@ def batches_of(shards: Sequence[ParameterShard], sizes: Sequence[int], limit: in
     last_bytes: dict[int, int] = {}  # of the last batch of each owner
     for shard in shards:
         batches = by_owner.setdefault(shard.owner, [[]])
-        if last_bytes.get(shard.owner, 0) >= limit:
+        if last_bytes.get(shard.owner, 0) >= limit_bytes:
             batches.append([])
             last_bytes[shard.owner] = 0
         batches[-1].append(shard)
-        num_bytes = (shard.stop - shard.start) * sizes[shard.index]
+        num_bytes = (shard.stop - shard.start) * element_bytes[shard.index]
         last_bytes[shard.owner] = last_bytes.get(shard.owner, 0) + num_bytes
     for number in range(max(map(len, by_owner.values()), default=0)):
         yield [shard for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for shard in batch]

@@ -26,7 +26,7 @@ from unitrain.backends.sharding.tensor_chunks import (
     local_chunks,
     own_chunks,
     range_chunks,
-    whole,
+    whole_chunk,
 )
 
 
@@ -119,7 +119,7 @@ def _chunks_of_sharded(sharded: ShardedState, parameter: nn.Parameter, name: str
     start, stop = owned
     if stop - start < parameter.numel() and value.shape == (stop - start,):
         return range_chunks(name, parameter, start, stop, value.detach())
-    return [whole(name, value)] if sharded.owns_start(parameter) else []
+    return [whole_chunk(name, value)] if sharded.owns_start(parameter) else []
 
 
 def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def _load_tensor(sharded: ShardedState | None, parameter: nn.Parameter, name: st
     same_shape = shape == tuple(parameter.shape)
     loaded = torch.empty_like(parameter, dtype=dtype, device="cpu") if same_shape else torch.empty(shape, dtype=dtype)
     loaded = loaded.detach().requires_grad_(False)
-    stored.read([whole(name, loaded)])
+    stored.read([whole_chunk(name, loaded)])
     return loaded
 
 

@@ -42,7 +42,7 @@ def is_distributed_tensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def whole(name: str, tensor: Tensor) -> TensorChunk:
+def whole_chunk(name: str, tensor: Tensor) -> TensorChunk:
     """Return the complete `tensor` as one chunk."""
     return TensorChunk(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
 
@@ -56,7 +56,7 @@ def own_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Tens
     chunks, replicated = [], {}
     for name, tensor in tensors.items():
         if is_distributed_tensor(tensor):
-            chunks += _own_chunk_of_distributed(name, tensor)
+            chunks += _own_chunks_of_distributed(name, tensor)
         else:
             replicated[name] = tensor
     return [*_balanced_chunks(replicated, rank, size), *chunks]
@@ -65,7 +65,7 @@ def own_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Tens
 def local_chunks(name: str, tensor: Tensor) -> list[TensorChunk]:
     """Return this rank's elements of `tensor`: the complete tensor, or the local elements of a DTensor."""
     if not is_distributed_tensor(tensor):
-        return [whole(name, tensor)]
+        return [whole_chunk(name, tensor)]
     local = _local_chunk(name, tensor)
     return [] if local is None else [local.chunk]
 
@@ -123,9 +123,9 @@ def _balanced_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> lis
         if begin is None or end is None:
             middle = first + tensor.nbytes // 2
             if rank == (min(middle * size // total, size - 1) if total else 0):
-                chunks.append(whole(name, tensor))
+                chunks.append(whole_chunk(name, tensor))
         elif begin < end:
-            chunks.append(_rows(whole(name, tensor), begin, end))
+            chunks.append(_select_rows(whole_chunk(name, tensor), begin, end))
         first += tensor.nbytes
     return chunks
 
@@ -139,7 +139,7 @@ def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
     return rows if limit == size else min(max(position * rows // tensor.nbytes, 0), rows)
 
 
-def _rows(chunk: TensorChunk, start: int, stop: int) -> TensorChunk:
+def _select_rows(chunk: TensorChunk, start: int, stop: int) -> TensorChunk:
     offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
     return replace(chunk, offsets=offsets, data=chunk.data[start:stop])
 
@@ -156,7 +156,7 @@ class _LocalChunk:
     replicas: int
 
 
-def _own_chunk_of_distributed(name: str, tensor: Any) -> list[TensorChunk]:
+def _own_chunks_of_distributed(name: str, tensor: Any) -> list[TensorChunk]:
     local = _local_chunk(name, tensor)
     if local is None:
         return []
@@ -169,7 +169,7 @@ def _own_chunk_of_distributed(name: str, tensor: Any) -> list[TensorChunk]:
         return [chunk] if replica == 0 else []
     rows = chunk.data.shape[0]
     begin, end = (rows * index // replicas for index in (replica, replica + 1))
-    return [_rows(chunk, begin, end)] if begin < end else []
+    return [_select_rows(chunk, begin, end)] if begin < end else []
 
 
 def _local_chunk(name: str, tensor: Any) -> _LocalChunk | None:
@@ -219,8 +219,8 @@ def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether `value` is a tensor that can be divided into chunks: a DTensor; or a tensor, parameter or buffer
-    of no other subclass that is strided and not quantized."""
+    """Return whether `value` is a tensor that can be divided into chunks: a DTensor, or a strided, unquantized instance
+    of exactly Tensor, nn.Parameter or nn.Buffer."""
     if is_distributed_tensor(value):
         return True
     plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
