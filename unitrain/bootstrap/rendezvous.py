@@ -81,10 +81,12 @@ class Rendezvous:
                     "The store also contains messages that are not signed with the UNITRAIN_JOB_KEY of this rank: set "
                     "the same key on every rank, or unset it on every rank. "
                 )
+            is_torch = self.rank_info.launcher == "init_process_group"
+            setting = "init_process_group(timeout=...)" if is_torch else "unitrain.init(timeout_seconds=...)"
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks timed out after {self.timeout.total_seconds():g} s, at "
                 f"{key!r}. Missing: {names}. {cause}{signature}"
-                "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
+                f"Check the first error that they logged, or raise the limit with {setting}."
             )
         # The last rank has failed before it published the list.
         return [posted[rank] for rank in range(self.rank_info.size)]

@@ -125,7 +125,7 @@ def describe_figures(cause: str, figures: RankFigures, step_seconds: float) -> s
         return f"copies take {milliseconds(figures.copy)} ms a step"
     if cause in ("forward", "backward"):
         seconds = figures.forward if cause == "forward" else figures.backward
-        return f"{milliseconds(seconds)} ms a step, of which {milliseconds(figures.cpu_wait)} ms without a core"
+        return f"{milliseconds(seconds)} ms a step; {milliseconds(figures.cpu_wait)} ms of the step without a core"
     return ""
 
 
