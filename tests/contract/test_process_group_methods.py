@@ -3,6 +3,7 @@ monitored barrier. Each case runs on Gloo and on Horovod, with equal results."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -275,6 +276,11 @@ def indivisible_tensors(backend: Backend) -> list[str]:
         lambda: dist.all_to_all_single(torch.zeros(size + 1), odd),
         lambda: dist.all_to_all_single(odd, odd, [1] * size, [1] * size),
         lambda: group.reduce_scatter_tensor_coalesced([torch.zeros(1)], [odd]),
+        lambda: dist.all_to_all_single(torch.zeros(4 * size), torch.zeros(2 * size)),
+        lambda: dist.all_to_all_single(torch.zeros(size, 3), torch.zeros(size, 2), [1] * size, [1] * size),
+        lambda: dist.all_to_all([torch.zeros(1)] * size, [torch.zeros(1)] * (size + 1)),
+        lambda: dist.all_to_all([torch.zeros(1)] * (size - 1), [torch.zeros(1)] * size),
+        lambda: group.alltoall([torch.zeros(1).double()] * size, [torch.zeros(1)] * size),
     ):
         with pytest.raises(CollectiveArgumentError) as caught:
             call()
@@ -288,6 +294,29 @@ def test_indivisible_tensors_raise_on_every_rank(groups: Any) -> None:
     messages = horovod.run(indivisible_tensors)
     assert all(one == messages[0] for one in messages)
     assert "Horovod's reduce_scatter got input" in messages[0][0]
+
+
+def calls_of_a_forked_process(backend: Backend) -> list[str]:
+    """Return the error of a collective in a process that was forked from a rank."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            dist.all_reduce(torch.ones(2))
+        except Exception as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        message = pipe.read()
+    backend.barrier()
+    return [message]
+
+
+def test_collectives_in_a_forked_process_raise_immediately(groups: Any) -> None:
+    horovod, _ = groups
+    for (message,) in horovod.run(calls_of_a_forked_process, timeout_seconds=20):
+        assert message.startswith("A collective was called in a process that was forked from a rank")
 
 
 def coalescing_manager(backend: Backend) -> list[Any]:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import unitrain
 from unitrain.backends.base import Backend
+from unitrain.errors import UnsupportedError
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
@@ -52,6 +54,19 @@ def _collectives(group: dist.ProcessGroup, ranks: list[int]) -> list[Tensor]:
     results.append(torch.tensor([one["rank"] for one in objects]))
     dist.barrier(group=group)
     return results + (gathered or [])
+
+
+def horovod_group_of_a_gloo_group(backend: Backend) -> list[str]:
+    unitrain.register_process_group()
+    with pytest.raises(UnsupportedError) as caught:
+        dist.new_group([0, 1], backend="horovod")
+    return [str(caught.value)]
+
+
+def test_a_horovod_group_requires_a_horovod_default_group() -> None:
+    with RankGroup("ddp", 2) as group:
+        for (message,) in group.run(horovod_group_of_a_gloo_group):
+            assert "the default group has the backend 'gloo', which does not start Horovod" in message
 
 
 def overlapping_groups(backend: Backend) -> list[Tensor]:

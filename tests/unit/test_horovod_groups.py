@@ -60,6 +60,30 @@ def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
     assert works[0].is_success()
 
 
+def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = -1
+    ends: list[Any] = []
+    monkeypatch.setattr(horovod_work, "current_backward", lambda: backward)
+    monkeypatch.setattr(horovod_work.end_of_backward, "add", lambda _, function: ends.append(function))
+    completions = horovod_work.CompletionQueue()
+
+    def fail(_: Any) -> None:
+        raise ValueError(f"backward pass {backward}")
+
+    for backward in (-1, 0, 1):
+        finished.add(backward + 2)
+        work = start(completions, backward + 2)
+        work._finish = fail if backward < 1 else None
+        if backward < 1:
+            with pytest.raises(ValueError, match=f"backward pass {backward}"):
+                work.wait()
+        else:
+            work.wait()
+    completions.stop()
+    assert len(ends) == 2
+    ends[1]()
+
+
 @pytest.mark.parametrize("completer", ["unitrain-horovod", "MainThread"])
 def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
     """The thread that first polls after an operation has finished runs the callback."""

@@ -83,13 +83,7 @@ class MismatchDetector:
         find it, because an operation may complete after rank 0 has written it.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
-            if self._store is None:
-                # This is a second connection, because a store serves one call at a time, and another thread may be
-                # waiting in a call.
-                self._cloning = self._cloning or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
-                clone, self._cloning = self._cloning.clone(), None
-                prefix = f"mismatches.{self._generation}"
-                self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_TIMEOUT_SECONDS)
+            self._store = self._store or self._connect()
             if self._store.check(["error"]):
                 self._message = self._store.get("error").decode()
                 return CollectiveMismatchError(self._message)
@@ -114,6 +108,21 @@ class MismatchDetector:
                 self._store.set("error", self._message)
                 return CollectiveMismatchError(self._message)
         return None
+
+    def reported(self) -> CollectiveMismatchError | None:
+        """Return the mismatch that another rank has found, or None."""
+        with contextlib.suppress(RuntimeError):
+            self._store = self._store or self._connect()
+            if self._store.check(["error"]):
+                return CollectiveMismatchError(self._store.get("error").decode())
+        return None
+
+    def _connect(self) -> ResponsiveStore:
+        # This is a second connection, because a store serves one call at a time, and another thread may be waiting in a
+        # call.
+        self._cloning = self._cloning or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
+        clone, self._cloning = self._cloning.clone(), None
+        return ResponsiveStore(dist.PrefixStore(f"mismatches.{self._generation}", clone), _STORE_TIMEOUT_SECONDS)
 
 
 def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tuple[Operation, Operation] | None:

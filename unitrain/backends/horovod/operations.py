@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -52,6 +53,7 @@ class OperationStarter(dist.ProcessGroup):
         self._ranks = ranks
         self._process_set = join_process_set(store, rank, ranks, timeout)
         self._is_shut_down = False
+        self._pid = os.getpid()
         self._group_number, self._generation = next_group_number(ranks), 0
         count_group(ranks)
         self._prefix = f"unitrain.{self._group_number}.0"
@@ -313,11 +315,16 @@ class OperationStarter(dist.ProcessGroup):
 
         `operation` contains the reduction or root. `size` is equal on every rank, and is the number of elements by
         default. `dtype` is the dtype of the user's tensor, from which `tensor` may have been converted. The Work raises
-        `mismatch_error` if ranks start the operation with different dtypes. Raises CollectiveMismatchError if ranks of
-        this group have called different collectives. This method blocks until the previous operation with the same name
-        is complete.
+        `mismatch_error` if ranks start the operation with different dtypes. This method blocks until the previous
+        operation with the same name is complete. Raises CollectiveMismatchError if ranks of this group have called
+        different collectives, and UnsupportedError in a forked process.
         """
         self._mismatches.check_usable()
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                "A collective was called in a process that was forked from a rank, such as a DataLoader worker, but "
+                "only the rank itself can communicate. Call collectives in the main process of the rank."
+            )
         device = tensor.device
         size = tensor.numel() if size is None else size
         own_dtype = dtype_name(tensor.dtype if dtype is None else dtype)
@@ -333,7 +340,7 @@ class OperationStarter(dist.ProcessGroup):
         work = HorovodWork(
             operation.partition(".")[0], handle, result, device, finish, self._timeout, self._completions,
             pending_operation,
-            self._mismatches.find, mismatch_error,
+            self._mismatches, mismatch_error,
         )  # fmt: skip
         self._latest[name] = work
         self._sequence_number += 1

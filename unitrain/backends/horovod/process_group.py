@@ -82,6 +82,11 @@ def _create(
         store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
         start_for_group(store, rank, size, timeout)
         return HorovodProcessGroup(store, rank, range(size), timeout)
+    if BACKEND_NAME not in dist.get_backend_config():
+        raise UnsupportedError(
+            f"A Horovod group was requested, but the default group has the backend {dist.get_backend()!r}, which does "
+            'not start Horovod. Call torch.distributed.init_process_group("horovod").'
+        )
     if list(ranks) != sorted(ranks):
         raise UnsupportedError(
             f"A group of the ranks {list(ranks)} was requested, but Horovod orders the ranks of a group. "
@@ -330,6 +335,7 @@ class HorovodProcessGroup(OperationStarter):
         _check_splits("input", input_splits, rows, size)
         _check_splits("output", output_splits, output.shape[0], size)
         row_bytes = math.prod(local_tensor.shape[1:]) * local_tensor.element_size()
+        signatures.check_alltoall_output(output, local_tensor, has_splits=bool(input_splits or output_splits))
         payload, target = dense_bytes(local_tensor).view(rows, row_bytes), Destination(output)
         if input_splits or output_splits:
             sent = input_splits or [rows // size] * size
@@ -348,7 +354,8 @@ class HorovodProcessGroup(OperationStarter):
             works.append(self._issue("alltoall", piece, start, [output], finish, piece.shape[1]))
         return join_works(works, [output], local_tensor.device)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @signatures.accepts(signatures.alltoall)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         sent = [dense_bytes(part) for part in inputs]
         targets = [Destination(part) for part in outputs]
         received = torch.empty(sum(len(target.bytes) for target in targets), dtype=torch.uint8, device=inputs[0].device)

@@ -264,6 +264,34 @@ def all_to_all_single(
     return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
 
 
+def alltoall(
+    group: Any, output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None
+) -> Arguments:
+    """Convert and validate the arguments of `alltoall`: lists with one tensor per rank."""
+    outputs, inputs = _as_list(output_tensors), _as_list(input_tensors)
+    for kind, tensors in (("input", inputs), ("output", outputs)):
+        if len(tensors) != group.size():
+            raise CollectiveArgumentError(
+                f"Horovod's all_to_all got a list of {len(tensors)} {kind} tensors on {group.size()} ranks. Pass one "
+                f"{kind} tensor for each rank."
+            )
+    for tensor in (*inputs, *outputs):
+        _check_equals("all_to_all", tensor, inputs[0], checks_shape=False)
+    return outputs, inputs, _options(dist.AllToAllOptions, opts, timeout)
+
+
+def check_alltoall_output(output: Tensor, source: Tensor, *, has_splits: bool) -> None:
+    """Raise CollectiveArgumentError unless `output` can receive parts of tensors such as `source`."""
+    _check_equals("all_to_all_single", output, source, checks_shape=False)
+    fits = output.shape[1:].numel() == source.shape[1:].numel() if has_splits else output.numel() == source.numel()
+    if not fits:
+        raise CollectiveArgumentError(
+            f"Horovod's all_to_all_single got an output of shape {tuple(output.shape)} for an input of shape "
+            f"{tuple(source.shape)}. Pass an output "
+            + ("with rows of the same size." if has_splits else "with the same number of elements.")
+        )
+
+
 def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
     """Convert the arguments of `barrier`."""
     return (_options(dist.BarrierOptions, opts, timeout),)

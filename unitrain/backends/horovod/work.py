@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
-from unitrain.backends.horovod.mismatches import Operation
+from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.errors import CollectiveTimeoutError, UnsupportedError
 from unitrain.torch_compat import Work, current_backward
 
@@ -61,13 +61,13 @@ class HorovodWork(Work):
         timeout: timedelta,
         completions: CompletionQueue | None,
         operation: Operation | None = None,
-        find_mismatch: Callable[[], Exception | None] | None = None,
+        mismatches: MismatchDetector | None = None,
         mismatch_error: UnsupportedError | None = None,
     ) -> None:
         super().__init__()
         self._name = name
         self.operation = operation
-        self._find_mismatch = find_mismatch
+        self._mismatches = mismatches
         self._mismatch_error = mismatch_error
         self._handle = handle
         self._result = result
@@ -82,6 +82,7 @@ class HorovodWork(Work):
         self._device = device
         self._ready_event: torch.cuda.Event | None = None
         self._is_inference = torch.is_inference_mode_enabled()
+        self.is_in_backward = False
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
@@ -111,11 +112,11 @@ class HorovodWork(Work):
                 return True
             now = time.monotonic()
             if now < self._deadline:
-                if now < self._next_mismatch_check or self._find_mismatch is None:
+                if now < self._next_mismatch_check or self._mismatches is None:
                     return False
                 interval = max(_MISMATCH_CHECK_SECONDS, min((now - self._start_time) / 2, 15 * _MISMATCH_CHECK_SECONDS))
                 self._next_mismatch_check = now + interval
-                if (error := self._find_mismatch()) is not None:
+                if (error := self._mismatches.find()) is not None:
                     self._complete(error)
                 return error is not None
             seconds = self._timeout.total_seconds()
@@ -133,11 +134,19 @@ class HorovodWork(Work):
                     self._finish(output)
                 self._mark_ready(output)
         except Exception as error:
-            is_mismatch = self._mismatch_error is not None and "Mismatched data types" in str(error)
-            self._complete(self._mismatch_error if is_mismatch else error)
+            self._complete(self._find_cause(error))
         else:
             self._complete(None)
         return True
+
+    def _find_cause(self, error: Exception) -> Exception:
+        """Return the reason for Horovod's `error` if it is known, or `error`."""
+        if self._mismatch_error is not None and "Mismatched data types" in str(error):
+            return self._mismatch_error
+        if self._mismatches is not None and "Horovod has been shut down" in str(error):
+            # A rank that has found a mismatch may have exited before this rank has compared its operations.
+            return self._mismatches.reported() or error
+        return error
 
     @property
     def is_small(self) -> bool:
@@ -298,7 +307,7 @@ class CompletionQueue:
         self._kept_works: deque[HorovodWork] = deque(maxlen=_NUM_KEPT_WORKS)
         self._completion_lock = threading.Lock()
         self._completing_thread_id: int | None = None
-        self._error: Exception | None = None  # the first error; Horovod does not recover from errors
+        self._backward_error: Exception | None = None  # the first error of an operation of the last backward pass
         self._last_backward = -1
         self._added_event = threading.Event()
         self._is_stopping = False
@@ -314,12 +323,13 @@ class CompletionQueue:
             # can complete.
             _poll_until(work.poll, None)
             return
+        backward = current_backward()
+        work.is_in_backward = backward != -1
         self._works.append(work)
         if not self._added_event.is_set():
             self._added_event.set()
-        backward = current_backward()
         if backward not in (-1, self._last_backward):
-            self._last_backward = backward
+            self._last_backward, self._backward_error = backward, None
             end_of_backward.add(BackwardStage.WAIT_FOR_WORK_OBJECTS, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
@@ -357,10 +367,10 @@ class CompletionQueue:
 
     def _finish_backward(self) -> None:
         _poll_until(lambda: self._poll() or not self._works, None)
-        if self._error is not None:
+        if self._backward_error is not None:
             # Raise before DDP reads the futures, because its C++ code reports a Python error as a result of an unknown
-            # type.
-            raise self._error
+            # type. The caller of an operation outside the backward pass receives the error from `wait`.
+            raise self._backward_error
 
     def _poll(self) -> bool:
         """Complete works in order, up to the first unfinished one. Return whether all works are complete."""
@@ -375,8 +385,9 @@ class CompletionQueue:
                 if work.is_small:
                     self._kept_works.append(work)
                 error = work.exception()
-                if not isinstance(error, UnsupportedError):  # this error concerns only one operation
-                    self._error = self._error or error
+                # An UnsupportedError concerns only one operation.
+                if work.is_in_backward and not isinstance(error, UnsupportedError):
+                    self._backward_error = self._backward_error or error
             return True
         finally:
             self._completing_thread_id = None
