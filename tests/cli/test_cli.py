@@ -432,6 +432,8 @@ def test_invalid_environment_variable_is_reported(value: str, script: str) -> No
             "launch -H localhost:1,h2.invalid:1 -x MASTER_PORT=2950 --max-restarts 1 --standby {script}",
             "two attempts need different ports. To let unitrain choose free ports, leave -x MASTER_PORT out",
         ),
+        ("tune --minutes nan {script}", "'nan' is not a finite number."),
+        ("bench predict --parameters 1e6 --step-seconds 0.1 --latency inf", "'inf' is not a finite number."),
         (
             "ckpt verify {folder}",
             "There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its check",

@@ -517,6 +517,13 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
                 "sbatch as one word each: --qos=high"
             ),
         ),
+        (
+            "--to slurm -J digits T",
+            (
+                "Script 'digits' does not exist. Options of unitrain go before the script. Write options of "
+                "sbatch as one word each: -Jdigits"
+            ),
+        ),
         ("--to slurm --requeue", "The command lacks a script. End it as in: train.py"),
         (
             "--to slurm -x HF_TOKEN=abc T",

@@ -9,6 +9,7 @@ backends.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shlex
 import signal
@@ -53,6 +54,16 @@ def split_words(context: click.Context, parameter: click.Parameter, value: str |
         raise click.BadParameter(
             f"{value!r} cannot be split into words: {error}. Quote it as for a shell, as in \"-np 2 -H 'a:1,b:1'\""
         ) from error
+
+
+class FiniteRange(click.FloatRange):
+    """Type of options with a number in a range, such as click's FloatRange, but without nan and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 def check_output_file(option: str, path: Path | None, *, creates_folder: bool = False) -> None:

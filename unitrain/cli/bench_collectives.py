@@ -11,6 +11,7 @@ import click
 
 from unitrain.bench.results import OPERATIONS
 from unitrain.bootstrap import environment
+from unitrain.cli import FiniteRange
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
@@ -53,7 +54,7 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
 @click.option("--max-bytes", metavar="SIZE", help="Maximum message size.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=60,
     show_default=True,
     help="Duration of the measurement; at least 3 rounds are run.",

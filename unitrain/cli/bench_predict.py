@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from unitrain.cli import FiniteRange
 from unitrain.cli.bench_options import (
     check_can_draw,
     check_output_files,
@@ -25,29 +26,27 @@ _DEFAULT_RANKS_OF_METHODS = 8
 @click.command()
 @click.argument("measured", required=False, type=click.Path(path_type=Path))
 @click.option("--train", type=click.Path(path_type=Path), metavar="FILE", help="Result of bench train with the model.")
-@click.option("--parameters", type=click.FloatRange(min=1), help="Number of model parameters, such as 25.6e6.")
-@click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Step time on one rank.")
+@click.option("--parameters", type=FiniteRange(min=1), help="Number of model parameters, such as 25.6e6.")
+@click.option("--step-seconds", type=FiniteRange(min=0, min_open=True), help="Step time on one rank.")
 @click.option(
     "--backward-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=2 / 3,
     show_default="two thirds",
     help="Fraction of the step time spent in the backward pass.",
 )
 @click.option(
     "--bytes-per-parameter",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=4,
     show_default=True,
     help="Communicated bytes per parameter.",
 )
 @click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Gradient bucket size.")
-@click.option(
-    "--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Message latency, instead of MEASURED."
-)
+@click.option("--latency", type=FiniteRange(min=0), metavar="SECONDS", help="Message latency, instead of MEASURED.")
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="GB/S",
     help="Bandwidth per rank, instead of MEASURED.",
 )
@@ -76,9 +75,9 @@ _DEFAULT_RANKS_OF_METHODS = 8
     metavar="N",
     help="Ranks per host, for the hierarchical algorithm and local-sgd-hosts.",
 )
-@click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency within a host.")
+@click.option("--host-latency", type=FiniteRange(min=0), metavar="SECONDS", help="Latency within a host.")
 @click.option(
-    "--host-bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Bandwidth within a host."
+    "--host-bandwidth", type=FiniteRange(min=0, min_open=True), metavar="GB/S", help="Bandwidth within a host."
 )
 @click.option(
     "--servers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parameter servers."

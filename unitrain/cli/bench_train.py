@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unitrain.bootstrap import environment
+from unitrain.cli import FiniteRange
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=60,
     show_default=True,
     help="Duration of the measurement; at least 3 rounds are run.",

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from unitrain.cli import split_words
+from unitrain.cli import FiniteRange, split_words
 from unitrain.errors import UnitrainError
 from unitrain.processes import exit_on_termination_signals
 
@@ -22,7 +22,7 @@ from unitrain.processes import exit_on_termination_signals
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option(
     "--timeout-seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=120.0,
     show_default=True,
     help="Time limit for the ranks to connect.",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from unitrain.cli import check_output_file, report_write_error
+from unitrain.cli import FiniteRange, check_output_file, report_write_error
 from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
@@ -42,7 +42,7 @@ _WARMUP_STEPS = 3
 )
 @click.option(
     "--timeout-seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=600,
     show_default=True,
     help="Time limit of the run.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from unitrain.cli import split_words
+from unitrain.cli import FiniteRange, split_words
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
@@ -26,14 +26,14 @@ _STARTUP_SECONDS = 120.0
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=10,
     show_default=True,
     help="Duration of the search.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=3,
     show_default=True,
     help="Duration of the timed steps per run.",

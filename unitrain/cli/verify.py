@@ -13,7 +13,7 @@ import click
 
 from unitrain import launchers
 from unitrain.bootstrap import environment
-from unitrain.cli import check_output_file, report_write_error
+from unitrain.cli import FiniteRange, check_output_file, report_write_error
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
@@ -31,7 +31,7 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 @click.option("--backends", metavar="NAME,...", help="Backends to compare. [default: all available]")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Maximum difference: absolute for values up to 1, relative above 1. It is lower for tensors that "
     "change little during training. [default: 1e-6, with --float64 1e-8]",
 )
@@ -42,7 +42,7 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 @click.option("--cpu", is_flag=True, help="Train on the CPU, even if there are GPUs.")
 @click.option(
     "--timeout-seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=600,
     show_default=True,
     help="Time limit per run.",

@@ -201,8 +201,10 @@ def _split_arguments(script_and_args: Sequence[str], scheduler: str) -> tuple[li
         except LaunchError as error:
             if not options:
                 raise
+            option = options[-1].partition("=")[0]
+            separator = "=" if option.startswith("--") else ""  # sbatch reads "-J=name" as the name "=name"
             raise LaunchError(
-                f"{error} Write options of sbatch as one word each: {options[-1].partition('=')[0]}={remaining[0]}"
+                f"{error} Write options of sbatch as one word each: {option}{separator}{remaining[0]}"
             ) from error
     return options, remaining[0], tuple(remaining[1:])
 
