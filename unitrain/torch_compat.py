@@ -184,6 +184,17 @@ def create_gloo_group(
     return gloo(store, rank, size, options)
 
 
+def register_inflight_work(outputs: Any, work: dist.Work) -> None:
+    """Let `wait_tensor` wait for `work`, inside torch's `allow_inflight_collective_as_graph_input_ctx`. `outputs` are
+    the tensors that `work` writes. Torch's own process groups do the same. Checked with torch 2.14."""
+    bindings = torch._C._distributed_c10d
+    if bindings._allow_inflight_collective_as_graph_input():
+        # The registry belongs to C++ code, which does not keep the Python object of a Work.
+        registered = bindings._create_work_from_future(work.get_future())
+        for output in tree_leaves(outputs):
+            bindings._register_work(output, registered)
+
+
 def store_host(store: dist.Store) -> str | None:
     """Return the host that serves `store`, or None if it is not a TCPStore. Checked with torch 2.14."""
     while isinstance(store, dist.PrefixStore):

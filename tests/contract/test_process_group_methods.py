@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from groups import nightly
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -317,6 +318,25 @@ def test_collectives_in_a_forked_process_raise_immediately(groups: Any) -> None:
     horovod, _ = groups
     for (message,) in horovod.run(calls_of_a_forked_process, timeout_seconds=20):
         assert message.startswith("A collective was called in a process that was forked from a rank")
+
+
+def operations_in_flight(backend: Backend) -> list[float]:
+    """Wait for operations by `wait_tensor`, without their works."""
+    found = []
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        for _ in range(10):
+            values, own = torch.ones(1_000_000), torch.full((500_000,), 3.0)
+            gathered = torch.zeros(backend.size * len(own))
+            dist.all_reduce(values, async_op=True)
+            dist.all_gather_single(gathered, own, async_op=True)
+            found += [functional.wait_tensor(gathered)[-1].item(), functional.wait_tensor(values)[-1].item()]
+    return found
+
+
+def test_wait_tensor_waits_for_operations_in_flight(groups: Any) -> None:
+    for group in groups:
+        for values in group.run(operations_in_flight):
+            assert values == [3.0, float(group.size)] * 10
 
 
 def coalescing_manager(backend: Backend) -> list[Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.errors import CollectiveArgumentError
+from unitrain.torch_compat import register_inflight_work
 
 _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
@@ -29,7 +30,7 @@ Conversion = Callable[..., Arguments]
 
 def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for a process group method. The decorated method passes its arguments to `convert`, and the
-    result to the original method.
+    result to the original method. The first argument of the original method contains the outputs.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +41,8 @@ def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[...,
             timeout = getattr(converted[-1], "timeout", None)
             if timeout is not None and timeout > _UNSET:  # torch passes -1 ms if the caller sets no timeout
                 work.set_timeout(timeout)
+            if len(converted) > 1:  # a barrier has no outputs
+                register_inflight_work(converted[0], work)
             return work
 
         return call
