@@ -52,5 +52,5 @@ def _describe_attempt(attempt_number: int, attempt: AttemptRecord) -> str:
     seconds = sum(attempt.seconds.values())
     return (
         f"  {attempt_number:<9}{attempt.ranks:>6}{steps:>20}{attempt.replayed_steps:>10,}{seconds:>12,.1f}  "
-        f"{_STATUS[attempt.status]}"
+        f"{_STATUS.get(attempt.status, attempt.status)}"
     )
