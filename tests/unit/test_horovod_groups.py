@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,21 @@ def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
         assert str(error) == "Horovod's allreduce was aborted, because this rank has aborted its process group."
     assert len(errors) == 1
     assert works[0].is_success()
+
+
+def test_completed_works_keep_only_small_results(finished: set[int]) -> None:
+    finished |= {1, 2, 3}
+    completions = horovod_work.CompletionQueue()
+    results = [torch.ones(4), torch.ones(100_000)[:4], torch.ones(100_000)]
+    references = []
+    for handle, result in enumerate(results, start=1):
+        work = horovod_work.HorovodWork("allreduce", handle, [result], CPU, None, timedelta(seconds=5), completions)
+        completions.add(work)
+        work.wait()
+        references.append(weakref.ref(work))
+    del work
+    completions.stop()
+    assert [reference() is not None for reference in references] == [True, False, False]
 
 
 def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
 # After this time, a pending operation is compared with the operations of rank 0, and then again at growing intervals.
 _MISMATCH_CHECK_SECONDS = 2.0
-# The number of completed works, with at most this many elements, that a group keeps. See `CompletionQueue`.
-_NUM_KEPT_WORKS, _MAX_KEPT_ELEMENTS = 1024, 64
+# The number of completed works that a group keeps, and the size limits of their results. See `CompletionQueue`.
+_NUM_KEPT_WORKS, _MAX_KEPT_ELEMENTS, _MAX_KEPT_BYTES = 1024, 64, 4096
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
@@ -256,7 +256,13 @@ class JoinedWork(Work):
 
 
 def _is_small_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() <= _MAX_KEPT_ELEMENTS
+    # A small tensor may be a view of a large one.
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.numel() <= _MAX_KEPT_ELEMENTS
+        and value.untyped_storage().nbytes() <= _MAX_KEPT_BYTES
+    )
 
 
 def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
