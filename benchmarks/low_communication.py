@@ -201,7 +201,7 @@ def main(
             measured, network = measure(rate, delay, backend, arguments, timeout_seconds)
             found[f"{rate}, {backend}"] = {"network": vars(network), "runs": measured}
             lines += rows(f"{rate}{suffix}", backend, measured, network, arguments, target)
-    save_results(lines, "low_communication", output, **found)
+            save_results(lines, "low_communication", output, **found)  # the next backend takes minutes and may fail
 
 
 if __name__ == "__main__":
