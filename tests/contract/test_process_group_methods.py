@@ -396,7 +396,7 @@ def timed_out_operation(backend: Backend) -> list[str]:
         assert time.monotonic() - started < 5
         message = str(caught.value)
     else:
-        time.sleep(2 * SHORT.total_seconds())
+        time.sleep(6 * SHORT.total_seconds())  # rank 0 may start later
         world().allreduce(torch.ones(2)).wait()
     return [message]
 

@@ -62,7 +62,7 @@ def test_a_result_that_cannot_be_pickled_is_reported() -> None:
 def test_a_failed_rank_leaves_no_file() -> None:
     with RankGroup("local", 1) as group:
         group.run(process_id)
-        file = group._ranks[0].stacks
+        file = group._ranks[0].stacks_file
         assert file.exists()
         with pytest.raises(RankError):
             group.run(exit_with_3)
