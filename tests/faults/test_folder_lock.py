@@ -99,7 +99,7 @@ def test_second_job_raises_with_the_holder_until_the_first_is_killed(
         assert second.evaluate(data())["loss"] >= 0  # which only reads
         found = (
             rf"^Output folder '{run}' is in use by another job: process {first.process.pid} on host \S+, started "
-            rf"20\S+, Slurm job 4711\. Wait until .* another output_dir\. If .* with: rm '{run}/\.lock'"
+            rf"20\S+, Slurm job 4711\. Wait until .* another folder\. If .* with: rm '{run}/\.lock'"
         )
         with pytest.raises(CheckpointError, match=found):
             second.fit(data())
