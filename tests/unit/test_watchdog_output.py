@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from unitrain import processes
 from unitrain.monitoring import watchdog
 
 
@@ -19,7 +20,7 @@ def test_report_on_an_unusable_stderr_is_dropped(kind: str, monkeypatch: pytest.
     if kind != "broken pipe":
         stderr.close()
     monkeypatch.setattr(sys, "stderr", None if kind == "none" else stderr)
-    watchdog._print(["unitrain: rank 1 failed first"])
+    processes.print_to_stderr(["unitrain: rank 1 failed first"])
     monkeypatch.undo()
     with contextlib.suppress(BrokenPipeError):
         stderr.close()

@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.memory_folder import remove_abandoned_folder
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, PeerConnection
+from unitrain.processes import print_to_stderr
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
@@ -90,7 +89,7 @@ class _SupervisorClient:
             remove_abandoned_folder()
             os._exit(0)
         # The launcher and its ranks must terminate with the supervisor. Leave this rank time for a last checkpoint.
-        _print(f"unitrain: stopping rank {self._rank} because unitrain launch has ended")
+        print_to_stderr([f"unitrain: stopping rank {self._rank} because unitrain launch has ended"])
         if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
         remove_abandoned_folder()
@@ -128,7 +127,7 @@ def connect(rank: int, *, is_standby: bool = False) -> None:
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The connection is optional: without it, the supervisor restarts the job based on the exit code of the
         # launcher.
-        _print(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}")
+        print_to_stderr([f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}"])
 
 
 def wait_for_start() -> bool:
@@ -161,10 +160,3 @@ def report_preempted() -> None:
     """Set the final message of this process to report an exit after the requested checkpoint."""
     if _client is not None:
         _client.connection.final_message = PREEMPTED_MESSAGE
-
-
-def _print(text: str) -> None:
-    # stderr may be None, closed, or a pipe whose reader has exited. The caller must still terminate the rank.
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()

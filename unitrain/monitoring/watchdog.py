@@ -36,6 +36,7 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 from unitrain.monitoring.stack_inspection import awaited_batch
 from unitrain.monitoring.stalled_ranks import StalledRanks
+from unitrain.processes import print_to_stderr
 
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
@@ -173,7 +174,7 @@ class Watchdog:
             if self._reporter is not None:  # another thread of this process that prints the report
                 self._reporter.join(_REPORT_SECONDS)
         if isinstance(error, SystemExit):  # Python does not call the excepthook for this exception
-            _print(self._report)
+            print_to_stderr(self._report)
 
     # --- shutdowns without an error ---
 
@@ -372,7 +373,9 @@ class Watchdog:
         elif self._publish_failure(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
             statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
-            _print(self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks)))
+            print_to_stderr(
+                self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks))
+            )
         self._terminate_process()
 
     def _handle_expired(self, deadline: Deadline) -> None:
@@ -382,7 +385,7 @@ class Watchdog:
             return
         stack = RankStatus.from_main_thread(self._flight_recorder).stack
         self.report_failure(error)
-        _print([f"unitrain: {error}", *stack, *self._report])
+        print_to_stderr([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)
 
     def _terminate_without_data(self) -> None:
@@ -396,12 +399,12 @@ class Watchdog:
             "unitrain.init(timeout_seconds=...)."
         )
         self.report_failure(error)
-        _print([f"unitrain: {error}", *status.stack, *self._report])
+        print_to_stderr([f"unitrain: {error}", *status.stack, *self._report])
         os._exit(1)
 
     def _exit_with_launcher(self) -> None:
         """Send SIGTERM to this process in place of the launcher, which has exited, and leave time for a checkpoint."""
-        _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
+        print_to_stderr([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
         if not self._stop_event.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
@@ -411,7 +414,7 @@ class Watchdog:
         self._failure_known_event.set()
         if not self._stop_event.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
-            _print([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])
+            print_to_stderr([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])
             os._exit(1)
 
     # --- the main thread's error ---
@@ -427,20 +430,12 @@ class Watchdog:
         text = f"rank {self._rank} of {self._size} ended with {own}{location}"
         if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
             # The error's traceback would show a consequence of the failure instead of the cause, on every rank.
-            _print([f"unitrain: {text}; {first}"])
+            print_to_stderr([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)
         if os.getpid() == self._pid:
             _write_torchrun_error(f"{first}; {text}" if is_consequence else text, is_consequence=is_consequence)
-        _print(self._report)
-
-
-def _print(lines: Sequence[str]) -> None:
-    if lines:
-        # stderr may be None, closed, or a pipe whose reader has exited. The caller must still terminate the process.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write("\n".join(lines) + "\n")
-            sys.stderr.flush()
+        print_to_stderr(self._report)
 
 
 def _write_torchrun_error(text: str, *, is_consequence: bool) -> None:

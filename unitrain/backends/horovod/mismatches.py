@@ -66,8 +66,8 @@ class MismatchDetector:
         self._store = self._suspected_mismatch = self._message = None
 
     def check_usable(self) -> None:
-        """Raise CollectiveMismatchError after a mismatch: the operations remain pending in Horovod, which cannot cancel
-        them, and could be executed together with later operations of other ranks."""
+        """Raise CollectiveMismatchError if a mismatch was found earlier. Its operations remain pending in Horovod, and
+        could be executed together with later operations of other ranks."""
         if self._message is not None:
             raise CollectiveMismatchError(
                 "This group cannot start operations after an earlier error, because Horovod cannot cancel operations. "
@@ -83,39 +83,43 @@ class MismatchDetector:
         find it, because an operation may complete after rank 0 has written it.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
-            self._store = self._store or self._connect()
-            if self._store.check(["error"]):
-                self._message = self._store.get("error").decode()
-                return CollectiveMismatchError(self._message)
+            store = self._store = self._store or self._connect()
+            if store.check(["error"]):
+                return self._become_unusable(store.get("error").decode())
             own = self._pending()[:_MAX_REPORTED]
             if self._rank == 0:
-                self._store.set("0", json.dumps(own))
+                store.set("0", json.dumps(own))
                 return None
-            if not own or not self._store.check(["0"]):
+            if not own or not store.check(["0"]):
                 return None
-            difference = _first_difference([Operation(*fields) for fields in json.loads(self._store.get("0"))], own)
+            difference = _first_difference([Operation(*fields) for fields in json.loads(store.get("0"))], own)
             confirmed, self._suspected_mismatch = (
                 difference is not None and difference == self._suspected_mismatch,
                 difference,
             )
             if difference is not None and confirmed:
-                self._message = (
+                message = (
                     f"Ranks called different collectives: rank 0 waits for {difference[0].describe()}, and rank "
                     f"{self._rank} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
                     "group). Call the same collectives in the same order, with the same reductions, roots, dtypes and "
                     "sizes, on every rank."
                 )
-                self._store.set("error", self._message)
-                return CollectiveMismatchError(self._message)
+                store.set("error", message)
+                return self._become_unusable(message)
         return None
 
     def reported(self) -> CollectiveMismatchError | None:
         """Return the mismatch that another rank has found, or None."""
         with contextlib.suppress(RuntimeError):
-            self._store = self._store or self._connect()
-            if self._store.check(["error"]):
-                return CollectiveMismatchError(self._store.get("error").decode())
+            store = self._store = self._store or self._connect()
+            if store.check(["error"]):
+                return self._become_unusable(store.get("error").decode())
         return None
+
+    def _become_unusable(self, message: str) -> CollectiveMismatchError:
+        """Return the error, which `check_usable` will also raise."""
+        self._message = message
+        return CollectiveMismatchError(message)
 
     def _connect(self) -> ResponsiveStore:
         # This is a second connection, because a store serves one call at a time, and another thread may be waiting in a

@@ -87,11 +87,10 @@ class OperationStarter(dist.ProcessGroup):
     ) -> list[HorovodWork]:
         """Start to reduce `source` into `target`, which is None if this rank does not need the result. `on_complete` is
         called after the last piece."""
-        reduction_plan = find_reduction(source.dtype, op)
+        reduction_plan, operation = find_reduction(source.dtype, op), f"{operation}.{reduction_name(op)}"
         if reduction_plan.combine is not None:
-            name = f"{operation}.{reduction_name(op)}"
             return self._reduce_gathered(
-                name, source, target, reduction_plan.combine, result, on_complete or (lambda: None)
+                operation, source, target, reduction_plan.combine, result, on_complete or (lambda: None)
             )
         values = flatten_dense(source)
         in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
@@ -113,7 +112,7 @@ class OperationStarter(dist.ProcessGroup):
             allreduce = hvd.allreduce_async_ if in_place or reduction_plan.encode is not None else hvd.allreduce_async
             works.append(
                 self._issue(
-                    f"{operation}.{reduction_name(op)}",
+                    operation,
                     converted,
                     functools.partial(allreduce, converted, op=reduction_plan.op),
                     result,
@@ -148,6 +147,7 @@ class OperationStarter(dist.ProcessGroup):
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
         """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
         reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
+        operation = f"reducescatter.{reduction_name(op)}"
         _check_ratio("reduce_scatter", "input", source, "output", output, size)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
         # These reductions compute all parts on every rank, so all ranks raise the error of a mean that is not an
@@ -162,8 +162,7 @@ class OperationStarter(dist.ProcessGroup):
             if is_mean:
                 return self._reduce("reducescatter", parts, complete, op, result, take_local_part)
             assert reduction_plan.combine is not None
-            name = f"reducescatter.{reduction_name(op)}"
-            return self._reduce_gathered(name, source, complete, reduction_plan.combine, result, take_local_part)
+            return self._reduce_gathered(operation, source, complete, reduction_plan.combine, result, take_local_part)
         scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # the operations that Horovod's reducescatter supports
         works = []
         for piece_range in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
@@ -178,7 +177,7 @@ class OperationStarter(dist.ProcessGroup):
             reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
             works.append(
                 self._issue(
-                    f"reducescatter.{reduction_name(op)}",
+                    operation,
                     converted,
                     functools.partial(reduce, converted, op=reduction_plan.op),
                     result,
