@@ -138,7 +138,7 @@ class IsolatedGenerators:
         set_generator_states(self._states, _CPU)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._states = get_generator_states(_CPU)
         set_generator_states(self._outer_states, _CPU)

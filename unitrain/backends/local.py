@@ -23,7 +23,7 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.ddp_wrapper import read_bucket_mebibytes
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
-from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker, check_before_step
 from unitrain.backends.gradients.logical_ranks_model import (
     LogicalRanksModel,
     check_logical_ranks_arguments,
@@ -55,8 +55,8 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         self._compression_states = CompressionStates()
         self._end_compression_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._end_first_check_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
-        self._local_gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
-        self._shards: WeakKeyDictionary[nn.Module, ShardingMode] = WeakKeyDictionary()
+        self._gradient_trackers: WeakKeyDictionary[nn.Module, LocalGradientTracker] = WeakKeyDictionary()
+        self._sharding_modes: WeakKeyDictionary[nn.Module, ShardingMode] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
 
     @classmethod
@@ -153,7 +153,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 logical_ranks,
                 find_unused_parameters=find_unused_parameters,
                 bucket_bytes=read_bucket_mebibytes()[1] * 2**20,
-                buffers=None,
+                buffer_broadcaster=None,
                 reducer_group=None,
             )
             self._logical_rank_models.add(distributed)
@@ -177,10 +177,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             self._end_compression_functions[inner] = compress_each_backward(
                 model, compressor, lambda: model_id not in self._accumulating_ids
             )
-        self._local_gradients[inner] = gradients = LocalGradients(inner, lambda: model_id in self._accumulating_ids)
-        self._shards[inner] = shard
+        tracker = LocalGradientTracker(inner, lambda: model_id in self._accumulating_ids)
+        self._gradient_trackers[inner] = tracker
+        self._sharding_modes[inner] = shard
         if self._has_accumulated:
-            gradients.track()
+            tracker.track()
         return model
 
     def _end_tracking(self, inner: nn.Module) -> None:
@@ -188,8 +189,8 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         for end_functions in (self._end_first_check_functions, self._end_compression_functions):
             if (end := end_functions.pop(inner, None)) is not None:
                 end()
-        if (gradients := self._local_gradients.pop(inner, None)) is not None:
-            gradients.stop()
+        if (tracker := self._gradient_trackers.pop(inner, None)) is not None:
+            tracker.stop()
 
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         pass  # one rank holds all parameters
@@ -207,16 +208,16 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             check_logical_ranks_optimizer(distributed, shard)
             check_before_step(optimizer, distributed.check_reduced)
             return optimizer
-        checks.check_matching_shard(self._shards.get(self.unwrap(model)), shard)
-        if (gradients := self._local_gradients.get(self.unwrap(model))) is not None:
-            check_before_step(optimizer, gradients.check)
+        checks.check_matching_shard(self._sharding_modes.get(self.unwrap(model)), shard)
+        if (tracker := self._gradient_trackers.get(self.unwrap(model))) is not None:
+            check_before_step(optimizer, tracker.check)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
         if isinstance(distributed, LogicalRanksModel):
             return distributed.no_sync()
-        is_distributed = isinstance(model, nn.Module) and distributed in self._local_gradients
+        is_distributed = isinstance(model, nn.Module) and distributed in self._gradient_trackers
         checks.check_no_sync_model(model, is_distributed)
         return self._accumulate(distributed)
 
@@ -224,8 +225,8 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     def _accumulate(self, inner: nn.Module) -> Iterator[None]:
         if not self._has_accumulated:
             self._has_accumulated = True
-            for gradients in self._local_gradients.values():
-                gradients.track()
+            for tracker in self._gradient_trackers.values():
+                tracker.track()
         was_accumulating = id(inner) in self._accumulating_ids
         self._accumulating_ids.add(id(inner))
         try:
@@ -239,7 +240,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         model = unwrap_compiled(model)
         return unwrap_compiled(model.module if isinstance(model, LogicalRanksModel) else model)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
             if is_successful_exit(error):
                 self._call_exit_functions()
@@ -251,7 +252,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         self._is_shut_down = True
         for end_compression in self._end_compression_functions.values():
             end_compression()
-        for gradients in self._local_gradients.values():
-            gradients.stop()
+        for tracker in self._gradient_trackers.values():
+            tracker.stop()
         for model in self._logical_rank_models:
             model.leave_group()

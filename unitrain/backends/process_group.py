@@ -168,9 +168,9 @@ class ProcessGroupBackend(
         checks.forbid_embedding_renorm(model)
         check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
         broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
-        buffers = broadcaster if broadcaster.is_needed else None
+        buffer_broadcaster = broadcaster if broadcaster.is_needed else None
         if shard == "parameters":
-            return self._shard_model(model, shard_blocks, buffers, check_bucket)
+            return self._shard_model(model, shard_blocks, buffer_broadcaster, check_bucket)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if logical_ranks is not None:
             reducer_group = ReducerGroup(
@@ -182,7 +182,7 @@ class ProcessGroupBackend(
                 logical_ranks,
                 find_unused_parameters=find_unused_parameters,
                 bucket_bytes=read_bucket_mebibytes()[1] * 2**20,
-                buffers=buffers,
+                buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
             )
             self._models.add(with_logical_ranks)
@@ -211,7 +211,7 @@ class ProcessGroupBackend(
                 self,
                 self._rendezvous,
                 find_unused_parameters=find_unused_parameters,
-                buffers=buffers,
+                buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
                 transfer_settings=TransferSettings(
                     group or default_process_group(),
@@ -229,10 +229,10 @@ class ProcessGroupBackend(
                 find_unused_parameters=find_unused_parameters,
                 compressor=compressor,
                 group=group,
-                buffers=buffers,
+                buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
             )
-            distributed.shard = shard
+            distributed.sharding_mode = shard
         self._models.add(distributed)
         return distributed
 
@@ -240,13 +240,13 @@ class ProcessGroupBackend(
         self,
         model: nn.Module,
         blocks: Sequence[type[nn.Module] | str] | int,
-        buffers: ForwardBufferBroadcaster | None,
+        buffer_broadcaster: ForwardBufferBroadcaster | None,
         check: Callable[[Tensor], object] | None,
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
 
-        sharded = self._shard_parameters(model, blocks, check)
-        distributed = ShardedModel(sharded, self._rendezvous, self._monitor, buffers)
+        sharded_parameters = self._shard_parameters(model, blocks, check)
+        distributed = ShardedModel(sharded_parameters, self._rendezvous, self._monitor, buffer_broadcaster)
         self._models.add(distributed)
         return distributed
 
@@ -270,8 +270,8 @@ class ProcessGroupBackend(
 
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         distributed: Any = unwrap_compiled(model)
-        sharded = self._shard_parameters(copy, distributed.sharded.block_choice, distributed.sharded.collectives.check)
-        distributed.add_copy(sharded)
+        original: ShardedParameters = distributed.sharded_parameters
+        distributed.add_copy(self._shard_parameters(copy, original.block_choice, original.collectives.check))
 
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.get(self.unwrap(model))
@@ -285,15 +285,15 @@ class ProcessGroupBackend(
 
         def check() -> None:
             check_logical_ranks_optimizer(distributed, shard)
-            wrapped_shard = distributed.shard if isinstance(distributed, WrappedModel) else None
-            if "parameters" in (wrapped_shard, shard):
+            model_shard = distributed.sharding_mode if isinstance(distributed, WrappedModel) else None
+            if "parameters" in (model_shard, shard):
                 checks.check_single_optimizer(optimizer)
                 checks.check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
                 checks.check_shard("distributed_optimizer", shard)
-                checks.check_matching_shard(wrapped_shard, shard)
+                checks.check_matching_shard(model_shard, shard)
                 _replace_parameters_with_shards(optimizer, distributed)
             check_sharded_optimizer(optimizer, inner, shard)
-            checks.check_matching_shard(wrapped_shard, shard)
+            checks.check_matching_shard(model_shard, shard)
 
         call_on_all_ranks(self, check)
         checks.check_same_settings(
@@ -390,4 +390,4 @@ def _replace_parameters_with_shards(optimizer: Any, model: Any) -> None:
     """Replace the parameters of `optimizer` with their shards if it was built before `distributed_model`."""
     from unitrain.backends.sharding.optimizer_shards import replace_parameters
 
-    replace_parameters(optimizer, model.sharded)
+    replace_parameters(optimizer, model.sharded_parameters)

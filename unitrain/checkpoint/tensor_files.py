@@ -153,9 +153,9 @@ class _TensorWriter:
             self._file.write(block)
         self._bytes += len(content)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         with self._file:
-            if error[0] is None:
+            if exc_info[0] is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self.written = WrittenFile(self._bytes, self._digest.hexdigest())
@@ -281,7 +281,7 @@ class _OpenFiles:
     def __enter__(self) -> _OpenFiles:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         for file in self._files.values():
             file.close()
 

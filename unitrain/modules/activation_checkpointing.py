@@ -121,7 +121,7 @@ class _RecordedBuffers(AbstractContextManager[None]):
     def __init__(self, block: nn.Module) -> None:
         self.block, self.values = block, _BufferValues(block)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.values.release_unchanged()
 
 
@@ -139,5 +139,5 @@ class _RestoredBuffers(AbstractContextManager[None]):
         self._current_values.append(_BufferValues(self._recorded.block))
         self._recorded.values.restore()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._current_values.pop().restore()

@@ -94,7 +94,7 @@ class _NoModules:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         pass
 
 

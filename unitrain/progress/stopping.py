@@ -52,10 +52,10 @@ class StopCoordinator:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.is_active = False
-        self._preemption.__exit__(kind, error, trace)
+        self._preemption.__exit__(exc_type, error, traceback)
         if isinstance(error, Preempted):
             supervisor_client.report_preempted()
 

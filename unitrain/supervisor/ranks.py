@@ -78,7 +78,7 @@ class RankConnections:
     def __enter__(self) -> RankConnections:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:

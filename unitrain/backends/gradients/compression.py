@@ -114,19 +114,19 @@ class _BucketCompression:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        buckets = [bucket for bucket, _ in self._in_flight]
+        started_buckets = [in_flight for in_flight, _ in self._in_flight]
         with self._group().monitored_wait():
             while self._in_flight:
                 waiting, self._in_flight = self._in_flight, []
-                for bucket, wait in waiting:
+                for in_flight, wait in waiting:
                     wait()
-                    next_wait = next(bucket.stages, None)
+                    next_wait = next(in_flight.stages, None)
                     if next_wait is not None:
-                        self._in_flight.append((bucket, next_wait))
+                        self._in_flight.append((in_flight, next_wait))
         if isinstance(self._compressor, PowerSGDCompressor):
             self._compressor.finish()
-        for bucket in buckets:
-            bucket.future.set_result(bucket.buffer)
+        for in_flight in started_buckets:
+            in_flight.future.set_result(in_flight.buffer)
 
     def _compress(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, PowerSGDCompressor):
@@ -166,14 +166,15 @@ class _BucketCompression:
         yield self._create_wait(
             dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         )
-        first, *others = received.chunk(self._size)
-        total = buffer[: len(first)] if buffer.dtype == torch.float32 else first.float()
-        total.copy_(first)
-        for part in others:
+        rank_parts = received.chunk(self._size)
+        reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
+        total = buffer[: len(reduced_part)] if buffer.dtype == torch.float32 else reduced_part.float()
+        total.copy_(rank_parts[0])
+        for part in rank_parts[1:]:
             total += part
-        first.copy_(total)
+        reduced_part.copy_(total)
         yield self._create_wait(
-            dist.all_gather_single(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True)
+            dist.all_gather_single(own.view(torch.uint8), reduced_part.view(torch.uint8), group=group, async_op=True)
         )
         buffer.copy_(own[: buffer.numel()])
 

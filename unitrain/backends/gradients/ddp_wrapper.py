@@ -28,7 +28,7 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check
 from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
@@ -121,12 +121,12 @@ class _MonitoredHook:
 class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
-    The reducer uses `reducer_group`, which communicates through `group`, by default the default group. `buffers`
-    broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike DDP, it does not
-    broadcast them before a forward pass under torch.no_grad().
+    The reducer uses `reducer_group`, which communicates through `group`, by default the default group.
+    `buffer_broadcaster` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike
+    DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
 
-    shard: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on a single rank
+    sharding_mode: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on one rank
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
     _reducer_group: ReducerGroup
@@ -140,7 +140,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         find_unused_parameters: bool,
         compressor: Compressor,
         reducer_group: ReducerGroup,
-        buffers: ForwardBufferBroadcaster | None,
+        buffer_broadcaster: ForwardBufferBroadcaster | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         # DDP broadcasts parameters and buffers, but cannot write to expanded views, so the backend broadcasts these
@@ -155,16 +155,16 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 find_unused_parameters=find_unused_parameters,
                 **read_bucket_settings(),
             )
-        self._forward_buffers = buffers
+        self._buffer_broadcaster = buffer_broadcaster
         if compressor != "none":
             compress_buckets(self, compressor, reducer_group)
         self._all_parameters = list(model.parameters())
-        self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
         self._has_left_group = False
-        self._local_gradients = LocalGradients(unwrap_compiled(model))
-        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
-        reducer_group.on_reduced = self._local_gradients.mark_reduced
+        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model))
+        self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
+        reducer_group.on_reduced = self._gradient_tracker.mark_reduced
         self._rendezvous, self._key, self._num_freeze_changes = rendezvous, f"model/{next(_model_numbers)}", 0
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
@@ -203,9 +203,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
         """Release the process group. Afterwards, this module calls the user's model without reducing gradients."""
         if not self._has_left_group:
             self._has_left_group = True
-            self._local_gradients.stop()
+            self._gradient_tracker.stop()
             self.release_groups()
-            del self._forward_buffers
+            del self._buffer_broadcaster
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group:
@@ -213,11 +213,11 @@ class DistributedModel(ReducerDDP, WrappedModel):
         is_grad_enabled, reduces, pending = torch.is_grad_enabled(), self.require_backward_grad_sync, self._pending
         if is_grad_enabled and reduces:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-            if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
+            if requires_grad != self._last_requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trainable_parameters(requires_grad)
-        if is_grad_enabled and self._forward_buffers is not None:
+        if is_grad_enabled and self._buffer_broadcaster is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
-                self._forward_buffers.broadcast()
+                self._buffer_broadcaster.broadcast()
             pending.broadcasts_buffers = reduces
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -251,7 +251,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             except RuntimeError as error:
                 _raise_if_unused(error)
                 raise
-            self._local_gradients.check(optimizer)
+            self._gradient_tracker.check(optimizer)
 
     def _find_models_with_shared_parameters(self) -> None:
         """Find the distributed models that share parameters with this one."""
@@ -299,15 +299,15 @@ class DistributedModel(ReducerDDP, WrappedModel):
         does nothing, and does not communicate, unless a parameter was unfrozen.
         """
         if self.find_unused_parameters and not any(
-            now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)
+            now and not before for now, before in zip(requires_grad, self._last_requires_grad, strict=True)
         ):
             return  # parameters were only frozen, and a frozen parameter counts as unused
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
-        self._requires_grad = requires_grad
-        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
+        compare_trained_parameters(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
+        self._last_requires_grad = requires_grad
+        self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()
         if self.find_unused_parameters:
             self._mark_used()
@@ -320,7 +320,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         create one. This function therefore runs a backward pass that adds zeros to the local gradients. It does not
         call the user's hooks.
         """
-        for parameter in self._local_gradients.parameters_with_local_gradients():
+        for parameter in self._gradient_tracker.parameters_with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
                 with gradient_hooks_disabled(parameter):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])

@@ -93,8 +93,8 @@ class InterleavedRanksModel(LogicalRanksModel):
     def _begin_step(self) -> None:
         if self._active_rank is not None:  # an exception between two micro-batches interrupted the last step
             self._discard_interrupted_step()
-        if self._forward_buffers is not None:
-            self._forward_buffers.broadcast()
+        if self._buffer_broadcaster is not None:
+            self._buffer_broadcaster.broadcast()
         self._gradients_before_step, self._has_backward = self._take_gradients(), True
         self._modules_with_buffers = [module for module in self.module.modules() if buffers_by_name(module)]
         first, *others = self._local_logical_ranks

@@ -18,7 +18,7 @@ from unitrain.torch_compat import current_backward, local_shard
 _MAX_SHOWN = 5
 
 
-class LocalGradients:
+class LocalGradientTracker:
     """Tracks the parameters of `model` that have a local gradient: a `.grad` with values that are not reduced over
     ranks.
 
@@ -34,7 +34,7 @@ class LocalGradients:
       `track`.
     """
 
-    _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
+    _instances: ClassVar[WeakSet[LocalGradientTracker]] = WeakSet()
 
     def __init__(
         self, model: nn.Module, is_accumulating: Callable[[], bool] | None = None, *, has_logical_ranks: bool = False
@@ -48,14 +48,14 @@ class LocalGradients:
         self._local_ids: set[int] = set()
         self._ids_outside_reducer = frozenset[int]()
         # If two models share a parameter, its gradient counts as reduced in both as soon as one of them has reduced it.
-        self._trackers_with_shared_parameters: WeakSet[LocalGradients] = WeakSet(
-            other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
+        self._trackers_with_shared_parameters: WeakSet[LocalGradientTracker] = WeakSet(
+            other for other in LocalGradientTracker._instances if not self._names.keys().isdisjoint(other._names)
         )
         for other in self._trackers_with_shared_parameters:
             other._trackers_with_shared_parameters.add(self)
             other._has_shared_parameters = True
         self._has_shared_parameters: bool = len(self._trackers_with_shared_parameters) > 0
-        LocalGradients._instances.add(self)
+        LocalGradientTracker._instances.add(self)
         self._is_accumulating = is_accumulating
         self._handles: list[Any] = []
         self._last_reducing_backward = -1
@@ -79,15 +79,16 @@ class LocalGradients:
             return lambda _: local.add(key)
 
         def on_gradient(_: Tensor) -> None:
-            if (tracker := weak_self()) is not None and tracker._accumulates(key):
+            if (tracker := weak_self()) is not None and tracker._record_backward(key):
                 local.add(key)
             else:
                 local.clear()
 
         return on_gradient
 
-    def _accumulates(self, key: int) -> bool:
-        """Return whether the current backward pass accumulates the gradient of a parameter without reducing it.
+    def _record_backward(self, key: int) -> bool:
+        """Record whether the current backward pass reduces gradients, and return whether it accumulates the gradient of
+        the parameter with the id `key` without reducing it.
 
         If the parameter is shared and only some of its models are inside `no_sync`, the pass reduces the gradient if it
         has reached a parameter that belongs to the other models only.
@@ -132,7 +133,7 @@ class LocalGradients:
         for handle in self._handles:
             handle.remove()
         self._local_ids.clear()
-        LocalGradients._instances.discard(self)
+        LocalGradientTracker._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if a parameter of `optimizer` has a local gradient that is not zero, or has a gradient and
@@ -163,12 +164,12 @@ class LocalGradients:
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        known_keys = {key for instance in LocalGradients._instances for key in instance._names}
+        known_ids = {key for instance in LocalGradientTracker._instances for key in instance._names}
         shapes = [
             str(list(parameter.shape))
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) not in known_keys and parameter.grad is not None
+            if id(parameter) not in known_ids and parameter.grad is not None
         ]
         if shapes:
             count, noun = ("1 parameter", "shape") if len(shapes) == 1 else (f"{len(shapes)} parameters", "shapes")

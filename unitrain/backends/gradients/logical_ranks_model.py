@@ -17,7 +17,7 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.exact_reduction import ExactReduction, StartAllreduce
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.local_gradients import LocalGradients, register_gradient_hook
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker, register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.logical_ranks import check_logical_ranks, current_logical_rank, local_logical_ranks
@@ -48,7 +48,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     `broadcast_buffers` and evaluation distribute them.
     """
 
-    shard: ShardingMode = "none"
+    sharding_mode: ShardingMode = "none"
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         *,
         find_unused_parameters: bool,
         bucket_bytes: int,
-        buffers: ForwardBufferBroadcaster | None,
+        buffer_broadcaster: ForwardBufferBroadcaster | None,
         reducer_group: ReducerGroup | None,
     ) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         broadcast_in_parts(communicator, [*model.parameters(), *model.buffers()])
         self._logical_ranks = logical_ranks
         self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
-        self._forward_buffers, self._reducer_group = buffers, reducer_group
+        self._buffer_broadcaster, self._reducer_group = buffer_broadcaster, reducer_group
         self._requires_sync, self._has_left_group = True, False
         self._all_parameters = list(model.parameters())
-        self._local_gradients = LocalGradients(unwrap_compiled(model), has_logical_ranks=True)
+        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), has_logical_ranks=True)
         self._reduction = ExactReduction(
             [name for name, _ in model.named_parameters()],
             self._all_parameters,
@@ -110,10 +110,10 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         """Release the process group. Afterwards, this module only calls the user's model."""
         if not self._has_left_group:
             self._has_left_group = True
-            self._local_gradients.stop()
+            self._gradient_tracker.stop()
             for hook in self._gradient_hooks:
                 hook.remove()
-            del self._reduction, self._reducer_group, self._forward_buffers
+            del self._reduction, self._reducer_group, self._buffer_broadcaster
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group or not torch.is_grad_enabled():
@@ -135,7 +135,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
                 "optimizer.step() was called before the gradients of all logical ranks were reduced. Step only if "
                 "loader.ends_step, and run the other backward passes inside backend.no_sync(model)."
             )
-        self._local_gradients.check(optimizer)
+        self._gradient_tracker.check(optimizer)
 
     @disable_compile
     def _before_forward(self) -> None:
@@ -155,8 +155,8 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             # An exception interrupted the last step.
             self._discard_step()
         if self._active_rank is None:
-            if self._forward_buffers is not None:
-                self._forward_buffers.broadcast()
+            if self._buffer_broadcaster is not None:
+                self._buffer_broadcaster.broadcast()
             if len(self._local_logical_ranks) > 1:
                 self._buffers_at_start = self._copy_buffers()
         else:
@@ -232,7 +232,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
                 parameter.grad = earlier if mean is None else mean
             if self._buffers_of_rank_0:
                 self._restore_buffers(self._buffers_of_rank_0)
-            self._local_gradients.mark_reduced()
+            self._gradient_tracker.mark_reduced()
         finally:
             self._discard_step()
 

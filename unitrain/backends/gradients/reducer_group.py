@@ -57,7 +57,7 @@ class ReducerGroup(dist.ProcessGroup):
         self._phase = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
         self._last_backward = -1
-        self._backward_count = self._last_counted_backward = self._broadcast_count = 0
+        self._backward_count = self._last_reported_backward_count = self._broadcast_count = 0
         self._is_new_backward = False
         self.loop_counters = monitor.loop_counters
         self.on_reduced: Callable[[], None] = lambda: None
@@ -148,8 +148,8 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
-        if self._last_counted_backward != self._backward_count:  # otherwise a nested backward pass has counted it
-            self._last_counted_backward = self._backward_count
+        if self._last_reported_backward_count != self._backward_count:  # unless a nested pass has counted it
+            self._last_reported_backward_count = self._backward_count
             self.loop_counters.count_backward()
         # Like `monitored_wait`, without the cost of a context manager in every step.
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)

@@ -20,11 +20,11 @@ class WrappedModel:
     """Mix-in for modules that call the user's model, `module`, and reduce its gradients. Such a module cannot be copied
     or pickled.
 
-    `shard` is the argument of `distributed_model`.
+    `sharding_mode` is the argument `shard` of `distributed_model`.
     """
 
     module: nn.Module
-    shard: Any
+    sharding_mode: Any
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context manager in which backward passes accumulate local gradients without reducing them."""

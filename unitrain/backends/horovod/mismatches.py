@@ -52,11 +52,11 @@ class Operation(NamedTuple):
 class MismatchDetector:
     """Compares the pending operations of this rank with those of rank 0."""
 
-    def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
+    def __init__(self, store: dist.Store, rank: int, get_pending_operations: Callable[[], Sequence[Operation]]) -> None:
         self._group_store, self._generation = store, 0
         self._cloning: ResponsiveStore | None = None  # `store`, until it is cloned
         self._store: ResponsiveStore | None = None
-        self._rank, self._pending = rank, pending
+        self._rank, self._get_pending_operations = rank, get_pending_operations
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
         self._message: str | None = None
 
@@ -86,7 +86,7 @@ class MismatchDetector:
             store = self._store = self._store or self._connect()
             if store.check(["error"]):
                 return self._become_unusable(store.get("error").decode())
-            own = self._pending()[:_MAX_REPORTED]
+            own = self._get_pending_operations()[:_MAX_REPORTED]
             if self._rank == 0:
                 store.set("0", json.dumps(own))
                 return None
@@ -108,7 +108,7 @@ class MismatchDetector:
                 return self._become_unusable(message)
         return None
 
-    def reported(self) -> CollectiveMismatchError | None:
+    def find_reported(self) -> CollectiveMismatchError | None:
         """Return the mismatch that another rank has found, or None."""
         with contextlib.suppress(RuntimeError):
             store = self._store = self._store or self._connect()

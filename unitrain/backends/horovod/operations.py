@@ -219,11 +219,11 @@ class OperationStarter(dist.ProcessGroup):
         return self._gather_pieces(operation, local_tensor, result, finish)
 
     def _gather_pieces(
-        self, operation: str, local_tensor: Tensor, result: Any, finish: Callable[..., None]
+        self, operation: str, local_tensor: Tensor, result: Any, process_output: Callable[..., None]
     ) -> list[HorovodWork]:
         """Start to gather the bytes of `local_tensor`.
 
-        Each piece, uint8 [size * bytes], is passed to `finish(gathered, piece_range=...)`.
+        Each piece, uint8 [size * bytes], is passed to `process_output(gathered, piece_range=...)`.
         """
         payload, size, element_bytes = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
@@ -236,7 +236,7 @@ class OperationStarter(dist.ProcessGroup):
                     piece,
                     functools.partial(hvd.allgather_async, piece),
                     result,
-                    functools.partial(finish, piece_range=piece_range),
+                    functools.partial(process_output, piece_range=piece_range),
                     elements.stop - elements.start,
                     dtype=local_tensor.dtype,
                 )
@@ -278,7 +278,7 @@ class OperationStarter(dist.ProcessGroup):
         rows: Tensor,
         start: Callable[..., int],
         result: Any,
-        finish: Callable[[Any], object],
+        process_output: Callable[[Any], object],
         refusal: UnsupportedError,
         *,
         is_refused: bool,
@@ -291,7 +291,9 @@ class OperationStarter(dist.ProcessGroup):
         data.
         """
         if not is_refused:
-            return self._issue(operation, rows, functools.partial(start, rows), result, finish, rows.shape[1], refusal)
+            return self._issue(
+                operation, rows, functools.partial(start, rows), result, process_output, rows.shape[1], refusal
+            )
         other = rows.new_empty((0, rows.shape[1]), dtype=torch.float64)
 
         def refuse(_: Any) -> None:  # called if all ranks refuse
@@ -305,12 +307,13 @@ class OperationStarter(dist.ProcessGroup):
         tensor: Tensor,
         start: Callable[..., int],
         result: Any,
-        finish: Callable[[Any], Any] | None = None,
+        process_output: Callable[[Any], Any] | None = None,
         size: int | None = None,
         mismatch_error: UnsupportedError | None = None,
         dtype: torch.dtype | None = None,
     ) -> HorovodWork:
-        """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
+        """Start an operation on `tensor` under the next name. `process_output` copies Horovod's output to torch's
+        result.
 
         `operation` contains the reduction or root. `size` is equal on every rank, and is the number of elements by
         default. `dtype` is the dtype of the user's tensor, from which `tensor` may have been converted. The Work raises
@@ -337,7 +340,7 @@ class OperationStarter(dist.ProcessGroup):
         with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in inference mode
             handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
-            operation.partition(".")[0], handle, result, device, finish, self._timeout, self._completions,
+            operation.partition(".")[0], handle, result, device, process_output, self._timeout, self._completions,
             pending_operation,
             self._mismatches, mismatch_error,
         )  # fmt: skip

@@ -218,7 +218,7 @@ class HorovodProcessGroup(OperationStarter):
                     tensors,
                     None
                     if shared and len(tensors) == 1
-                    else _copy_function(part, target if byte_range.stop == len(payload) else None),
+                    else _create_copy_function(part, target if byte_range.stop == len(payload) else None),
                     len(piece) // tensor.element_size(),
                     dtype=tensor.dtype,
                 )
@@ -484,7 +484,7 @@ def _check_splits(kind: str, splits: list[int], num_rows: int, size: int) -> Non
         )
 
 
-def _copy_function(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:
+def _create_copy_function(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:
     def copy(piece: Tensor) -> None:
         part.copy_(piece)
         if target is not None:

@@ -108,12 +108,12 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     is_reusable = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
     rank_info = _launcher_rank_info()
     exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
-    has_launcher_rank = rank_info is not None and (rank_info.rank, rank_info.size) == (rank, size)
+    matches_launcher = rank_info is not None and (rank_info.rank, rank_info.size) == (rank, size)
     own = [
-        _start_id if is_reusable else None, _can_start(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
+        _start_id if is_reusable else None, _can_start(), matches_launcher, uuid.uuid4().hex, socket.gethostname(),
         own_addresses()[0],
     ]  # fmt: skip
-    start_ids, can_start, have_launcher_rank, new_ids, hostnames, addresses = zip(
+    start_ids, can_start, ranks_match_launcher, new_ids, hostnames, addresses = zip(
         *exchange.allgather("starts", own), strict=True
     )
     if None in start_ids or len(set(start_ids)) > 1:
@@ -127,7 +127,7 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
         _start_id = new_ids[0]
         if len(set(hostnames)) > 1 and is_loopback(host):
             host = addresses[0]
-        if not all(have_launcher_rank) or rank_info is None:
+        if not all(ranks_match_launcher) or rank_info is None:
             rank_info = RankInfo("init_process_group", rank, size, hostnames[:rank].count(hostnames[rank]))
         _group_numbers.clear()
         start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))

@@ -57,7 +57,7 @@ class HorovodWork(Work):
         handle: int,
         result: Any,
         device: torch.device,
-        finish: Callable[[Any], Any] | None,
+        process_output: Callable[[Any], Any] | None,
         timeout: timedelta,
         completions: CompletionQueue | None,
         operation: Operation | None = None,
@@ -71,7 +71,7 @@ class HorovodWork(Work):
         self._mismatch_error = mismatch_error
         self._handle = handle
         self._result = result
-        self._finish = finish
+        self._process_output = process_output
         self._timeout = timeout
         self._start_time = time.monotonic()
         self._deadline = self._start_time + timeout.total_seconds()
@@ -130,8 +130,8 @@ class HorovodWork(Work):
         try:
             with torch.inference_mode() if self._is_inference else torch.no_grad():
                 output = hvd.synchronize(self._handle)
-                if self._finish is not None:
-                    self._finish(output)
+                if self._process_output is not None:
+                    self._process_output(output)
                 self._mark_ready(output)
         except Exception as error:
             self._complete(self._find_cause(error))
@@ -145,7 +145,7 @@ class HorovodWork(Work):
             return self._mismatch_error
         if self._mismatches is not None and "Horovod has been shut down" in str(error):
             # A rank that has found a mismatch may have exited before this rank has compared its operations.
-            return self._mismatches.reported() or error
+            return self._mismatches.find_reported() or error
         return error
 
     @property
@@ -156,7 +156,7 @@ class HorovodWork(Work):
 
     def discard(self) -> None:
         """Stop waiting for the operation, because some ranks will not start it. It remains pending in Horovod."""
-        self._finish = None
+        self._process_output = None
         self._is_done = True
 
     def _mark_ready(self, output: Any) -> None:
@@ -172,7 +172,7 @@ class HorovodWork(Work):
 
     def _complete(self, error: Exception | None) -> None:
         self._error = error
-        self._finish = None
+        self._process_output = None
         self._is_done = True
         if error is None:
             self._future.set_result(self._result)

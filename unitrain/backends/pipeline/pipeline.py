@@ -426,11 +426,11 @@ def _check_stages(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]
         for name, block in blocks[start : start + count]:
             for key, tensor in [*block.named_parameters(prefix=name), *block.named_buffers(prefix=name)]:
                 is_trained = is_trained or tensor.requires_grad
-                owner, owner_key = owners.setdefault(id(tensor), (stage, key))
-                if owner != stage:
+                owner_stage, owner_key = owners.setdefault(id(tensor), (stage, key))
+                if owner_stage != stage:
                     raise ModelError(
-                        f"{owner_key!r} in stage {owner} and {key!r} in stage {stage} are the same tensor, but stages "
-                        "are on different ranks. Use separate parameters, or put both blocks into one stage: "
+                        f"{owner_key!r} in stage {owner_stage} and {key!r} in stage {stage} are the same tensor, but "
+                        "stages are on different ranks. Use separate parameters, or put both blocks into one stage: "
                         "Pipeline(balance=[...])."
                     )
         if not is_trained:

@@ -41,9 +41,9 @@ class ScheduledStageRuns(StageRuns):
     """Runs one of several stages. `group` contains the ranks of the replica in the order of the stages."""
 
     def __init__(
-        self, module: StageModule, group: Subgroup, schedule: str, loss_fn: LossFunction, device: torch.device
+        self, module: StageModule, group: Subgroup, schedule_name: str, loss_fn: LossFunction, device: torch.device
     ) -> None:
-        self._module, self._group, self._schedule = module, group, schedule
+        self._module, self._group, self._schedule_name = module, group, schedule_name
         self._loss_fn, self._device = loss_fn, device
         self._is_first, self._is_last = group.index == 0, group.index == group.size - 1
         # torch's stages and schedules are created for a fixed number of micro-batches, with or without backward passes.
@@ -98,7 +98,7 @@ class ScheduledStageRuns(StageRuns):
         return wait_for_send
 
     def _arguments(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        return [(values,) for values in inputs] if self._is_first else [()] * len(inputs)
+        return [(micro_batch,) for micro_batch in inputs] if self._is_first else [()] * len(inputs)
 
     def _prepare(
         self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets], *, has_backward: bool
@@ -109,7 +109,7 @@ class ScheduledStageRuns(StageRuns):
             stage = ShapedStage(self._module, self._group, self._device)
             # torch's 1F1B needs at least as many micro-batches as stages. With fewer micro-batches, GPipe holds no more
             # activations than 1F1B would.
-            is_1f1b = has_backward and self._schedule == "1f1b" and len(inputs) >= self._group.size
+            is_1f1b = has_backward and self._schedule_name == "1f1b" and len(inputs) >= self._group.size
             kind = Schedule1F1B if is_1f1b else ScheduleGPipe
             self._schedules[key] = (
                 stage,
@@ -117,11 +117,11 @@ class ScheduledStageRuns(StageRuns):
             )
         stage, schedule = self._schedules[key]
         shapes = []
-        for index, values in enumerate(inputs):
-            actual = specification(values)
+        for index, micro_batch in enumerate(inputs):
+            actual = specification(micro_batch)
             if actual not in self._shapes:
-                content = (values, targets[index].values) if targets else values
-                self._shapes[actual] = self._exchange_shapes(values, checksum(content))
+                content = (micro_batch, targets[index].values) if targets else micro_batch
+                self._shapes[actual] = self._exchange_shapes(micro_batch, checksum(content))
             shapes.append(self._shapes[actual])
         stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]
         return stage, schedule
@@ -130,15 +130,14 @@ class ScheduledStageRuns(StageRuns):
         with self._group.monitor.computing():
             return weighted_loss(self._loss_fn, output, target)
 
-    def _exchange_shapes(self, values: Tensor, own_checksum: int) -> _Shapes:
-        """Return the shapes of this stage's input and output for a micro-batch `values`. All ranks of the replica call
-        it.
+    def _exchange_shapes(self, micro_batch: Tensor, own_checksum: int) -> _Shapes:
+        """Return the shapes of this stage's input and output for `micro_batch`. All ranks of the replica call it.
 
         Every stage runs one forward pass without gradients on a tensor with the shape of its input. Raises DataError if
         the previous stage has a different micro-batch.
         """
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
-        inputs = values
+        inputs = micro_batch
         if not self._is_first:
             self._group.receive(header, self._group.index - 1, _HEADER_TAG)
             if int(header[0]) != own_checksum:
@@ -203,7 +202,7 @@ def _describe_output(output: Any) -> str:
 
 def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
     """Return a checksum of the specifications of all micro-batches, and the values that `_as_text` shows."""
-    specifications = [specification(values) for values in inputs]
+    specifications = [specification(micro_batch) for micro_batch in inputs]
     _, dtype, autocast = specifications[0]
     shape = [sum(map(len, inputs)), *inputs[0].shape[1:_MAX_DIMS]]
     dtypes = [DTYPES.index(one) if one in DTYPES else -1 for one in (dtype, autocast)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
@@ -48,7 +48,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     stores all gradients. With compression, gradients are accumulated locally inside `no_sync`, and compressed once.
     """
 
-    shard: ShardingMode = "gradients"
+    sharding_mode: ShardingMode = "gradients"
     _instances: ClassVar[WeakSet[ShardedGradientModel]] = WeakSet()
 
     def __init__(
@@ -59,7 +59,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         *,
         find_unused_parameters: bool,
         reducer_group: ReducerGroup,
-        buffers: ForwardBufferBroadcaster | None,
+        buffer_broadcaster: ForwardBufferBroadcaster | None,
         transfer_settings: TransferSettings,
     ) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         buffers_to_send = [buffer for buffer in model.buffers() if not is_expanded(buffer)]
         broadcast_in_parts(communicator, [*model.parameters(), *buffers_to_send])
         self._device = communicator.device
-        self._reducer_group, self._forward_buffers = reducer_group, buffers
+        self._reducer_group, self._buffer_broadcaster = reducer_group, buffer_broadcaster
         self._requires_sync, self._has_left_group = True, False
         self._reduces_always = transfer_settings.half_dtype is None
         self._pending = _PendingForwards()
         self._all_parameters = list(model.parameters())
-        self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-        self._local_gradients = LocalGradients(unwrap_compiled(model), lambda: False)
+        self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: False)
         self._rendezvous, self._num_freeze_changes = rendezvous, 0
         self._key = f"sharded_gradients/{next(_model_numbers)}"
         self.reducer = GradientReducer(
@@ -83,10 +83,10 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             reducer_group,
             transfer_settings,
             find_unused_parameters=find_unused_parameters,
-            on_local=self._local_gradients.mark_local,
-            on_reduced=self._local_gradients.mark_reduced,
+            on_local=self._gradient_tracker.mark_local,
+            on_reduced=self._gradient_tracker.mark_reduced,
         )
-        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
+        self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         ShardedGradientModel._instances.add(self)
         if not find_unused_parameters:
             register_first_backward_check(
@@ -114,9 +114,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         """Release the process group. Afterwards, this module calls the user's model without reducing gradients."""
         if not self._has_left_group:
             self._has_left_group = True
-            self._local_gradients.stop()
+            self._gradient_tracker.stop()
             self.reducer.stop()
-            del self._reducer_group, self._forward_buffers
+            del self._reducer_group, self._buffer_broadcaster
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._reducer_group.loop_counters.count_step()
         if missing_names := self.reducer.missing_names:
             raise unused_error(missing_names, "this rank in the last backward pass")
-        self._local_gradients.check(optimizer)
+        self._gradient_tracker.check(optimizer)
 
     @disable_compile
     def _before_forward(self) -> None:
@@ -160,11 +160,11 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         reduces, pending = self._requires_sync, self._pending
         if reduces or self._reduces_always:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-            if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
+            if requires_grad != self._last_requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trainable_parameters(requires_grad)
-        if self._forward_buffers is not None:
+        if self._buffer_broadcaster is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
-                self._forward_buffers.broadcast()
+                self._buffer_broadcaster.broadcast()
             pending.broadcasts_buffers = reduces
 
     @disable_compile
@@ -203,9 +203,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
-        self._requires_grad = requires_grad
-        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
+        compare_trained_parameters(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
+        self._last_requires_grad = requires_grad
+        self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.reducer.select_trained_parameters()
 
     def _trainable_parameters(self) -> list[Tensor]:

@@ -350,11 +350,16 @@ class GradientReducer:
             if not sent.numel():
                 pass
             elif self._settings.uses_all_to_all or sent.dtype in HALF_DTYPES:
-                width = sent.numel() * sent.element_size() // max(1, sum(bucket.splits))  # bytes per element
-                counts = [count * width for count in bucket.splits]
-                received = torch.empty(counts[rank] * size, dtype=torch.uint8, device=sent.device)
+                element_bytes = sent.numel() * sent.element_size() // max(1, sum(bucket.splits))
+                split_bytes = [count * element_bytes for count in bucket.splits]
+                received = torch.empty(split_bytes[rank] * size, dtype=torch.uint8, device=sent.device)
                 work = dist.all_to_all_single(
-                    received, sent.view(torch.uint8), [counts[rank]] * size, counts, group=self._group, async_op=True
+                    received,
+                    sent.view(torch.uint8),
+                    [split_bytes[rank]] * size,
+                    split_bytes,
+                    group=self._group,
+                    async_op=True,
                 )
             else:
                 work = dist.all_reduce(sent, group=self._group, async_op=True)

@@ -28,11 +28,11 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
-    sharded = sharded_state(optimizer)
-    if sharded is not None and sharded.shard != shard:
+    state = sharded_state(optimizer)
+    if state is not None and state.sharding_mode != shard:
         raise ModelError(
             "The state of this optimizer is already sharded over ranks. Pass the same setting again, "
-            f'shard="{sharded.shard}", or build a new optimizer.'
+            f'shard="{state.sharding_mode}", or build a new optimizer.'
         )
     if shard == "parameters":
         _check_elementwise(optimizer)
@@ -51,7 +51,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
                 "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
                 "nn.Parameter(tensor.contiguous())."
             )
-    if sharded is None:
+    if state is None:
         _check_state_dict_methods(optimizer)
 
 

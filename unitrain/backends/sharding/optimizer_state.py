@@ -99,10 +99,10 @@ class _OwnShard:
 class _Batch:
     """Shards of parameters that the ranks update and broadcast together.
 
-    `owned` contains this rank's shards per parameter group, and `shards` contains the shards of all ranks.
+    `own_shards_by_group` contains this rank's shards per parameter group, and `shards` the shards of all ranks.
     """
 
-    owned: defaultdict[int, list[_OwnShard]] = field(default_factory=lambda: defaultdict(list))
+    own_shards_by_group: defaultdict[int, list[_OwnShard]] = field(default_factory=lambda: defaultdict(list))
     shards: list[tuple[nn.Parameter, ParameterShard]] = field(default_factory=list)
 
 
@@ -117,7 +117,7 @@ class ShardedState:
     def __init__(
         self, optimizer: Optimizer, communicator: Communicator, shard: ShardingMode, reducer: GradientReducer | None
     ) -> None:
-        self._communicator, self.shard, self._reducer = communicator, shard, reducer
+        self._communicator, self.sharding_mode, self._reducer = communicator, shard, reducer
         # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
         self._replaced_gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
         self._is_elementwise = type(optimizer) in ELEMENTWISE
@@ -220,11 +220,13 @@ class ShardedState:
         if self._reducer is not None:
             for parameter in new:
                 self._reducer.assign(parameter, self._shards[parameter])
-        for parameter, shard in [(owned, shard) for owned in parameters for shard in self._shards[owned]]:
-            if shard.owner == self._communicator.rank:
-                is_whole = shard.stop - shard.start == parameter.numel()
-                local = parameter if is_whole else nn.Parameter(self._view(parameter, shard), parameter.requires_grad)
-                self._own_shards[parameter] = _OwnShard(parameter, local, shard)
+        for parameter in parameters:
+            for shard in self._shards[parameter]:
+                if shard.owner == self._communicator.rank:
+                    is_whole = shard.stop - shard.start == parameter.numel()
+                    view = parameter if is_whole else self._view(parameter, shard)
+                    local = parameter if is_whole else nn.Parameter(view, parameter.requires_grad)
+                    self._own_shards[parameter] = _OwnShard(parameter, local, shard)
 
     def _assigned_shards(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
         """Return the shards of the gradient of `parameter` if the optimizer can use them for its state, otherwise
@@ -255,17 +257,18 @@ class ShardedState:
             batch = _Batch(shards=[(parameters[shard.index], shard) for shard in batch_shards])
             for shard in batch_shards:
                 if shard.owner == self._communicator.rank:
-                    batch.owned[groups[shard.index]].append(self._own_shards[parameters[shard.index]])
+                    own_shard = self._own_shards[parameters[shard.index]]
+                    batch.own_shards_by_group[groups[shard.index]].append(own_shard)
             self._batches.append(batch)
 
     def _view(self, parameter: nn.Parameter, shard: ParameterShard) -> Tensor:
         """Return the elements of `shard` as a 1-D view. Views are cached until the memory of the parameter changes."""
         key, address = (parameter, shard.start), parameter.data_ptr()
-        cached_view = self._views.get(key)
-        if cached_view is None or cached_view[0] != address:
+        cached_address, view = self._views.get(key, (None, None))
+        if view is None or cached_address != address:
             self._check_storage_order(parameter)
-            cached_view = self._views[key] = (address, flat_view(parameter.detach())[shard.start : shard.stop])
-        return cached_view[1]
+            _, view = self._views[key] = (address, flat_view(parameter.detach())[shard.start : shard.stop])
+        return view
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
         """Raise ModelError if the memory format has changed, because the shards would then contain different
@@ -324,7 +327,7 @@ class ShardedState:
     def _enter_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         """Replace the optimizer's parameters with this rank's shards of `batch`."""
         for group_index, group in enumerate(optimizer.param_groups):
-            group["params"] = [owned.local for owned in batch.owned.get(group_index, ())]
+            group["params"] = [owned.local for owned in batch.own_shards_by_group.get(group_index, ())]
         if self._reducer is not None:
             self._set_complete_gradients(batch)
         for owned in self._partial_shards(batch):
@@ -340,7 +343,7 @@ class ShardedState:
 
     def _set_complete_gradients(self, batch: _Batch) -> None:
         """Replace the sharded gradients of the parameters that this rank owns completely with complete gradients."""
-        for owned in chain.from_iterable(batch.owned.values()):
+        for owned in chain.from_iterable(batch.own_shards_by_group.values()):
             parameter, gradient, shard = owned.parameter, owned.parameter.grad, owned.shard
             if not isinstance(gradient, ShardedGradient):
                 continue
@@ -374,15 +377,15 @@ class ShardedState:
             group["params"] = parameters
 
     def _partial_shards(self, batch: _Batch) -> Iterable[_OwnShard]:
-        return (owned for shards in batch.owned.values() for owned in shards if not owned.is_whole)
+        return (owned for shards in batch.own_shards_by_group.values() for owned in shards if not owned.is_whole)
 
     def _broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
-        updates_all = self._may_update_unused
         updated = [
             (self._view(parameter, shard), shard.owner)
             for parameter, shard in batch.shards
-            if (parameter.grad is not None or (updates_all and parameter.requires_grad)) and shard.stop > shard.start
+            if (parameter.grad is not None or (self._may_update_unused and parameter.requires_grad))
+            and shard.stop > shard.start
         ]
         if updated and self._communicator.size > 1:
             self._pending_broadcasts.append(_start_broadcasts(self._communicator, updated))
@@ -395,13 +398,13 @@ class ShardedState:
             return state_dict
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         own = {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
-        by_rank = [
+        states_by_rank = [
             broadcast_with_tensors(self._communicator, own, root=rank) for rank in range(self._communicator.size)
         ]
         state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         for index, parameter in enumerate(parameters):
             shards = self._shards.get(parameter, [])
-            entries = [by_rank[shard.owner].get(index) for shard in shards]
+            entries = [states_by_rank[shard.owner].get(index) for shard in shards]
             if all(entry is None for entry in entries):
                 continue
             self._check_storage_order(parameter)

@@ -23,7 +23,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.blocks import BlockChoice
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.unused_parameters import gather_unused, raise_unused
 from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.objects import broadcast_tensors
@@ -172,36 +172,36 @@ class ShardedParameters:
 class ShardedModel(nn.Module, WrappedModel):
     """The module that `distributed_model(shard="parameters")` returns. `module` is the user's model."""
 
-    shard = "parameters"
+    sharding_mode = "parameters"
 
     def __init__(
         self,
-        sharded: ShardedParameters,
+        sharded_parameters: ShardedParameters,
         rendezvous: Rendezvous,
         monitor: FailureMonitor,
-        buffers: ForwardBufferBroadcaster | None,
+        buffer_broadcaster: ForwardBufferBroadcaster | None,
     ) -> None:
         super().__init__()
-        model = sharded.model
+        model = sharded_parameters.model
         self.module = model
-        self.sharded = sharded
-        self._monitor, self._rendezvous, self._forward_buffers = monitor, rendezvous, buffers
+        self.sharded_parameters = sharded_parameters
+        self._monitor, self._rendezvous, self._buffer_broadcaster = monitor, rendezvous, buffer_broadcaster
         self._is_accumulating = self._has_left_group = False
         self._broadcasts_buffers = True
         self._last_backward = -1
         self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
-        self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-        self._local_gradients = LocalGradients(unwrap_compiled(model), lambda: self._is_accumulating)
+        self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: self._is_accumulating)
         self._key, self._num_freeze_changes = f"sharded_parameters/{next(_model_numbers)}", 0
         self._used_names: set[str] | None = set()  # names, until the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
 
-    def add_copy(self, sharded: ShardedParameters) -> None:
-        """Register `sharded`, whose model is a copy of the user's model. `leave_group` also releases its process
-        group."""
-        sharded.share_gather_order(self.sharded)
-        self._copies.append(sharded)
+    def add_copy(self, sharded_parameters: ShardedParameters) -> None:
+        """Register `sharded_parameters`, whose model is a copy of the user's model. `leave_group` also releases its
+        process group."""
+        sharded_parameters.share_gather_order(self.sharded_parameters)
+        self._copies.append(sharded_parameters)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group:
@@ -210,12 +210,12 @@ class ShardedModel(nn.Module, WrappedModel):
                 "the model before the shutdown, or load the saved weights into a new model."
             )
         has_gradients = torch.is_grad_enabled()
-        self.sharded.reset_after_exception()
+        self.sharded_parameters.reset_after_exception()
         if has_gradients:
             self._check_trainable_parameters()
-            if self._forward_buffers is not None:
+            if self._buffer_broadcaster is not None:
                 if self._broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
-                    self._forward_buffers.broadcast()
+                    self._buffer_broadcaster.broadcast()
                 self._broadcasts_buffers = not self._is_accumulating
         output = self.module(*inputs, **kwargs)
         if has_gradients and (tensors := tensors_requiring_grad(output)):
@@ -232,7 +232,7 @@ class ShardedModel(nn.Module, WrappedModel):
         its shard.
         """
         was_accumulating, self._is_accumulating = self._is_accumulating, True
-        self._local_gradients.track()
+        self._gradient_tracker.track()
         try:
             yield
         finally:
@@ -247,17 +247,17 @@ class ShardedModel(nn.Module, WrappedModel):
         if not self._has_left_group:
             self._monitor.raise_reported_model_error()
             self._monitor.loop_counters.count_step()
-            self.sharded.free_complete_parameters()
-            self._local_gradients.check(optimizer)
+            self.sharded_parameters.free_complete_parameters()
+            self._gradient_tracker.check(optimizer)
 
     def leave_group(self) -> None:
         """Release the process group. The model cannot be used afterwards."""
         if not self._has_left_group:
             self._has_left_group = True
-            self._local_gradients.stop()
-            for sharded in (self.sharded, *self._copies):
-                sharded.release_groups()
-            self._forward_buffers = None
+            self._gradient_tracker.stop()
+            for sharded_parameters in (self.sharded_parameters, *self._copies):
+                sharded_parameters.release_groups()
+            self._buffer_broadcaster = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModelError(
@@ -279,12 +279,12 @@ class ShardedModel(nn.Module, WrappedModel):
         ranks, they raise CollectiveTimeoutError.
         """
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
-        if requires_grad == self._requires_grad:
+        if requires_grad == self._last_requires_grad:
             return
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"
-        compare_trained_parameters(self._rendezvous, key, self._names, self._requires_grad, requires_grad)
-        self._requires_grad = requires_grad
+        compare_trained_parameters(self._rendezvous, key, self._names, self._last_requires_grad, requires_grad)
+        self._last_requires_grad = requires_grad
 
     @disable_compile
     def _begin_backward(self, forward: CountedForward) -> None:
@@ -307,7 +307,7 @@ class ShardedModel(nn.Module, WrappedModel):
         """
         # Not `named_parameters()`: the parameters of the root block are currently the complete ones.
         names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
-        for block in self.sharded.blocks:
+        for block in self.sharded_parameters.blocks:
             for record in fsdp_parameters(block):  # type: ignore[arg-type]
                 complete, name = unsharded_parameter(record), names.get(id(record.sharded_param))
                 if complete is not None and complete.requires_grad and name is not None:
