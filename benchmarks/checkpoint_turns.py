@@ -13,7 +13,7 @@ from torch import nn
 
 from unitrain import TrainConfig
 from unitrain.backends.base import Backend
-from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
+from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 
 FULL, SHARDED = WAYS = ("full", "sharded")
 WIDTH = 2048
@@ -46,7 +46,7 @@ def take_turn(backend: Backend, way: str, size: str, number: int) -> float:
     checkpointer = Checkpointer(TrainConfig(max_steps=1, shard="state", output_dir=folder, **settings), backend)
     backend.barrier()
     started = time.perf_counter()
-    checkpointer.save(TrainingState(1, model, optimizer, None, {}, {"step": 1}))
+    checkpointer.save(CheckpointContents(1, model, optimizer, None, {}, {"step": 1}))
     seconds = time.perf_counter() - started
     backend.barrier()
     if backend.rank == 0:

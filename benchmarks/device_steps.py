@@ -87,7 +87,7 @@ def compare_prefetching(backend: Backend) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
 
-def _train_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
+def _train_from_host(backend: Backend, prefetcher: Prefetcher) -> list[Tensor]:
     torch.manual_seed(6)
     wide = 2048 if backend.device.type == "cuda" else 32
     net = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Dropout(0.1), nn.Linear(wide, 10))
@@ -95,7 +95,7 @@ def _train_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
     data = TensorDataset(torch.randn(2048, wide), torch.randint(0, 10, (2048,)))
     config = unitrain.TrainConfig(max_epochs=2, batch_size=32, progress="off")
     trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
-    trainer._prefetch = trainer._evaluation._prefetch = prefetch
+    trainer._prefetcher = trainer._evaluation._prefetcher = prefetcher
     trainer.fit(data)
     return [*(parameter.detach().cpu() for parameter in net.parameters()), trainer.predict(data)]
 

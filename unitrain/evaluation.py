@@ -46,13 +46,13 @@ class Evaluation:
         loss_fn: LossFunction,
         metrics: Mapping[str, Metric] | nn.Module,
         precision: Precision,
-        prefetch: Prefetcher,
+        prefetcher: Prefetcher,
         communicator: Communicator,
         *,
         exact: bool = False,
     ) -> None:
         self._model, self._forward, self._loss_fn = model, forward, loss_fn
-        self._precision, self._prefetch, self._communicator = precision, prefetch, communicator
+        self._precision, self._prefetcher, self._communicator = precision, prefetcher, communicator
         self._metrics, self._exact = UserMetrics(metrics, communicator, exact=exact), exact
 
     @property
@@ -135,7 +135,7 @@ class Evaluation:
     def _batches(
         self, shard: EvaluationShard, batches: Iterable[tuple[Any, BatchInfo]]
     ) -> Iterable[tuple[Any, BatchInfo]]:
-        prefetched = self._prefetch(batches, ahead=shard.can_prefetch)
+        prefetched = self._prefetcher(batches, ahead=shard.can_prefetch)
         aligned = align_forward_passes(self._model, prefetched, self._communicator)
         return seed_batches(aligned) if shard.seeds_batches else aligned
 

@@ -231,15 +231,15 @@ def _shapes_of(output: Any) -> tuple[tuple[int, ...], ...]:
 @contextmanager
 def _preserved_buffers(model: nn.Module) -> Iterator[None]:
     """Context manager that restores the buffers of `model`, including buffers that are replaced by other tensors."""
-    owners = [
+    buffer_locations = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
-    copies = [buffer.detach().clone() for _, _, buffer in owners]
+    copies = [buffer.detach().clone() for _, _, buffer in buffer_locations]
     try:
         yield
     finally:
         with torch.no_grad():
-            for (module, name, buffer), saved in zip(owners, copies, strict=True):
+            for (module, name, buffer), saved in zip(buffer_locations, copies, strict=True):
                 buffer.copy_(saved)
                 setattr(module, name, buffer)
 

@@ -43,7 +43,7 @@ _FORMAT = 1
 _TOKEN_SUFFIX = ".token"
 _FLAGS = os.O_RDWR | os.O_CREAT
 # Rows of other files are copied in chunks of about this size.
-_COPIED_BYTES = 1 << 24
+_COPY_CHUNK_BYTES = 1 << 24
 _NUMPY_DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -87,9 +87,9 @@ class PredictionWriter:
         rank, DataError if it cannot be created, and CheckpointError if another job writes to it.
         """
         folder = Path(self.folder)
-        unfinished = folder.with_name(folder.name + _UNFINISHED)
+        unfinished_folder = folder.with_name(folder.name + _UNFINISHED)
         token = communicator.broadcast_object(os.urandom(8).hex()) + _TOKEN_SUFFIX
-        lock = FolderLock(unfinished)
+        lock = FolderLock(unfinished_folder)
 
         def check_folder() -> None:
             if folder.exists() or folder.is_symlink():
@@ -106,38 +106,38 @@ class PredictionWriter:
 
         def try_to_create() -> bool:
             check_folder()
-            if unfinished.is_symlink():
-                raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished))
-            unfinished.mkdir(parents=True, exist_ok=True)
+            if unfinished_folder.is_symlink():
+                raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished_folder))
+            unfinished_folder.mkdir(parents=True, exist_ok=True)
             try:
                 if not lock.acquire(MAX_WAIT_PER_COLLECTIVE_SECONDS):  # raises CheckpointError at its time limit
                     return False
             except FileNotFoundError:  # the other job has renamed or removed the folder of unfinished files
                 return False
             check_folder()  # another job may have completed it
-            leftover_files = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # of a killed job
+            leftover_files = [path for path in unfinished_folder.iterdir() if path.name != LOCK_FILE]  # of a killed job
             known_files = [
                 path for path in leftover_files if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST
             ]
             foreign = next((path for path in leftover_files if path not in known_files), None)
             if foreign is not None:
                 raise ConfigError(
-                    f"PredictionWriter('{folder}') first writes to '{unfinished}', which contains another file, "
+                    f"PredictionWriter('{folder}') first writes to '{unfinished_folder}', which contains another file, "
                     f"'{foreign.name}'. Move this file, or choose another folder."
                 )
             for path in leftover_files:
                 path.unlink()
-            (unfinished / token).touch()
+            (unfinished_folder / token).touch()
             return True
 
         def check_visible() -> None:
-            if not (unfinished / token).exists():
+            if not (unfinished_folder / token).exists():
                 raise ConfigError(
                     f"PredictionWriter('{folder}') is not visible to rank {communicator.rank}, because its host has "
                     "another file system. Use a folder that all hosts share."
                 )
 
-        files = PredictionFiles(folder, unfinished, communicator, first_row, stride_unit)
+        files = PredictionFiles(folder, unfinished_folder, communicator, first_row, stride_unit)
         is_created = False
         try:
             # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
@@ -145,16 +145,16 @@ class PredictionWriter:
                 pass
             is_created = True
             _run_on_all_ranks(communicator, folder, check_visible)
-            _run_on_rank_zero(communicator, folder, (unfinished / token).unlink)
+            _run_on_rank_zero(communicator, folder, (unfinished_folder / token).unlink)
             yield files
         except BaseException:
             files.close()
             if communicator.rank == 0 and is_created:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(unfinished_folder, ignore_errors=True)
             lock.release()
             if communicator.rank == 0 and not is_created:
                 with suppress(OSError):  # it contains files of another job or program
-                    unfinished.rmdir()
+                    unfinished_folder.rmdir()
             raise
         lock.release()
 
@@ -165,12 +165,12 @@ class PredictionFiles:
     def __init__(
         self,
         folder: Path,
-        unfinished: Path,
+        unfinished_folder: Path,
         communicator: Communicator,
         first_row: int | None,
         stride_unit: StrideUnit | None,
     ) -> None:
-        self._folder, self._unfinished_folder, self._communicator = folder, unfinished, communicator
+        self._folder, self._unfinished_folder, self._communicator = folder, unfinished_folder, communicator
         # Without a known position in the data, rows are first written to a file of this rank.
         self._first_row, self._stride_unit = first_row, stride_unit
         self._specs: list[OutputSpec] = []
@@ -249,7 +249,7 @@ class PredictionFiles:
         for index, descriptor in enumerate(self._descriptors):
             spec, header = self._specs[index], len(_header(self._specs[index], 0))
             row_bytes = _row_bytes(spec)
-            step = max(1, _COPIED_BYTES // max(1, row_bytes))
+            step = max(1, _COPY_CHUNK_BYTES // max(1, row_bytes))
             with _open_file(self._path(index, is_final=True)) as target:
                 for first in range(0, len(rows) if row_bytes else 0, step):
                     positions = rows[first : first + step]

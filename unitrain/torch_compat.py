@@ -373,17 +373,17 @@ def call_before_embedding_renorm(check: Callable[[Tensor, float, float], object]
 def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
     """Return whether `tensor` uses the memory of `parameter`. `tensor` may also be the representation of a tensor in a
     function that torch.compile or torch.func traces. Checked with torch 2.14."""
-    actual, expected = _unwrap_traced(tensor), _unwrap_traced(parameter)
-    fake_mode = getattr(actual, "fake_mode", None)
-    if fake_mode is not None and not hasattr(expected, "fake_mode"):
-        expected = fake_mode.fake_tensor_converter._get_memo(expected)
-        if expected is None:  # the traced function does not use the parameter
+    unwrapped_tensor, unwrapped_parameter = _unwrap_traced(tensor), _unwrap_traced(parameter)
+    fake_mode = getattr(unwrapped_tensor, "fake_mode", None)
+    if fake_mode is not None and not hasattr(unwrapped_parameter, "fake_mode"):
+        unwrapped_parameter = fake_mode.fake_tensor_converter._get_memo(unwrapped_parameter)
+        if unwrapped_parameter is None:  # the traced function does not use the parameter
             return False
     try:
-        actual_storage, expected_storage = actual.untyped_storage(), expected.untyped_storage()
+        tensor_storage, parameter_storage = unwrapped_tensor.untyped_storage(), unwrapped_parameter.untyped_storage()
         if fake_mode is not None:  # fake tensors have storages without memory
-            return bool(actual_storage._cdata == expected_storage._cdata)
-        return bool(actual_storage.data_ptr() == expected_storage.data_ptr() != 0)
+            return bool(tensor_storage._cdata == parameter_storage._cdata)
+        return bool(tensor_storage.data_ptr() == parameter_storage.data_ptr() != 0)
     except RuntimeError:  # a tensor has no storage
         return False
 
@@ -428,7 +428,7 @@ def stop_workers(batches: Any) -> None:
     batches._shutdown_workers()
 
 
-def awaited_batches(frame: FrameType) -> Any | None:
+def awaited_loader_iterator(frame: FrameType) -> Any | None:
     """Return the iterator of a DataLoader whose next batch the function of `frame` waits for, or None. Checked with
     torch 2.14."""
     code = frame.f_code

@@ -33,7 +33,7 @@ from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.optim.forward import Forward, ForwardFunction
-from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
+from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_checksum
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
 from unitrain.optim.model_loss import ModelLoss
@@ -122,7 +122,7 @@ class Trainer(LoggingMethods):
         self._run_metrics = RunMetrics(
             config, backend, model, self._reporter, self._timer, has_endpoint=overrides is None
         )
-        self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching, self._timer.measure_copy)
+        self._prefetcher = Prefetcher(backend.device, self._timer.measure_fetching, self._timer.measure_copy)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         has_logical_ranks = config.logical_ranks is not None
@@ -133,7 +133,7 @@ class Trainer(LoggingMethods):
         self.averaged_model = None if self._weight_average is None else self._weight_average.model
         evaluated_model = model if self.averaged_model is None else self.averaged_model
         self._evaluation = call_on_all_ranks(backend, lambda: Evaluation(
-            evaluated_model, self._forward, self.loss_fn, metrics or {}, self._precision, self._prefetch, backend,
+            evaluated_model, self._forward, self.loss_fn, metrics or {}, self._precision, self._prefetcher, backend,
             exact=has_logical_ranks,
         ))  # fmt: skip
 
@@ -151,7 +151,7 @@ class Trainer(LoggingMethods):
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
-        self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetch, self._stopping)
+        self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetcher, self._stopping)
         self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
@@ -410,7 +410,7 @@ class Trainer(LoggingMethods):
         """Return the batches of this rank from the current position to the end of the epoch."""
         if self._run.is_epoch_at_limit:  # resumed from the checkpoint of the last step of an epoch
             return ()
-        return self._prefetch(
+        return self._prefetcher(
             shard.micro_batches(self.progress.epoch, self.progress.position),
             ahead=shard.can_prefetch,
             overlapped=shard.can_overlap_prefetch,
@@ -441,7 +441,7 @@ class Trainer(LoggingMethods):
             scaled = self._precision.scale(weighted)
             backward(
                 self._timer.measure_backward(scaled) if is_measured else scaled,
-                *(self._loss_weighting.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()),
+                *(self._loss_weighting.overlapped_work() + self._prefetcher.overlapped_work() if ends_step else ()),
             )
         if ends_step and self.config.logical_ranks is not None:
             seed_after_step(self.config.seed, self.progress.step + 1)
@@ -484,12 +484,12 @@ class Trainer(LoggingMethods):
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Exchange stop requests, save a checkpoint if one is due, and return the `numbers` of every rank. Raises
         ConfigError or ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
-        memory, rate = self._run_metrics.memory_bytes(), learning_rate_sum(self.optimizer)
+        memory, checksum = self._run_metrics.memory_bytes(), learning_rate_checksum(self.optimizer)
         ranks = self._sync_point.exchange(
-            self.progress.step, [self.checkpointer.is_due, rate, memory, self.model.training, *numbers]
+            self.progress.step, [self.checkpointer.is_due, checksum, memory, self.model.training, *numbers]
         )
-        is_due, rates, memory_by_rank, modes = ([row[index] for row in ranks] for index in range(4))
-        check_same_learning_rates(rates, self.progress.step)
+        is_due, checksums, memory_by_rank, modes = ([row[index] for row in ranks] for index in range(4))
+        check_same_learning_rates(checksums, self.progress.step)
         trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
         self._run_metrics.synchronize(self._sync_point, memory_by_rank)
         if is_due[0]:  # according to rank 0's clock

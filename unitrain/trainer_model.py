@@ -34,7 +34,7 @@ class StepParts(NamedTuple):
 
     precision: Precision
     forward: Forward
-    prefetch: Prefetcher
+    prefetcher: Prefetcher
     stopping: StopCoordinator
 
 

@@ -24,7 +24,7 @@ from unitrain.backends.checks import check_same_weights
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
-from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer, TrainingState
+from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, CheckpointContents, Checkpointer
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, run_on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
@@ -122,9 +122,9 @@ class TrainingRun:
 
         Without sharding, `restore` loads the state on rank 0, and `distributed_optimizer` broadcasts it.
         """
-        sharded = None if self._restored_training is None else self._restored_training.get(loading.SHARDED)
-        if sharded is not None and self._config.shard != "none":
-            self._checkpointer.load_optimizer_state(Path(sharded), optimizer)
+        sharded_checkpoint = None if self._restored_training is None else self._restored_training.get(loading.SHARDED)
+        if sharded_checkpoint is not None and self._config.shard != "none":
+            self._checkpointer.load_optimizer_state(Path(sharded_checkpoint), optimizer)
 
     def track_compression_state(self, model: nn.Module, get_loss_scale: Callable[[], Tensor | None]) -> None:
         """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
@@ -164,7 +164,7 @@ class TrainingRun:
         """End the current epoch if all its steps are completed, and return whether it has ended."""
         if self.is_epoch_at_limit:
             data.end_epoch()
-        elif not data.check_epoch_end(self.progress.position):
+        elif not data.close_and_check_epoch_end(self.progress.position):
             return False
         self.progress.end_epoch()
         return True
@@ -247,7 +247,7 @@ class TrainingRun:
         }
         if self._config_text is not None:
             manifest[files.CONFIG] = self._config_text
-        state = TrainingState(
+        state = CheckpointContents(
             step=self.progress.step,
             model=model,
             optimizer=optimizer,
@@ -379,9 +379,9 @@ class TrainingRun:
         self._saved_data_state = training.get("data")
         for name, part in self._stateful_parts.items():
             part.load_state_dict(training.get(name, {}))
-        sharded, average = training.get(loading.SHARDED), self._stateful_parts.get(AVERAGE)
-        if sharded is not None and isinstance(average, WeightAverage) and AVERAGE in training:
-            self._checkpointer.load_average(Path(sharded), average.model)
+        sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_parts.get(AVERAGE)
+        if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
+            self._checkpointer.load_average(Path(sharded_checkpoint), average.model)
         if config.logical_ranks is not None:
             report_differences(training.get("preconditions", {}), self._backend, str(path))
         self._restored_training = training

@@ -118,7 +118,7 @@ class TrialSteps:
 
     def batches(self, epoch: int) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank in an epoch, on its device."""
-        return self.trainer.step_parts.prefetch(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
+        return self.trainer.step_parts.prefetcher(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
 
     def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch on this rank only, without communication. The loss is not

@@ -28,7 +28,7 @@ from unitrain.cli import unitrain
 from unitrain.doctor import examination
 from unitrain.doctor.facts import Facts, Gpu
 from unitrain.doctor.findings import RankReport, find_problems
-from unitrain.doctor.peers import PeerChecks, check_peers
+from unitrain.doctor.peers import PeerCheckResults, check_peers
 from unitrain.processes import find_process_ids
 
 GIB = 2**30
@@ -41,7 +41,7 @@ VALID = Facts(
     locked_memory=None, infiniband=False, folder="/work", folder_free=100 * GIB, programs={}, variables={},
     has_job_key=True,
 )  # fmt: skip
-REACHABLE = PeerChecks(address="10.0.0.1", unreachable={}, clock_offset_seconds=0.0, shares_folder=True)
+REACHABLE = PeerCheckResults(address="10.0.0.1", unreachable={}, clock_offset_seconds=0.0, shares_folder=True)
 
 
 def ranks(*changes: dict[str, Any], **of_second: Any) -> list[RankReport]:
@@ -195,7 +195,7 @@ def test_a_valid_job_has_no_findings() -> None:
 def test_peer_checks_of_a_rendezvous_with_an_ipv6_address() -> None:
     rank_info = RankInfo("none", rank=0, size=1, local_rank=0)
     checks = check_peers(Rendezvous(rank_info, HashStore(), "::1", timedelta(seconds=10)))
-    assert checks == PeerChecks(
+    assert checks == PeerCheckResults(
         address=own_addresses()[0], unreachable={}, clock_offset_seconds=0.0, shares_folder=True
     )
 

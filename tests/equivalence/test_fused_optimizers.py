@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.backends.sharding.state_format import complete_tensor
+from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -117,7 +117,7 @@ def skip_first_step(backend: Backend) -> None:
             found, scheduled = train(backend, kind, settings, overflow=1, fused=True)
             assert scheduled == 11, (kind, shard)
             for value, wanted in zip(found, expected, strict=True):
-                complete = complete_tensor(value, backend)
+                complete = gather_complete_tensor(value, backend)
                 torch.testing.assert_close(
                     complete, wanted, rtol=0, atol=1e-5, msg=lambda text, where=(kind, shard): f"{where}: {text}"
                 )

@@ -334,7 +334,7 @@ def train(
     config = TrainConfig(**{"max_epochs": 3, "gradient_accumulation_steps": 2, "progress": "off", **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     if early is not None:
-        trainer._prefetch = trainer._evaluation._prefetch = early(backend.device)
+        trainer._prefetcher = trainer._evaluation._prefetcher = early(backend.device)
     results = trainer.fit(make_data(), samples(9))
     return model.state_dict(), results
 

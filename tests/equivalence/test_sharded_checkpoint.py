@@ -19,7 +19,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.backends.sharding.state_chunks import load_own_state
 from unitrain.checkpoint import files
-from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
+from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 from unitrain.checkpoint.consolidation import consolidate_model
 from unitrain.checkpoint.sharded_files import StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
@@ -281,7 +281,7 @@ def load_after_a_step(backend: Backend, folder: str) -> str | None:
     checkpointer, path = Checkpointer(config, backend), Path(folder) / "step-000000001"
     training, manifest = {"scheduler": None}, {"step": 1}
     checkpointer.save(
-        TrainingState(step=1, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest)
+        CheckpointContents(step=1, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest)
     )
     expected = moments()
     step()
@@ -339,7 +339,9 @@ def verify_saved_and_best(backend: Backend, folder: str) -> list[list[str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         manifest = {"step": step, "epoch": step, "sample": 0, "results": {"val_loss": loss}}
         checkpointer.save(
-            TrainingState(step=step, model=model, optimizer=optimizer, average=None, training={}, manifest=manifest)
+            CheckpointContents(
+                step=step, model=model, optimizer=optimizer, average=None, training={}, manifest=manifest
+            )
         )
 
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.1), (4, 0.2), (5, float("nan"))):
@@ -420,7 +422,7 @@ def test_saving_does_not_modify_the_training_state(tmp_path: Path) -> None:
     config = TrainConfig(max_steps=1, output_dir=tmp_path, checkpoint_format="sharded", async_checkpoints=False)
     average = {"model": model.state_dict(), "updates": 3}
     training: dict[str, Any] = {"scheduler": None, "local_sgd": {"steps": 1, "own": {"momentum": torch.ones(2)}}}
-    state = TrainingState(
+    state = CheckpointContents(
         step=1, model=model, optimizer=optimizer, average=average, training=training, manifest={"step": 1}
     )
     Checkpointer(config, LocalBackend(torch.device("cpu"))).save(state)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from unitrain import GradientWatch, Histograms, Logger, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
-from unitrain.backends.sharding.state_format import complete_tensor
+from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.testing import RankGroup
 
 WIDTH, CLASSES, TOKENS, SAMPLES = 8, 4, 6, 36
@@ -112,7 +112,7 @@ def train(
     trainer.fit(data())
     scale = trainer.loss_scale
     return (
-        [complete_tensor(parameter.detach(), backend) for parameter in model.parameters()],
+        [gather_complete_tensor(parameter.detach(), backend) for parameter in model.parameters()],
         trainer._update.gradient_norm()["gradient_norm"],
         1.0 if scale is None else scale.item(),
         edges.ranges,

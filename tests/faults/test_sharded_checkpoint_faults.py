@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend, ShardingMode
 from unitrain.checkpoint import files, sharded_files
-from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
+from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankError, RankGroup
 
@@ -256,9 +256,9 @@ def checkpointer_for(backend: Backend, folder: str, checkpoint_format: Any) -> C
     return Checkpointer(config, backend)
 
 
-def state_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+def state_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointContents:
     training, manifest = {"scheduler": None}, {"step": step}
-    return TrainingState(
+    return CheckpointContents(
         step=step, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unitrain.backends.consistency import MAX_GATHERING_RANKS, content_bytes_per_rank
+from unitrain.backends.consistency import MAX_GATHERING_RANKS, compute_max_content_bytes
 
 
 def test_content_of_a_row_is_a_whole_number_of_int64_for_every_number_of_ranks() -> None:
-    sizes = [content_bytes_per_rank(size) for size in range(1, MAX_GATHERING_RANKS + 1)]
+    sizes = [compute_max_content_bytes(size) for size in range(1, MAX_GATHERING_RANKS + 1)]
     assert [size for size in sizes if size % 8] == []
     assert max(sizes) == 4096
     assert min(sizes) == 1024

@@ -117,7 +117,7 @@ def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: T
     decided = create_plan(replace_fields(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
     tools = decided.build_steps[0]
     assert tools.name == "tools"
-    assert tools.argv[-3:] == (str(decided.work / "tools"), plan.TOOLS["setuptools"], plan.CMAKE)
+    assert tools.argv[-3:] == (str(decided.work / "tools"), plan.BUILD_REQUIREMENTS["setuptools"], plan.CMAKE)
     assert decided.settings["HOROVOD_CMAKE"] == str(decided.work / "tools/cmake/data/bin/cmake")
     assert decided.environment({"PYTHONPATH": "/mine"})["PYTHONPATH"] == f"{decided.work}/tools:/mine"
 

@@ -224,7 +224,7 @@ def test_throttled_time_and_quota_are_read(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(cpu_evidence, "find_cpu_stat_files", lambda *_: [str(path)])
-    monkeypatch.setattr(cpu_evidence, "_list_threads", list)  # as on a kernel without schedstat
+    monkeypatch.setattr(cpu_evidence, "_list_thread_schedstat_files", list)  # as on a kernel without schedstat
     reader = CpuReader()
     assert reader.read().throttled == 0
     path.write_text(stat)

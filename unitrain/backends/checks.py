@@ -353,29 +353,29 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     strides = {name: _stride_of(parameter) for name, parameter in parameters.items()}
     requires_grad = [parameter.requires_grad for parameter in parameters.values()]
-    by_rank = gather_if_different(communicator, (tensors, strides, requires_grad)) or []
-    tables: list[dict[str, tuple[str, list[int]]]] = [table for table, _, _ in by_rank]
-    for rank, table in enumerate(tables):
-        for name in dict.fromkeys([*tables[0], *table]):
-            expected, actual = tables[0].get(name), table.get(name)
+    descriptions_by_rank = gather_if_different(communicator, (tensors, strides, requires_grad)) or []
+    tensors_by_rank: list[dict[str, tuple[str, list[int]]]] = [description[0] for description in descriptions_by_rank]
+    for rank, tensors_of_rank in enumerate(tensors_by_rank):
+        for name in dict.fromkeys([*tensors_by_rank[0], *tensors_of_rank]):
+            expected, actual = tensors_by_rank[0].get(name), tensors_of_rank.get(name)
             if expected != actual:
                 raise ModelError(
                     f"The model differs between ranks: {name!r} is {_describe_tensor(expected)} on rank 0 and "
                     f"{_describe_tensor(actual)} on rank {rank}. Build it from the same arguments on every rank."
                 )
-    if any(list(table) != list(tables[0]) for table in tables):
+    if any(list(tensors_of_rank) != list(tensors_by_rank[0]) for tensors_of_rank in tensors_by_rank):
         raise ModelError(
             "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
         )
-    for rank, (_, found_strides, _) in enumerate(by_rank):
-        for name, stride in by_rank[0][1].items():
+    for rank, (_, found_strides, _) in enumerate(descriptions_by_rank):
+        for name, stride in descriptions_by_rank[0][1].items():
             if found_strides[name] != stride:
                 raise ModelError(
                     f"The model differs between ranks: {name!r} has stride {stride} on rank 0 and "
                     f"{found_strides[name]} on rank {rank}. Use the same memory format on every rank."
                 )
-    if by_rank:
-        check_same_trained_parameters(list(parameters), [flags for _, _, flags in by_rank])
+    if descriptions_by_rank:
+        check_same_trained_parameters(list(parameters), [flags for _, _, flags in descriptions_by_rank])
 
 
 def _stride_of(tensor: Tensor) -> list[int]:

@@ -69,7 +69,7 @@ class ConsistencyCheck:
         self._backend, self._monitor, self._group, self.row_exchange = backend, monitor, group, row_exchange
         self._num_calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
-        self.max_content_bytes = content_bytes_per_rank(backend.size)
+        self.max_content_bytes = compute_max_content_bytes(backend.size)
         # Called on every rank before an error for invalid or different arguments is raised.
         self.on_mismatch: Callable[[], None] = lambda: None
 
@@ -253,7 +253,7 @@ class ConsistencyCheck:
         self._monitor.wait_for_ranks(work, polls=True)
 
 
-def content_bytes_per_rank(size: int) -> int:
+def compute_max_content_bytes(size: int) -> int:
     """Return the maximum size in bytes of a tensor in a row, for `size` ranks. The result is a multiple of 8, because a
     row consists of int64 values."""
     # The total over ranks is limited to 16 KiB, except that each rank has at least 1 KiB. 4 KiB hold the statistics of

@@ -16,7 +16,7 @@ from unitrain.backends.process_group import (
     destroying_default_group_on_error,
 )
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.devices import check_gpus, choose_device
+from unitrain.bootstrap.devices import choose_device, gather_and_check_gpus
 from unitrain.bootstrap.network import interface_with_address
 from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
 from unitrain.errors import ConfigError, did_you_mean
@@ -43,7 +43,7 @@ class DDPBackend(ProcessGroupBackend):
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
         rendezvous = connect_ranks(rank_info, options.timeout, "ddp")
-        check_gpus(rendezvous, device, options.device)
+        gather_and_check_gpus(rendezvous, device, options.device)
         if (own := rendezvous.own_address) and (interface := interface_with_address(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(

@@ -33,11 +33,11 @@ def _wait_for_threads() -> None:
     deadline = time.monotonic() + _MAX_WAIT_SECONDS
     while True:
         time.sleep(_POLL_SECONDS)  # releases the GIL, so that threads that wait for it can continue
-        if not _is_any_thread_running() or time.monotonic() > deadline:
+        if not _is_another_thread_running() or time.monotonic() > deadline:
             return
 
 
-def _is_any_thread_running() -> bool:
+def _is_another_thread_running() -> bool:
     """Return whether another thread of this process is running or runnable, or False without Linux's /proc.
 
     A thread that waits for the GIL does not count: it does not hold the lock, and cannot continue during the fork.

@@ -78,16 +78,16 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
             # Transports can only gather tensors of equal size, so shorter ones are padded.
-            piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            padded = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
             if len(own) < max_rows:
-                piece = torch.cat([piece, piece.new_zeros((max_rows - len(own), *row_shape))])
-            gathered = piece.new_empty((self.size * max_rows, *row_shape))
-            if piece.numel():
-                self._monitor.wait_for_ranks(dist.all_gather_single(gathered.view(-1), piece.view(-1), async_op=True))
+                padded = torch.cat([padded, padded.new_zeros((max_rows - len(own), *row_shape))])
+            gathered = padded.new_empty((self.size * max_rows, *row_shape))
+            if padded.numel():
+                self._monitor.wait_for_ranks(dist.all_gather_single(gathered.view(-1), padded.view(-1), async_op=True))
             gathered = gathered.to(tensor.dtype)
         if min(rows) == max_rows:
             return gathered
-        return torch.cat([piece[:count] for piece, count in zip(gathered.split(max_rows), rows, strict=True)])
+        return torch.cat([rank_rows[:count] for rank_rows, count in zip(gathered.split(max_rows), rows, strict=True)])
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         def check() -> None:

@@ -158,15 +158,15 @@ class _Rounds:
     make the same decisions.
     """
 
-    def __init__(self, count: int, seconds: float, report_progress: Callable[[str], None]) -> None:
-        self._set_count, self._remaining_seconds, self._report = count, seconds, report_progress
+    def __init__(self, num_rank_sets: int, seconds: float, report_progress: Callable[[str], None]) -> None:
+        self._num_rank_sets, self._remaining_seconds, self._report = num_rank_sets, seconds, report_progress
         self._random = random.Random(0)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         round_index = 0
         while round_index <= _MIN_ROUNDS or self._remaining_seconds > 0:
             self._report(f"round {round_index}" if round_index else "warm-up")
-            for index in self._random.sample(range(self._set_count), self._set_count):
+            for index in self._random.sample(range(self._num_rank_sets), self._num_rank_sets):
                 yield round_index, index
             round_index += 1
 

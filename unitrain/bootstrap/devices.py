@@ -17,10 +17,10 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
 
     The default is a GPU if one is visible to torch, otherwise the CPU. If several GPUs are visible, the rank uses the
     GPU with index `local_rank`, unless `requested` contains an index. If one GPU is visible, the launcher may have
-    assigned one GPU per rank; if not, `check_gpus` raises an error. Raises ConfigError for an invalid device, for a
-    GPU that does not exist, and if several GPUs are visible, but none with index `local_rank`. With `communicates`,
-    raises ConfigError for devices other than CPUs and CUDA GPUs, because Gloo's allreduce returns tensors on such
-    devices unchanged, without an error.
+    assigned one GPU per rank; if not, `gather_and_check_gpus` raises an error. Raises ConfigError for an invalid
+    device, for a GPU that does not exist, and if several GPUs are visible, but none with index `local_rank`. With
+    `communicates`, raises ConfigError for devices other than CPUs and CUDA GPUs, because Gloo's allreduce returns
+    tensors on such devices unchanged, without an error.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()
@@ -56,7 +56,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
     return device
 
 
-def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
+def gather_and_check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
     """Raise ConfigError on every rank if two ranks use the same GPU, unless they requested it by its index.
 
     All ranks call it.

@@ -335,7 +335,7 @@ def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankIn
     """Return the values of a launcher's variables. Raises EnvironmentVariableError for invalid values."""
     evidence: list[str] = []
 
-    def number(name: str | None, default: int | None = None) -> int | None:
+    def read_number(name: str | None, default: int | None = None) -> int | None:
         if name is None or (name not in environ and default is not None):
             return default
         value = environ.get(name)
@@ -351,12 +351,12 @@ def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankIn
         evidence.append(f"{name}={value}")
         return int(value)
 
-    rank, size = number(variables.rank) or 0, number(variables.size) or 0
+    rank, size = read_number(variables.rank) or 0, read_number(variables.size) or 0
     if variables.launcher == "env":
         default_local_rank: int | None = rank  # all processes on one host, as torch's env:// assumes
     else:
         default_local_rank = 0 if variables.local_rank is None or size == 1 else None
-    local_rank = number(variables.local_rank, default_local_rank) or 0
+    local_rank = read_number(variables.local_rank, default_local_rank) or 0
     if size < 1:
         raise EnvironmentVariableError(
             f"{variables.size} must be at least 1, got {size}. Set it, or clear it with: "
@@ -368,7 +368,7 @@ def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankIn
             f"Set both, or clear them with: unset {variables.rank} {variables.size}"
         )
     optional = {
-        name: number(variable)
+        name: read_number(variable)
         for name, variable in (
             ("local_size", variables.local_size),
             ("node_rank", variables.node_rank),

@@ -108,7 +108,7 @@ class _PendingConnection:
         self._connection = connection
         self._received = b""
         self._steps = _authenticate_rank(token, role)
-        to_send, self._num_missing = next(self._steps)
+        to_send, self._num_expected_bytes = next(self._steps)
         connection.sendall(to_send)
 
     def advance(self) -> int | None:
@@ -118,19 +118,19 @@ class _PendingConnection:
         Raises OSError, ValueError or AuthenticationError if the connection does not belong to a rank of this job.
         """
         try:
-            part = self._connection.recv(self._num_missing - len(self._received))
+            part = self._connection.recv(self._num_expected_bytes - len(self._received))
         except BlockingIOError:  # select may report a socket without data as ready
             return None
         if not part:
             raise ConnectionError("the connection was closed")
         self._received += part
-        if len(self._received) < self._num_missing:
+        if len(self._received) < self._num_expected_bytes:
             return None
         try:
-            to_send, self._num_missing = self._steps.send(self._received)
+            to_send, self._num_expected_bytes = self._steps.send(self._received)
             self._received = b""
             self._connection.sendall(to_send)
-            if self._num_missing:
+            if self._num_expected_bytes:
                 return None
             next(self._steps)
         except StopIteration as finished:

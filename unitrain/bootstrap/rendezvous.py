@@ -73,7 +73,7 @@ class Rendezvous:
         if posted is None:
             values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
             return values
-        if missing_ranks := self._missing_in(posted):
+        if missing_ranks := self._missing_ranks(posted):
             names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
             signature, cause = "", f"{cause} " if cause else ""
             if self.messages.has_rejected_lines(_posted_key(key)):
@@ -115,7 +115,7 @@ class Rendezvous:
     def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""
         posted = self._wait_until_complete(key, timeout or self.timeout)
-        return [] if posted is None else self._missing_in(posted)
+        return [] if posted is None else self._missing_ranks(posted)
 
     def _wait_until_complete(self, key: str, timeout: timedelta) -> dict[int, Any] | None:
         """Wait until the complete list is published, and return None; after `timeout`, return the values by rank."""
@@ -127,7 +127,7 @@ class Rendezvous:
             time.sleep(poll_seconds)
         return None
 
-    def _missing_in(self, posted: dict[int, Any]) -> list[int]:
+    def _missing_ranks(self, posted: dict[int, Any]) -> list[int]:
         return [rank for rank in range(self.rank_info.size) if rank not in posted]
 
     def _posted_values(self, key: str) -> dict[int, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unitrain.backends.sharding.state_format import complete_tensor
+from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
 
@@ -35,18 +35,18 @@ class Histograms(Callback):
         """Log the gradients, and the parameters before the update."""
         if (trainer.progress.step + 1) % self.every:
             return
-        scale, logs = trainer.loss_scale, trainer.backend.rank == 0
+        scale, is_logging_rank = trainer.loss_scale, trainer.backend.rank == 0
         for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters():
             if self.parameters:
-                complete = complete_tensor(parameter, trainer.backend)
-                if logs:
+                complete = gather_complete_tensor(parameter, trainer.backend)
+                if is_logging_rank:
                     trainer.log_histogram(f"parameters/{name}", complete)
             gradient: Any = parameter.grad
             if not self.gradients or gradient is None:
                 continue
             if hasattr(gradient, "full_tensor"):  # only sharded gradients have this method, which all ranks must call
                 gradient = gradient.full_tensor()
-            if logs:
+            if is_logging_rank:
                 trainer.log_histogram(f"gradients/{name}", _unscale(gradient, scale))
 
 

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingState:
+class CheckpointContents:
     """State of a run after `step` optimizer steps, which `Checkpointer.save` writes without modifying it.
 
     `average` is the state of the averaged weights, or None. Only rank 0's `training` state and `manifest` values are
@@ -143,7 +143,7 @@ class Checkpointer:
         task = f"restore the averaged weights from '{path}'"
         _load_modules(self._communicator, [average], task, lambda: load_module(path, AVERAGE_FOLDER, average))
 
-    def save(self, state: TrainingState, *, in_memory: bool = False) -> None:
+    def save(self, state: CheckpointContents, *, in_memory: bool = False) -> None:
         """Save a checkpoint of `state` to disk, or to host memory if `in_memory` is True.
 
         In the sharded format, every rank writes a portion of the state. With `async_checkpoints`, this method returns
@@ -159,7 +159,7 @@ class Checkpointer:
         self._last_saved = time.monotonic()
         self._save(self._writer, state)
 
-    def _save(self, writer: CheckpointWriter, state: TrainingState) -> None:
+    def _save(self, writer: CheckpointWriter, state: CheckpointContents) -> None:
         model, optimizer, average, training = state.model, state.optimizer, state.average, dict(state.training)
         if not self.is_sharded:
             with self.state_format():

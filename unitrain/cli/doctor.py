@@ -15,6 +15,7 @@ from unitrain.processes import exit_on_termination_signals
 @click.command()
 @click.option(
     "--launch",
+    "launch_options",
     callback=split_words,
     metavar="OPTIONS",
     help='Launch ranks with these options and check all of them: --launch "-np 4 -H a:2,b:2".',
@@ -28,7 +29,7 @@ from unitrain.processes import exit_on_termination_signals
     help="Time limit for the ranks to connect.",
 )
 @click.option("--marked-json", is_flag=True, hidden=True)
-def doctor(launch: tuple[str, ...] | None, as_json: bool, timeout_seconds: float, marked_json: bool) -> None:
+def doctor(launch_options: tuple[str, ...] | None, as_json: bool, timeout_seconds: float, marked_json: bool) -> None:
     """Diagnose problems on this host, or in all ranks of a job, and suggest fixes.
 
     Under a launcher, the command checks every rank, and rank 0 prints the result. The exit status is 1 if an error is
@@ -42,10 +43,10 @@ def doctor(launch: tuple[str, ...] | None, as_json: bool, timeout_seconds: float
     from unitrain.doctor.examination import MARKER, examine, examine_launch
 
     try:
-        if launch is not None:
+        if launch_options is not None:
             exit_on_termination_signals()
             click.echo("Checking all ranks. This takes some seconds.", err=True)
-            report = examine_launch(launch, timeout_seconds)
+            report = examine_launch(launch_options, timeout_seconds)
         else:
             examined = examine(timeout_seconds)
             if examined is None:

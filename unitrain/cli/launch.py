@@ -68,6 +68,7 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
 )
 @click.option(
     "--standby",
+    "uses_standby",
     is_flag=True,
     help="Start the ranks of the next attempt in advance, so that a restart does not wait for imports. This needs "
     "memory for a second process per rank.",
@@ -102,7 +103,7 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
     metavar="ADDRESS",
     help="Address on which --metrics-port listens; the endpoint has no authentication. [default: 127.0.0.1]",
 )
-@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
 @click.option("--untuned", is_flag=True, help="Ignore the settings stored by unitrain tune in unitrain-tuned.json.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the launcher command and exit.")
 @click.argument("script", type=click.Path(path_type=Path))

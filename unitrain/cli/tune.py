@@ -19,6 +19,7 @@ _STARTUP_SECONDS = 120.0
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--launch",
+    "launch_options",
     callback=split_words,
     default="",
     metavar="OPTIONS",
@@ -49,7 +50,7 @@ _STARTUP_SECONDS = 120.0
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def tune(
-    launch: tuple[str, ...],
+    launch_options: tuple[str, ...],
     minutes: float,
     seconds: float,
     compression: bool,
@@ -82,7 +83,7 @@ def tune(
     exit_on_termination_signals()
     with tempfile.TemporaryDirectory(prefix="unitrain-tune-") as folder:
         tuner = Tuner(
-            launch_options=launch,
+            launch_options=launch_options,
             script=str(script),
             args=args,
             step_seconds=seconds,

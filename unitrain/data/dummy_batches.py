@@ -114,11 +114,12 @@ class StepAligner:
                 steps, is_finished = plan_steps(
                     items, self._gradient_accumulation_steps, self._uneven, self._min_step_items
                 )
-                missing = [
+                incomplete_indices = [
                     index for step in steps for index in step if any(counts[index] == NO_BATCH for counts in items)
                 ]
-                if self._uneven == "pad" and missing:
-                    self._fetch(window, [index for index in missing if window[index] is None], repeated_batches)
+                if self._uneven == "pad" and incomplete_indices:
+                    missing_here = [index for index in incomplete_indices if window[index] is None]
+                    self._fetch(window, missing_here, repeated_batches)
                     items, samples = self._exchange_counts(window)
                 for step in steps:
                     end = start + positions_per_step

@@ -176,7 +176,7 @@ class TrainingStream(TrainingData):
         rank_state = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
         return None if rank_state is None else StreamState.from_dict(rank_state)
 
-    def check_epoch_end(self, position: int) -> bool:
+    def close_and_check_epoch_end(self, position: int) -> bool:
         """Close the iterator, and return whether `position` is the end of the epoch; see TrainingData.
 
         If the next step is not loaded yet, this method tries to load it. A resumed run loads that step again, so the

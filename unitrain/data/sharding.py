@@ -218,7 +218,7 @@ class TrainingShard(TrainingData):
                     )
                 yield batch, micro_batch
 
-    def check_epoch_end(self, position: int) -> bool:
+    def close_and_check_epoch_end(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
         return position >= self._epoch_end or (self._aligner is not None and self._aligner.has_ended)
 

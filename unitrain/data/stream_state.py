@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -120,10 +120,9 @@ def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     """
     if snapshot == END_OF_STREAM:
         return ()
-    resumed = items if isinstance(items, DataLoader) else _copy_parts(items, {})
-    stateful: Any = resumed
-    stateful.load_state_dict(pickle.loads(snapshot))
-    return resumed
+    resumed: Any = items if isinstance(items, DataLoader) else _copy_parts(items, {})
+    resumed.load_state_dict(pickle.loads(snapshot))
+    return cast(Iterable[Any], resumed)
 
 
 def _accepts(items: Any, name: str, num_arguments: int) -> bool:
@@ -211,7 +210,7 @@ def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
         parts = enumerate(state)
     else:
         return f"{path} of type {type(state).__name__}"
-    invalid_parts = (
+    problems = (
         _find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts
     )
-    return next((problem for problem in invalid_parts if problem is not None), None)
+    return next((problem for problem in problems if problem is not None), None)

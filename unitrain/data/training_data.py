@@ -205,7 +205,7 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
-    def check_epoch_end(self, position: int) -> bool:
+    def close_and_check_epoch_end(self, position: int) -> bool:
         """Close the iterator like `end_epoch`, and return whether `position`, the end of the last step, is the end of
         the epoch. All ranks call it. For iterable data, it may load the next step, and communicate."""
 

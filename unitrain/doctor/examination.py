@@ -37,7 +37,7 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
     from unitrain.bootstrap.rendezvous import connect_ranks
     from unitrain.doctor.facts import Facts, collect_facts
     from unitrain.doctor.findings import RankReport, find_problems
-    from unitrain.doctor.peers import PeerChecks, check_peers
+    from unitrain.doctor.peers import PeerCheckResults, check_peers
 
     try:
         rank_info = environment.detect()
@@ -53,7 +53,7 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
     if rank_info.rank != 0:
         return None
     reports = [
-        RankReport(Facts.from_dict(facts), PeerChecks(**peer_checks) if peer_checks else None)
+        RankReport(Facts.from_dict(facts), PeerCheckResults(**peer_checks) if peer_checks else None)
         for facts, peer_checks in gathered
     ]
     findings = find_problems(reports)

@@ -87,8 +87,8 @@ class Facts:
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
         """Create facts from the output of `as_dict`, which may have been converted to JSON and back."""
         gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
-        tuples = {name: tuple(data[name]) for name in ("evidence", "name_addresses", "cores")}
-        return cls(**{**data, **tuples, "gpus": gpus})
+        tuple_fields = {name: tuple(data[name]) for name in ("evidence", "name_addresses", "cores")}
+        return cls(**{**data, **tuple_fields, "gpus": gpus})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts as plain data."""

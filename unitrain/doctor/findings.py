@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from unitrain.bootstrap.network import is_loopback
 from unitrain.doctor.facts import Facts
-from unitrain.doctor.peers import PeerChecks
+from unitrain.doctor.peers import PeerCheckResults
 
 Level = Literal["error", "warning", "note"]
 _ORDER: tuple[Level, ...] = ("error", "warning", "note")
@@ -36,7 +36,7 @@ class RankReport:
     """The report of one rank. `peer_checks` is None in a job with one rank."""
 
     facts: Facts
-    peer_checks: PeerChecks | None
+    peer_checks: PeerCheckResults | None
 
 
 def find_problems(reports: Sequence[RankReport]) -> list[Finding]:

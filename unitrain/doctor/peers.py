@@ -20,7 +20,7 @@ _MAX_CONCURRENT_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerChecks:
+class PeerCheckResults:
     """The peer-check results of one rank.
 
     `address` is the address of this host on the route to the other hosts. `unreachable` maps each unreachable host to
@@ -39,12 +39,12 @@ class PeerChecks:
         return vars(self)
 
 
-def check_peers(rendezvous: Rendezvous) -> PeerChecks:
+def check_peers(rendezvous: Rendezvous) -> PeerCheckResults:
     """Run all checks. All ranks must call it. Each connection attempt times out after a few seconds."""
     # The address of the route to the other hosts is unknown if the rendezvous has an IPv6 address.
     address = rendezvous.own_address or own_addresses()[0]
     clock_offset_seconds = _measure_clock_offset(rendezvous)
-    return PeerChecks(
+    return PeerCheckResults(
         address=address,
         unreachable=_find_unreachable_hosts(rendezvous, address),
         clock_offset_seconds=clock_offset_seconds,

@@ -190,14 +190,14 @@ def _read_lines(output: int, killed_event: threading.Event) -> Iterator[bytes]:
     with selectors.DefaultSelector() as ready:
         ready.register(output, selectors.EVENT_READ)
         while True:
-            has_ended = killed_event.is_set()
+            were_killed = killed_event.is_set()
             if ready.select(0.1):
                 received = os.read(output, 1 << 16)
                 if not received:
                     break
                 *lines, incomplete_line = (incomplete_line + received).split(b"\n")
                 yield from (line + b"\n" for line in lines)
-            elif has_ended:
+            elif were_killed:
                 break
     if incomplete_line:
         yield incomplete_line

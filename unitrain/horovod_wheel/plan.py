@@ -19,7 +19,7 @@ from unitrain.horovod_wheel.patching import patch_digest, runtime_fixes
 HOROVOD = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 # The upper bounds follow the newest tested versions. Versions between the bounds work.
-TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
+BUILD_REQUIREMENTS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
 # With N jobs, a build takes PARALLEL_SECONDS / N + SERIAL_SECONDS, as measured with 2 cores (238 s of CPU time; 3% more
 # with NCCL).
@@ -210,7 +210,7 @@ def _missing_tools(machine: Machine) -> Iterator[str]:
 
     They are installed into the build's working folder.
     """
-    for module, requirement in TOOLS.items():
+    for module, requirement in BUILD_REQUIREMENTS.items():
         if module not in machine.modules:
             yield requirement
     if machine.cmake is None or requirements.is_old_cmake(machine.cmake):
@@ -274,8 +274,13 @@ def _decision_notes(
     """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)
-        limit = " The wheel only runs on processors of the same type as this machine's." if machine.cpu else ""
-        yield f"The build uses the variables {names} and creates a separate wheel.{limit} To ignore them: unset {names}"
+        portability_note = ""
+        if machine.cpu:
+            portability_note = " The wheel only runs on processors of the same type as this machine's."
+        yield (
+            f"The build uses the variables {names} and creates a separate wheel.{portability_note} "
+            f"To ignore them: unset {names}"
+        )
     if request.mpi is None and not mpi:
         yield f"No MPI controller: mpicxx is not on PATH. To add it: {requirements.install_command(machine, 'mpi')}"
     if uses_pip_toolkit:

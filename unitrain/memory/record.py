@@ -12,7 +12,7 @@ from unitrain.rank_records import read_rank_records, write_rank_record
 
 # Called by the Trainer in the ranks of a recorded run, see `bootstrap.overrides`.
 RECORDER = "unitrain.memory.recorder:active_recorder"
-_REQUEST = "request.json"
+_REQUEST_FILE = "request.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class MemoryRequest:
 
     def write(self, folder: Path) -> None:
         """Write the request to `folder` for the ranks."""
-        (folder / _REQUEST).write_text(json.dumps(asdict(self)))
+        (folder / _REQUEST_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> MemoryRequest:
         """Read the request from `folder`."""
-        return cls(**json.loads((folder / _REQUEST).read_text()))
+        return cls(**json.loads((folder / _REQUEST_FILE).read_text()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ _STATE_TENSORS: dict[type[Optimizer], int] = {
     torch.optim.AdamW: 2, torch.optim.ASGD: 1, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
     torch.optim.RMSprop: 1, torch.optim.Rprop: 2, torch.optim.SGD: 0,
 }  # fmt: skip
-_OPTIONAL_STATE_TENSORS = ("amsgrad", "centered", "momentum")
+_OPTIONS_THAT_ADD_STATE = ("amsgrad", "centered", "momentum")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def formula_state_bytes(optimizer: Optimizer) -> int | None:
 def _num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int | None:
     """Return the number of tensors that `optimizer` stores per parameter of `group`, or None if it is unknown."""
     count = _STATE_TENSORS.get(type(optimizer))
-    return None if count is None else count + sum(bool(group.get(name)) for name in _OPTIONAL_STATE_TENSORS)
+    return None if count is None else count + sum(bool(group.get(name)) for name in _OPTIONS_THAT_ADD_STATE)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

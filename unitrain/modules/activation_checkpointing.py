@@ -45,7 +45,7 @@ class CheckpointedForward(ReplacedForward):
     this class and of the block's original class.
     """
 
-    prefix = "Checkpointed"
+    class_name_prefix = "Checkpointed"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(self.plain_class.forward, self)
@@ -61,10 +61,10 @@ def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     names = list(kwargs)
     count = len(args)
 
-    def positional(*values: Any) -> Any:
+    def call_forward(*values: Any) -> Any:
         return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    return checkpoint(positional, *args, *kwargs.values(), use_reentrant=False, **settings)
+    return checkpoint(call_forward, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
 @disable_compile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -40,8 +40,7 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     Raises, on every rank, ConfigError if the `model` of some rank is not a module, and ModelError if the shapes or
     dtypes of the buffers differ between ranks.
     """
-    passed: Any = communicator
-    if not isinstance(passed, Communicator):
+    if not isinstance(cast(Any, communicator), Communicator):
         check_model_and_communicator("broadcast_buffers", model, communicator)  # raises an error
     buffers = list[Tensor]()
     buffer_layouts: list[tuple[list[int], str]] | UnitrainError

@@ -15,7 +15,7 @@ class ReplacedForward:
     Modules of the combined class can be copied and pickled.
     """
 
-    prefix: ClassVar[str]  # prefix of the names of the combined classes
+    class_name_prefix: ClassVar[str]  # of the combined classes
     forward_class: type[ReplacedForward]
     plain_class: type[nn.Module]  # the class of the module before the change
 
@@ -29,7 +29,7 @@ def create_replacing_class(forward: Any, plain_class: Any) -> Any:
     """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain_class`, the class of a
     module."""
     return type(
-        f"{forward.prefix}{plain_class.__name__}",
+        f"{forward.class_name_prefix}{plain_class.__name__}",
         (forward, plain_class),
         {"forward_class": forward, "plain_class": plain_class},
     )

@@ -230,7 +230,7 @@ class SyncedForward(ReplacedForward):
     original class.
     """
 
-    prefix = "Synced"
+    class_name_prefix = "Synced"
     shared_statistics: SharedStatistics
     layer_number: int
     keeps_statistics = True  # a forward in training mode does not read its buffers

@@ -119,8 +119,8 @@ class _UserFramePosition(NamedTuple):
     """Stack depth of the frame that the user's frame called, and the code objects of both frames."""
 
     depth: int
-    called: CodeType
-    user: CodeType
+    called_code: CodeType
+    user_code: CodeType
 
 
 class FlightRecorder:
@@ -159,7 +159,8 @@ class FlightRecorder:
             except ValueError:  # the stack has fewer frames
                 pass
             else:
-                if called.f_code is position.called and (user := called.f_back) and user.f_code is position.user:
+                user_code = position.user_code
+                if called.f_code is position.called_code and (user := called.f_back) and user.f_code is user_code:
                     return user
         called, depth = sys._getframe(1), 1  # `record`
         user = user_frame(called.f_back or called)

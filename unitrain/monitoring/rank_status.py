@@ -46,8 +46,8 @@ class Failure(NamedTuple):
 
         If the error names another rank as its cause, the failure is attributed to that rank.
         """
-        cause = error.failed_rank if isinstance(error, UnitrainError) else None
-        return cls(rank if cause is None else cause, text)
+        failed_rank = error.failed_rank if isinstance(error, UnitrainError) else None
+        return cls(rank if failed_rank is None else failed_rank, text)
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.error}"

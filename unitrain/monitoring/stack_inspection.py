@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from unitrain.torch_compat import awaited_batches, next_batch_number, worker_of_next_batch
+from unitrain.torch_compat import awaited_loader_iterator, next_batch_number, worker_of_next_batch
 
 _UNITRAIN_FOLDER = str(Path(__file__).parent.parent)
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -91,7 +91,7 @@ def awaited_worker(frame: FrameType) -> str | None:
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
-    worker = worker_of_next_batch(awaited_batches(frame))
+    worker = worker_of_next_batch(awaited_loader_iterator(frame))
     if worker is None:
         return None
     number, process, worker_init_fn = worker
@@ -108,7 +108,7 @@ def awaited_batch() -> tuple[int, int] | None:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if (batches := awaited_batches(frame)) is not None:
+        if (batches := awaited_loader_iterator(frame)) is not None:
             batch_number = next_batch_number(batches)
             return None if batch_number is None else (id(batches), batch_number)
         frame = frame.f_back

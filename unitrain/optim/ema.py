@@ -78,7 +78,7 @@ class WeightAverage:
         self._weights = [local_shard(parameter) for parameter in self._source_model.parameters()]
         self._averages = [local_shard(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
-        pairs = [pair for pair in zip(self._averages, self._weights, strict=True) if _has_mean(pair[0])]
+        pairs = [pair for pair in zip(self._averages, self._weights, strict=True) if _can_be_averaged(pair[0])]
         self._floating_averages = [averaged for averaged, _ in pairs]
         self._floating_weights = [weight for _, weight in pairs]
 
@@ -89,7 +89,7 @@ class WeightAverage:
 
     def _copy_integers(self) -> None:
         for averaged, weight in zip(self._averages, self._weights, strict=True):
-            if not _has_mean(averaged):
+            if not _can_be_averaged(averaged):
                 averaged.copy_(weight)
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class WeightAverage:
             copy_into(copied, buffer)
 
 
-def _has_mean(tensor: Tensor) -> bool:
+def _can_be_averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 

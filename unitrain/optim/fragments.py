@@ -68,18 +68,21 @@ class Fragment:
             bucket.pending = None
 
     def load(
-        self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor], merges_in: Mapping[str, int]
+        self,
+        outer: Mapping[str, Mapping[str, Tensor]],
+        errors: Mapping[str, Tensor],
+        steps_until_merge_by_name: Mapping[str, int],
     ) -> None:
         """Load the state of the outer optimizer, this rank's compression error, and the results of transfers.
 
-        `merges_in` contains the number of steps until the transfer of each parameter is merged. If the parameters of
-        this fragment are not all merged after the same number of steps, or if this run averages weights, their
-        transfers are discarded. The next outer gradient then includes the changes of the discarded transfers.
+        `steps_until_merge_by_name` contains the number of steps until the transfer of each parameter is merged. If the
+        parameters of this fragment are not all merged after the same number of steps, or if this run averages weights,
+        their transfers are discarded. The next outer gradient then includes the changes of the discarded transfers.
         """
         for bucket in self.buckets:
             bucket.load(outer, errors)
         self.steps_until_merge = None
-        steps_until_merge = {merges_in.get(name) for name in self.names}
+        steps_until_merge = {steps_until_merge_by_name.get(name) for name in self.names}
         if (
             len(steps_until_merge) == 1
             and (steps := steps_until_merge.pop()) is not None

@@ -86,21 +86,21 @@ class LearningRateFactor:
         )
 
 
-def learning_rate_sum(optimizer: Optimizer) -> float:
+def learning_rate_checksum(optimizer: Optimizer) -> float:
     """Return a number for the comparison of learning rates between ranks: the sum of the learning rates, each
     multiplied by the number of its parameter group (from 1)."""
     return sum(number * float(group["lr"]) for number, group in enumerate(optimizer.param_groups, start=1))
 
 
-def check_same_learning_rates(sums: Sequence[float], step: int) -> None:
-    """Raise ConfigError if the results of `learning_rate_sum` differ between ranks, after `step` steps."""
-    for rank, rank_sum in enumerate(sums):
+def check_same_learning_rates(checksums: Sequence[float], step: int) -> None:
+    """Raise ConfigError if the results of `learning_rate_checksum` differ between ranks, after `step` steps."""
+    for rank, checksum in enumerate(checksums):
         # The mathematical functions of different hosts may round differently.
-        if rank_sum != sums[0] and not math.isclose(rank_sum, sums[0], rel_tol=_RELATIVE_TOLERANCE):
-            if math.isnan(rank_sum) and math.isnan(sums[0]):
+        if checksum != checksums[0] and not math.isclose(checksum, checksums[0], rel_tol=_RELATIVE_TOLERANCE):
+            if math.isnan(checksum) and math.isnan(checksums[0]):
                 continue
             raise ConfigError(
                 f"The learning rates of rank 0 and rank {rank} differ after step {step}: their weighted sums over the "
-                f"parameter groups are {sums[0]:g} and {rank_sum:g}. Build the same scheduler on every rank, and "
+                f"parameter groups are {checksums[0]:g} and {checksum:g}. Build the same scheduler on every rank, and "
                 "let callbacks change the learning rate on every rank."
             )

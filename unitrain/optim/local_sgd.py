@@ -309,7 +309,9 @@ class LocalSGD:
         self._load(outer, own, header.get("merges_in", {}))
 
     @torch.no_grad()
-    def _load(self, outer: Mapping[str, Any], own: Mapping[str, Any], merges_in: Mapping[str, int]) -> None:
+    def _load(
+        self, outer: Mapping[str, Any], own: Mapping[str, Any], steps_until_merge_by_name: Mapping[str, int]
+    ) -> None:
         weights = own.get("weights")
         self._are_weights_equal, self._other_weights = weights is None, None
         if weights is not None:
@@ -321,7 +323,7 @@ class LocalSGD:
         self._optimizer.defaults = defaults
         for fragment in self._fragments:
             fragment.discard_transfer()
-            fragment.load(outer, own["errors"], merges_in)
+            fragment.load(outer, own["errors"], steps_until_merge_by_name)
         if not self.settings.averages_weights and not outer["anchors"]:  # the run averaged weights before
             self.synchronize()
             self.restart()

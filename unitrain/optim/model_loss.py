@@ -54,7 +54,7 @@ class ModelLoss:
         validation.check_boolean("ModelLoss.shift_labels", shift_labels, optional=True)
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
-        self._average, self._labels, self._ignore_index = average, labels, ignore_index
+        self._average, self._labels_key, self._ignore_index = average, labels, ignore_index
         self._shift_labels = shift_labels
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
@@ -73,14 +73,15 @@ class ModelLoss:
         """Return the labels to count, or None if the loss is a mean over samples."""
         if self._average == "samples":
             return None
-        labels = batch.get(self._labels) if isinstance(batch, Mapping) else None
+        labels = batch.get(self._labels_key) if isinstance(batch, Mapping) else None
         name, is_auto = type(output).__name__, self._average == "auto"
         if not isinstance(labels, Tensor):
             if is_auto:
                 return None
             raise ModelError(
                 f'ModelLoss(average="tokens") counts the labels in a batch, but this {type(batch).__name__} does not '
-                f'have a tensor {self._labels!r}. Name the key of the labels: ModelLoss("tokens", labels="targets").'
+                f'have a tensor {self._labels_key!r}. Name the key of the labels: '
+                'ModelLoss("tokens", labels="targets").'
             )
         if is_auto and (labels.dim() < 2 or labels.is_floating_point()):
             return None

@@ -51,8 +51,8 @@ class CpuReader:
 
     def read(self) -> CpuSeconds:
         """Return the seconds since the last call, or since the creation of this object."""
-        threads = _read_schedstat(_list_threads())
-        workers = _read_schedstat(self._list_workers())
+        threads = _read_schedstat(_list_thread_schedstat_files())
+        workers = _read_schedstat(self._list_worker_schedstat_files())
         run_queue, worker_wait = _longest_wait(self._threads, threads), _longest_wait(self._workers, workers)
         self._threads, self._workers = threads, workers
         throttled = self._read_throttled()
@@ -67,7 +67,7 @@ class CpuReader:
         self._find_stat_files()
         return min(filter(None, (_read_quota(Path(path).parent) for path in self._stat_files)), default=None)
 
-    def _list_workers(self) -> list[str]:
+    def _list_worker_schedstat_files(self) -> list[str]:
         children = _read(f"/proc/self/task/{self._thread}/children").split()
         return [f"/proc/{child}/schedstat" for child in children[:_MAX_WORKERS]]
 
@@ -102,11 +102,10 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
                 continue
             # In a container, the mount shows only the subtree of the container.
             inner = path.removeprefix(root) if root != "/" and path.startswith(root) else path
-            group = Path(folder, inner.lstrip("/"))
-            groups = [group, *(parent for parent in group.parents if parent.is_relative_to(folder))]
-            paths += [
-                str(cgroup / "cpu.stat") for cgroup in groups if "nr_throttled" in _read(str(cgroup / "cpu.stat"))
-            ]
+            own_cgroup = Path(folder, inner.lstrip("/"))
+            cgroups = [own_cgroup, *(parent for parent in own_cgroup.parents if parent.is_relative_to(folder))]
+            candidates = [str(cgroup / "cpu.stat") for cgroup in cgroups]
+            paths += [candidate for candidate in candidates if "nr_throttled" in _read(candidate)]
             break
     return paths
 
@@ -131,7 +130,7 @@ def _read_quota(folder: Path) -> float | None:
     return int(numbers[0]) / int(numbers[1])
 
 
-def _list_threads() -> list[str]:
+def _list_thread_schedstat_files() -> list[str]:
     try:
         threads = os.listdir("/proc/self/task")[:_MAX_THREADS]  # noqa: PTH208
     except OSError:

@@ -86,7 +86,7 @@ class RunMetrics:
         if endpoint is not None:
             endpoint.serve(self._run_values)
         self._has_endpoint = endpoint is not None
-        self._is_opened = False
+        self._has_started = False
         self._earlier_summary = GoodputSummary.of([])
         self._first_step = 0
         self._memory_bytes = self._memory_measured_at = 0.0
@@ -217,10 +217,10 @@ class RunMetrics:
     def _start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:
         names = {"ranks": "size", "nodes": "num_nodes", "backend": "backend", "transport": "transport"}
         environment_values = {key: description.get(name) for key, name in {**names, "device": "device"}.items()}
-        if self._is_opened:  # a second `fit` call of this Trainer
+        if self._has_started:  # a second `fit` call of this Trainer
             self._events.append("start", self.progress.step, **environment_values)
             return
-        self._is_opened, self._first_step = True, self.progress.step
+        self._has_started, self._first_step = True, self.progress.step
         if not is_new_run:
             self._goodput_file.load()
         self._events.open(is_new_run=is_new_run)
@@ -261,7 +261,7 @@ class RunMetrics:
             self._reporter.show_message(str(summary))
 
     def _write_if_due(self) -> None:
-        if self._is_opened and self._goodput_file.is_due:
+        if self._has_started and self._goodput_file.is_due:
             self._goodput_file.write(self._record("running"))
 
     def _record(self, status: Status) -> AttemptRecord:

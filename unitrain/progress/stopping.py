@@ -173,9 +173,9 @@ class SyncPoint:
         self._evidence.end_observation(
             steps, is_any_suspected=bool(detector.suspected), is_suspected=own_rank in detector.suspected
         )
-        slow = detector.slow[:MAX_NAMED_RANKS]
+        named_stragglers = detector.slow[:MAX_NAMED_RANKS]
         previous_details, self._details = self._details, {}
-        for straggler in slow:
+        for straggler in named_stragglers:
             key = (straggler.rank, straggler.cause)
             is_new = key not in previous_details
             if is_new:

@@ -62,7 +62,7 @@ def _environment(result: dict[str, Any]) -> str:
 def legend_names(result: dict[str, Any]) -> list[str]:
     """Return the legend entries: backends and lower bounds, or the networks and algorithms of a prediction."""
     if result["kind"] == "prediction":
-        return list(dict.fromkeys(_network(row) for row in result["rows"]))
+        return list(dict.fromkeys(_network_label(row) for row in result["rows"]))
     return [*row_names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
 
 
@@ -117,7 +117,7 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
         return [
             Line(
                 name,
-                [(row["ranks"], factor * row[column]) for row in result["rows"] if _network(row) == name],
+                [(row["ranks"], factor * row[column]) for row in result["rows"] if _network_label(row) == name],
                 run_index,
             )
             for run_index, name in enumerate(series)
@@ -129,7 +129,7 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-def _network(row: dict[str, Any]) -> str:
+def _network_label(row: dict[str, Any]) -> str:
     return f"{row['name']} {row['algorithm']}".strip()
 
 

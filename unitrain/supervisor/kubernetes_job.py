@@ -94,13 +94,13 @@ class KubernetesJob(FollowedJob):
             return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
         waiting = [(pod["metadata"]["name"], reason) for pod in pods_by_age if (reason := _waiting_reason(pod))]
         restarts = sum(status.get("restartCount", 0) for pod in pods_by_age for status in _container_statuses(pod))
-        restarted = f", {restarts} container restart{'s' if restarts > 1 else ''}" if restarts else ""
+        restarts_text = f", {restarts} container restart{'s' if restarts > 1 else ''}" if restarts else ""
         if not pods_by_age:
             return JobStatus("is pending (no pods yet)")
         if waiting:
-            return JobStatus(f"is pending ({waiting[0][0]}: {waiting[0][1]}){restarted}")
+            return JobStatus(f"is pending ({waiting[0][0]}: {waiting[0][1]}){restarts_text}")
         nodes = dict.fromkeys(pod["spec"].get("nodeName", "unknown node") for pod in pods_by_age)
-        return JobStatus(f"is running on {', '.join(nodes)}{restarted}")
+        return JobStatus(f"is running on {', '.join(nodes)}{restarts_text}")
 
     def copy_log(self) -> bool:
         return self._log.copy(self._pod)

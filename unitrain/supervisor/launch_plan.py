@@ -59,7 +59,7 @@ class LaunchRequest:
 
     script: Path
     args: tuple[str, ...] = ()
-    module: bool = False
+    is_module: bool = False
     backend: str | None = None
     launcher: str | None = None
     num_processes: int | None = None
@@ -75,7 +75,7 @@ class LaunchRequest:
     host_discovery_script: Path | None = None
     elastic_timeout_seconds: float = 600.0
     log_dir: Path | None = None
-    standby: bool = False
+    uses_standby: bool = False
     metrics_port: int | None = None
     metrics_address: str | None = None
     use_tuned_settings: bool = True
@@ -127,7 +127,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     if request.log_dir is not None and not request.is_dry_run:
         _create_log_folder(request.log_dir)
     spec = replace(spec, environment={**spec.environment, **_metrics_variables(request)})
-    if request.standby:
+    if request.uses_standby:
         _check_standby(request, launcher, spec)
     membership: Membership | None = None
     if request.elastic is None:
@@ -135,7 +135,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         command = job.build_command()
     else:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
-    job = replace(job, uses_standby=request.standby)
+    job = replace(job, uses_standby=request.uses_standby)
     if request.metrics_port is not None and not request.is_dry_run and job.runs_rank_zero_on_this_host():
         check_metrics_package(request.metrics_port)
         _check_metrics_port(request.metrics_port, request.metrics_address or LOOPBACK)
@@ -188,12 +188,12 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
         launcher = launchers.DEFAULT_LAUNCHERS.get(backend or "", implied)
     if backend is None:
         backend = _DEFAULT_BACKENDS.get(launcher)
-    if request.module:
+    if request.is_module:
         check_module(str(request.script))
     else:
         check_script(request.script, runs_here=not request.is_dry_run)
-    runs_config = not request.module and is_config_file(request.script)
-    program = "unitrain train" if runs_config else f"python{' -m' if request.module else ''}"
+    runs_config = not request.is_module and is_config_file(request.script)
+    program = "unitrain train" if runs_config else f"python{' -m' if request.is_module else ''}"
     check_not_launched(f"In the command of that launcher, replace unitrain launch with: {program} {request.script}")
     options = launchers.parse_launcher_args(request.launcher_args)
     # With explicit hosts or torchrun --nnodes, starting the command in each task is intended.
@@ -203,7 +203,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     launchers.check_no_backend(values)
     return launcher, LaunchSpec(
         script="unitrain" if runs_config else str(request.script),
-        module=request.module or runs_config,
+        module=request.is_module or runs_config,
         args=("train", str(request.script), *request.args) if runs_config else request.args,
         hosts=hosts,
         interface=request.interface,
@@ -232,12 +232,12 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, nam
         num_processes = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
     if request.use_tuned_settings:
         # unitrain tune does not support modules.
-        tuned = {} if request.module else _tuned_variables(launcher, request, spec, num_processes)
+        tuned = {} if request.is_module else _tuned_variables(launcher, request, spec, num_processes)
         spec = replace(spec, environment=tuned | dict(spec.environment))
     spec = replace(spec, num_processes=num_processes, max_restarts=request.max_restarts or 0)
     if names_other_hosts and not request.is_dry_run:
-        launch_id = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
-        spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **launch_id})
+        launch_id_variables = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
+        spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **launch_id_variables})
     return SupervisedJob(launcher, spec)
 
 

@@ -54,20 +54,20 @@ class Membership:
             if hosts := self._choose(listed_hosts):
                 self._selected_hosts = self._latest_choice = hosts
                 return hosts
-            responsive_hosts = (
+            responsive_hosts_text = (
                 ", ".join(str(host) for host in listed_hosts if host.name not in self._unresponsive_since) or "none"
             )
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"--elastic {self._elastic} needs slots for at least {self._elastic.min_ranks} "
                     f"{'rank' if self._elastic.min_ranks == 1 else 'ranks'}, but after {self._timeout_seconds:g} s the "
-                    f"hosts that respond are: {responsive_hosts}{problem}. Start more hosts, or raise the limit with: "
-                    f"--elastic-timeout {2 * self._timeout_seconds:g}"
+                    f"hosts that respond are: {responsive_hosts_text}{problem}. Start more hosts, or raise the limit "
+                    f"with: --elastic-timeout {2 * self._timeout_seconds:g}"
                 )
             if not is_reported:
                 _report(
                     f"waiting for slots for {self._elastic.min_ranks} ranks; hosts that respond: "
-                    f"{responsive_hosts}{problem}"
+                    f"{responsive_hosts_text}{problem}"
                 )
                 is_reported = True
             stop_event.wait(POLL_SECONDS)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from unitrain.bootstrap import environment
 
-_FAILED_FIRST = re.compile(r"unitrain: rank (\d+) failed first")
+_FAILED_FIRST_PATTERN = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
 _MAX_BYTES = 2**24  # of the end of a log that are read after a failure; a log may be larger than the memory
 # The copying process ignores signals that terminate a job. It exits when the rank closes its output.
@@ -50,7 +50,9 @@ def last_lines_of_failed_rank(folder: Path, crashed_rank: int | None, sizes_befo
         rank_text = path.stem.removeprefix("rank-")
         if rank_text.isdecimal() and path.is_file() and (text := _read_end(path, sizes_before.get(path.name, 0))):
             logs[int(rank_text)] = text
-    first_failed_ranks = [int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST.findall(text)[-1:]]
+    first_failed_ranks = [
+        int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST_PATTERN.findall(text)[-1:]
+    ]
     with_traceback = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = crashed_rank
     if rank is None and first_failed_ranks:
@@ -101,24 +103,24 @@ def _copy_output(reader: int, file: Path, prefix: bytes) -> None:
     """
     # Unbuffered: closing a buffered file would retry a failed write.
     with os.fdopen(reader, "rb") as lines, file.open("ab", buffering=0) as log:
-        is_logged = is_printed = True
+        can_write_log = can_print = True
         for line in lines:
-            if is_logged:
+            if can_write_log:
                 try:
                     log.write(line)
                 except OSError as error:
-                    is_logged = False
+                    can_write_log = False
                     message = (
                         f"unitrain: cannot write more to '{file}': {error.strerror}. The output of the rank is still "
                         "printed.\n"
                     )
                     with suppress(OSError):
                         os.write(2, message.encode())
-            if is_printed:
+            if can_print:
                 try:
                     os.write(1, prefix + line)
                 except OSError:  # the launcher, which reads the output, has exited
-                    is_printed = False
+                    can_print = False
 
 
 if __name__ == "__main__":

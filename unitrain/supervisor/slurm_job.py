@@ -13,7 +13,7 @@ import click
 from unitrain.launchers import LaunchError
 from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
 
-_SUBMITTED = re.compile(r"^Submitted batch job (\d+)(?: on cluster (\S+))?", re.MULTILINE)
+_SUBMITTED_PATTERN = re.compile(r"^Submitted batch job (\d+)(?: on cluster (\S+))?", re.MULTILINE)
 _FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -22,8 +22,8 @@ _FINAL_STATES = {
 _WORD_PATTERN = r"(?:^|\s){}=(\S*)"
 _LINE_PATTERN = r"^\s*{}=(.*)$"
 # scontrol prints the name of the job, which may contain any characters, first.
-_NAME = re.compile(r" JobName=.*$", re.MULTILINE)
-_CLUSTER = re.compile(r"\w[\w.-]*", re.ASCII)
+_NAME_PATTERN = re.compile(r" JobName=.*$", re.MULTILINE)
+_CLUSTER_PATTERN = re.compile(r"\w[\w.-]*", re.ASCII)
 _CHUNK_BYTES = 1 << 16
 
 
@@ -39,7 +39,7 @@ class SlurmJob(FollowedJob):
         self._id = job_id
         self._clusters: tuple[str, ...] = ()
         if cluster is not None:
-            if not _CLUSTER.fullmatch(cluster):
+            if not _CLUSTER_PATTERN.fullmatch(cluster):
                 raise LaunchError(
                     f"--cluster must be the name of a Slurm cluster, got {cluster!r}. List them with: "
                     "sacctmgr show cluster"
@@ -52,7 +52,7 @@ class SlurmJob(FollowedJob):
     @staticmethod
     def from_output(text: str) -> SlurmJob:
         """Return the job whose number is in the output `text` of sbatch. Raises LaunchError if it contains none."""
-        match = _SUBMITTED.search(text)
+        match = _SUBMITTED_PATTERN.search(text)
         if match is None:
             raise LaunchError("sbatch printed no job number, so the job cannot be followed. Use: squeue --me")
         return SlurmJob(match[1], match[2])
@@ -63,7 +63,7 @@ class SlurmJob(FollowedJob):
             if "Invalid job id" in process.stderr:
                 return self._read_accounting()
             raise UnreachableError(process.stderr.strip() or f"scontrol exited with {process.returncode}")
-        text = _NAME.sub("", process.stdout, count=1)
+        text = _NAME_PATTERN.sub("", process.stdout, count=1)
         state = _find(_WORD_PATTERN, "JobState", text)
         path = _find(_LINE_PATTERN, "StdOut", text)
         if path and (self._log is None or self._log.path != Path(path)):

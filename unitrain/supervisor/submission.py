@@ -25,8 +25,8 @@ from unitrain.supervisor.checks import check_script, is_config_file
 from unitrain.supervisor.kubernetes_job import KubernetesJob
 from unitrain.supervisor.slurm_job import SlurmJob
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
-_MEMORY = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)
+_TIME_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_MEMORY_PATTERN = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)
 _SUBMIT_COMMANDS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f", "-"]}
 _SUBMIT_TIMEOUT_SECONDS = 60
 
@@ -225,7 +225,7 @@ def _parse_time(text: str) -> int:
     The formats are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.
     """
-    match = _TIME.fullmatch(text)
+    match = _TIME_PATTERN.fullmatch(text)
     if match is None:
         raise LaunchError(f"--time must be minutes, or as in 4:00:00 and 2-12, got {text!r}. Use: --time 4:00:00")
     first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
@@ -238,7 +238,7 @@ def _parse_time(text: str) -> int:
 
 def _parse_memory(text: str) -> tuple[str, str]:
     """Parse a memory size such as "64G" into amount and unit. Raises LaunchError."""
-    match = _MEMORY.fullmatch(text)
+    match = _MEMORY_PATTERN.fullmatch(text)
     if match is None:
         raise LaunchError(f"--memory must be a number with K, M, G or T, got {text!r}. Use: --memory 64G")
     return match["amount"], match["unit"]

@@ -413,11 +413,11 @@ def ranks_and_local_ranks_are_numbered_without_gaps(backend: Backend) -> None:
     assert [position[0] for position in positions] == list(range(backend.size))
     assert {position[1] for position in positions} == {backend.size}
     places = [(position[2], position[3]) for position in positions]
-    assert len(set(places)) == backend.size, f"two ranks have the same node rank and local rank: {places}"
+    assert len(set(places)) == backend.size, f"two ranks have the same node rank and local_ranks rank: {places}"
     for node in range(backend.num_nodes):
-        local = sorted(place[1] for place in places if place[0] == node)
-        assert local == list(range(len(local)))
-        assert all(position[4] == len(local) for position in positions if position[2] == node)
+        local_ranks = sorted(place[1] for place in places if place[0] == node)
+        assert local_ranks == list(range(len(local_ranks)))
+        assert all(position[4] == len(local_ranks) for position in positions if position[2] == node)
 
 
 @contract

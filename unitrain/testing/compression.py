@@ -246,8 +246,8 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
                 (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
                 (loss + slope.pow(2).sum()).backward()
 
-    low_rank = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
-    for compression in ("fp16", low_rank):
+    powersgd = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
+    for compression in ("fp16", powersgd):
         model, twin, expected_model = build(), build(), build()
         wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)

@@ -160,7 +160,7 @@ class _Output:
         self.itself = self
 
 
-class _ReturnsObject(nn.Module):
+class _ObjectOutputModel(nn.Module):
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.inner, self.make = build(), make
@@ -176,7 +176,7 @@ def _hidden(value: Tensor) -> Callable[[], Tensor]:
 @contract
 def retained_graph_is_reduced_for_any_output_type(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
-        model, twin = _ReturnsObject(_Output), _ReturnsObject(_Output)
+        model, twin = _ObjectOutputModel(_Output), _ObjectOutputModel(_Output)
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
@@ -189,7 +189,7 @@ def retained_graph_is_reduced_for_any_output_type(backend: Backend) -> None:
 
 @contract
 def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
-    model = _ReturnsObject(_hidden)
+    model = _ObjectOutputModel(_hidden)
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
     for _ in range(2):

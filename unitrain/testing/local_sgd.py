@@ -59,22 +59,22 @@ def error_feedback_communicates_small_differences(backend: Backend) -> None:
     with torch.no_grad():
         model.weight.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    local = LocalSGD(model, optimizer, backend, settings)
+    local_sgd = LocalSGD(model, optimizer, backend, settings)
     for _ in range(200):
         model.weight.grad = torch.tensor([[1.0, 0.001, -0.001, 0.0]])
         optimizer.step()
-        local.step()
+        local_sgd.step()
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-200.0, -0.2, 0.2, 0.0]]), rtol=0, atol=0.02)
 
 
 @contract
 def one_local_step_equals_synchronous_training(backend: Backend) -> None:
-    local, model, optimizer = start(backend, 1)
+    local_sgd, model, optimizer = start(backend, 1)
     twin = build()
     wrapped = backend.distributed_model(twin)
     synchronous = backend.distributed_optimizer(sgd(twin.parameters()), wrapped)
     for step in range(6):
-        train(backend, local, model, optimizer, range(step, step + 1))
+        train(backend, local_sgd, model, optimizer, range(step, step + 1))
         compute_loss(wrapped(batch(backend.rank, step))).backward()
         synchronous.step()
         synchronous.zero_grad()
@@ -83,11 +83,11 @@ def one_local_step_equals_synchronous_training(backend: Backend) -> None:
 
 @contract
 def local_training_starts_from_rank_0(backend: Backend) -> None:
-    local, model, optimizer = start(backend, DILOCO, adamw, seed=backend.rank)
+    local_sgd, model, optimizer = start(backend, DILOCO, adamw, seed=backend.rank)
     assert torch.equal(vector(model), vector(build(0)))
     optimizer.param_groups[0]["lr"] = 0.5  # the optimizer remains the user's object
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
-    assert local.settings == DILOCO
+    assert local_sgd.settings == DILOCO
 
 
 @contract
@@ -98,40 +98,40 @@ def local_training_resumes_with_the_same_bits(backend: Backend) -> None:
     ):
         expected, uninterrupted, optimizer = start(backend, settings, adamw)
         train(backend, expected, uninterrupted, optimizer, range(11))
-        local, model, optimizer = start(backend, settings, adamw)
+        local_sgd, model, optimizer = start(backend, settings, adamw)
         for first, after in ((0, 3), (3, 4), (4, 8), (8, 11)):
-            train(backend, local, model, optimizer, range(first, after))
-            with local.averaged_weights():
-                state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
-            local, model, optimizer = start(backend, settings, adamw, seed=7)
+            train(backend, local_sgd, model, optimizer, range(first, after))
+            with local_sgd.averaged_weights():
+                state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
+            local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
             model.load_state_dict(weights)
-            local.load_state_dict(state if backend.rank == 0 else {})
+            local_sgd.load_state_dict(state if backend.rank == 0 else {})
         assert torch.equal(vector(model), vector(uninterrupted))
-        assert_same_on_every_rank(backend, local.is_warming_up)
+        assert_same_on_every_rank(backend, local_sgd.is_warming_up)
 
 
 @contract
 def checkpoint_of_another_number_of_ranks_loads_means(backend: Backend) -> None:
     settings = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
-    local, model, optimizer = start(backend, settings, adamw)
-    train(backend, local, model, optimizer, range(4))
-    with local.averaged_weights():
-        state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
+    local_sgd, model, optimizer = start(backend, settings, adamw)
+    train(backend, local_sgd, model, optimizer, range(4))
+    with local_sgd.averaged_weights():
+        state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
     mean = torch.cat([value.reshape(-1) for value in weights.values()])
     if backend.rank == 0:
         state["ranks"] = [*state["ranks"], *state["ranks"]]
-    local, model, optimizer = start(backend, settings, adamw, seed=7)
-    local.load_state_dict(state)
+    local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
+    local_sgd.load_state_dict(state)
     torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
-    train(backend, local, model, optimizer, range(4, 6))
+    train(backend, local_sgd, model, optimizer, range(4, 6))
     assert_same_on_every_rank(backend, vector(model).tolist())
 
 
 @contract
 def settings_of_local_sgd_may_change_at_a_resume(backend: Backend) -> None:
-    local, model, optimizer = start(backend, LocalSGDConfig(steps=3), adamw)
-    train(backend, local, model, optimizer, range(4))
-    state = local.state_dict()
+    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=3), adamw)
+    train(backend, local_sgd, model, optimizer, range(4))
+    state = local_sgd.state_dict()
     for changed in (DILOCO, LocalSGDConfig(steps=2, compression="int8"), LocalSGDConfig(steps=5)):
         other, model, optimizer = start(backend, changed, adamw, seed=7)
         other.load_state_dict(state)
@@ -162,7 +162,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
     model = _Normalized()
     twins = [copy.deepcopy(model) for _ in range(backend.size)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = LocalSGD(model, optimizer, backend, 2)
+    local_sgd = LocalSGD(model, optimizer, backend, 2)
 
     def check_means() -> None:
         assert model.norm.running_mean is not None
@@ -174,15 +174,15 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
         compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        local.step()
+        local_sgd.step()
         if step == 0:
             for rank, twin in enumerate(twins):
                 twin(batch(rank, 0))
-            with local.averaged_weights():
+            with local_sgd.averaged_weights():
                 check_means()
             assert torch.equal(model.calls, twins[backend.rank].calls)
     assert_same_on_every_rank(backend, int(model.norm.num_batches_tracked or 0))
-    local.synchronize()
+    local_sgd.synchronize()
     for name, buffer in model.named_buffers():
         assert_same_on_every_rank(backend, (name, buffer.tolist()))
 
@@ -191,10 +191,10 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
 def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
     model = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    local = LocalSGD(model, optimizer, backend, LocalSGDConfig(steps=2, warmup_steps=1))
+    local_sgd = LocalSGD(model, optimizer, backend, LocalSGDConfig(steps=2, warmup_steps=1))
     heads = "left" if backend.rank == 0 else "left right"
     compute_loss(model(batch(backend.rank), heads)).backward()
-    local.reduce_gradients()
+    local_sgd.reduce_gradients()
     has_gradient = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
     assert_same_on_every_rank(backend, has_gradient)
     assert all(used == (backend.size > 1 or not name.startswith("right")) for name, used in has_gradient.items()), (
@@ -208,15 +208,15 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
         model = build().bfloat16()
         bias = model.get_parameter("0.bias")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        local = LocalSGD(model, optimizer, backend, settings)
+        local_sgd = LocalSGD(model, optimizer, backend, settings)
         before = vector(model)
         for _ in range(settings.steps):  # if no rank changes its weights, synchronization does not either
-            local.step()
+            local_sgd.step()
         assert torch.equal(vector(model), before)
         with torch.no_grad():
             for _ in range(settings.steps):
                 bias.add_(1 + backend.rank)
-                local.step()
+                local_sgd.step()
         mean = settings.steps * (backend.size + 1) / 2
         change = (bias - before[48:56]).float()
         expected = torch.full_like(change, mean * settings.outer_lr * (1 + settings.outer_momentum))
@@ -251,19 +251,19 @@ def parameters_that_are_unfrozen_later_raise(backend: Backend) -> None:
     frozen = next(model.parameters()).requires_grad_(False)
     before = frozen.clone()
     optimizer = sgd(list(model.parameters()))
-    local = LocalSGD(model, optimizer, backend, 2)
-    train(backend, local, model, optimizer, range(2))
+    local_sgd = LocalSGD(model, optimizer, backend, 2)
+    train(backend, local_sgd, model, optimizer, range(2))
     assert torch.equal(frozen, before)
     assert_same_on_every_rank(backend, vector(model).tolist())
     frozen.requires_grad_(True)
-    raises(ModelError, "Parameter '0.weight' was unfrozen", local.step)
+    raises(ModelError, "Parameter '0.weight' was unfrozen", local_sgd.step)
 
 
 @contract
 def state_of_another_model_raises(backend: Backend) -> None:
-    local, model, optimizer = start(backend, DILOCO)
-    train(backend, local, model, optimizer, range(2))
-    state = local.state_dict()
+    local_sgd, model, optimizer = start(backend, DILOCO)
+    train(backend, local_sgd, model, optimizer, range(2))
+    state = local_sgd.state_dict()
     wide = nn.Sequential(nn.Linear(7, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
     other = LocalSGD(wide, sgd(list(wide.parameters())), backend, DILOCO)
     raises(CheckpointError, "'0.weight' with shape [8, 6]", lambda: other.load_state_dict(state))
@@ -275,9 +275,9 @@ def state_of_another_model_raises(backend: Backend) -> None:
 @contract
 def invalid_state_raises_on_every_rank(backend: Backend) -> None:
     """Only rank 0 needs the state. The other ranks may pass anything."""
-    local, model, optimizer = start(backend, DILOCO)
-    train(backend, local, model, optimizer, range(2))
-    state = local.state_dict()
+    local_sgd, model, optimizer = start(backend, DILOCO)
+    train(backend, local_sgd, model, optimizer, range(2))
+    state = local_sgd.state_dict()
     invalid: list[tuple[str, Any]] = [
         ("got None", None),
         ("got steps=None", {"other": 1}),
@@ -288,10 +288,10 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
     ]
     for problem, own in invalid:
         passed = own if backend.rank == 0 else None
-        text = raises(CheckpointError, problem, lambda passed=passed: local.load_state_dict(passed))
+        text = raises(CheckpointError, problem, lambda passed=passed: local_sgd.load_state_dict(passed))
         assert_same_on_every_rank(backend, text)
     before = vector(model).clone()
-    local.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]
+    local_sgd.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]
     assert torch.equal(vector(model), before)
 
 

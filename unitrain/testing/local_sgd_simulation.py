@@ -59,8 +59,8 @@ def set_vector(model: nn.Module, values: Tensor) -> None:
     nn.utils.vector_to_parameters(values.clone(), model.parameters())
 
 
-# The elements of each fragment of the model, which has parameters with 48, 8, 8, 8, 24 and 3 elements.
-FRAGMENTS = {1: [(0, 99)], 2: [(0, 48), (48, 99)], 3: [(0, 48), (48, 64), (64, 99)]}
+# The elements of each fragment, by number of fragments. The parameters have 48, 8, 8, 8, 24 and 3 elements.
+FRAGMENT_RANGES_BY_COUNT = {1: [(0, 99)], 2: [(0, 48), (48, 99)], 3: [(0, 48), (48, 64), (64, 99)]}
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Simulation:
         self.groups = divide_ranks(size, settings.synchronous_ranks)
         count = settings.fragments
         self.fragments = []
-        for index, (first, end) in enumerate(FRAGMENTS[count]):
+        for index, (first, end) in enumerate(FRAGMENT_RANGES_BY_COUNT[count]):
             zeros = torch.zeros(end - first).double()
             errors = [zeros.clone() for _ in self.groups]
             start_step = settings.steps * (index + 1) // count
@@ -142,7 +142,7 @@ class Simulation:
         differences = [self.outer[part] - vector(self.models[group[0]])[part] for group in self.groups]
         if self.settings.compression == "none":
             return sum((len(g) * d for g, d in zip(self.groups, differences, strict=True)), torch.tensor(0.0)) / size
-        round_values = to_bf16 if self.settings.compression == "bf16" else to_int8
+        round_values = round_to_bf16 if self.settings.compression == "bf16" else round_to_int8
         sent = []
         for index, difference in enumerate(differences):
             weight = len(self.groups[index]) * len(self.groups) / size
@@ -170,12 +170,12 @@ def divide_ranks(size: int, synchronous_ranks: Any) -> list[list[int]]:
     return [list(range(size))[first : first + count] for first in range(0, size, count)]
 
 
-def to_bf16(values: Tensor) -> Tensor:
+def round_to_bf16(values: Tensor) -> Tensor:
     """Return `values` rounded to bf16."""
     return values.bfloat16().to(values.dtype)
 
 
-def to_int8(values: Tensor) -> Tensor:
+def round_to_int8(values: Tensor) -> Tensor:
     """Return `values` rounded to 255 levels per block of 1024 elements."""
     parts = []
     for block in values.split(1024):
@@ -188,19 +188,19 @@ def compare_with_simulation(
     backend: Backend, settings: LocalSGDConfig, make_optimizer: MakeOptimizer, steps: int, tolerance: float = 1e-12
 ) -> None:
     """Compare `LocalSGD` with the simulation after each step, and in `averaged_weights`."""
-    local, model, optimizer = start(backend, settings, make_optimizer)
+    local_sgd, model, optimizer = start(backend, settings, make_optimizer)
     simulation = Simulation(backend.size, settings, make_optimizer)
     initial = vector(model)
     for step in range(steps):
-        train(backend, local, model, optimizer, range(step, step + 1))
+        train(backend, local_sgd, model, optimizer, range(step, step + 1))
         simulation.train(range(step, step + 1))
         own, expected = vector(model), simulation.weights
         torch.testing.assert_close(own, expected[backend.rank], rtol=0, atol=tolerance)
-        with local.averaged_weights(), local.averaged_weights():
+        with local_sgd.averaged_weights(), local_sgd.averaged_weights():
             mean = vector(model)
             assert_same_on_every_rank(backend, mean.tolist())
             torch.testing.assert_close(mean, torch.stack(expected).mean(0), rtol=0, atol=tolerance)
         assert torch.equal(vector(model), own)
-    local.synchronize()
+    local_sgd.synchronize()
     assert torch.equal(vector(model), mean)
     assert (mean - initial).abs().max() > 0.01

@@ -54,8 +54,8 @@ def no_overlap_with_one_fragment_equals_diloco(backend: Backend) -> None:
         replace(STREAMING, fragments=1, overlap_steps=0),
         LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9),
     ):
-        local, model, optimizer = start(backend, settings, adamw)
-        train(backend, local, model, optimizer, range(13))
+        local_sgd, model, optimizer = start(backend, settings, adamw)
+        train(backend, local_sgd, model, optimizer, range(13))
         results.append(vector(model))
     assert torch.equal(*results)
 
@@ -83,12 +83,12 @@ def groups_of_different_sizes_are_weighted_by_their_ranks(backend: Backend) -> N
 @may_raise_unsupported_error
 def one_local_step_of_groups_equals_synchronous_training(backend: Backend) -> None:
     sizes = (1, backend.size - 1) if backend.size > 1 else (1,)
-    local, model, optimizer = start(backend, LocalSGDConfig(steps=1, synchronous_ranks=sizes), plain_sgd)
+    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=1, synchronous_ranks=sizes), plain_sgd)
     twin = build()
     wrapped = backend.distributed_model(twin)
     synchronous = backend.distributed_optimizer(plain_sgd(twin.parameters()), wrapped)
     for step in range(6):
-        train(backend, local, model, optimizer, range(step, step + 1))
+        train(backend, local_sgd, model, optimizer, range(step, step + 1))
         compute_loss(wrapped(batch(backend.rank, step))).backward()
         synchronous.step()
         synchronous.zero_grad()
@@ -107,22 +107,22 @@ def interrupted_transfers_resume_with_the_same_bits(backend: Backend) -> None:
     settings = replace(STREAMING, steps=3, compression="int8", synchronous_ranks=sizes)
     expected, uninterrupted, optimizer = start(backend, settings, adamw)
     train(backend, expected, uninterrupted, optimizer, range(9))
-    local, model, optimizer = start(backend, settings, adamw)
+    local_sgd, model, optimizer = start(backend, settings, adamw)
     for step in range(9):
-        train(backend, local, model, optimizer, range(step, step + 1))
-        with local.averaged_weights():
-            state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
-        local, model, optimizer = start(backend, settings, adamw, seed=7)
+        train(backend, local_sgd, model, optimizer, range(step, step + 1))
+        with local_sgd.averaged_weights():
+            state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
+        local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
         model.load_state_dict(weights)
-        local.load_state_dict(state if backend.rank == 0 else {})
+        local_sgd.load_state_dict(state if backend.rank == 0 else {})
     assert torch.equal(vector(model), vector(uninterrupted))
 
 
 @contract
 def fragments_may_change_at_a_resume(backend: Backend) -> None:
-    local, model, optimizer = start(backend, STREAMING, adamw)
-    train(backend, local, model, optimizer, range(7))  # the last fragment is in progress
-    state = local.state_dict()
+    local_sgd, model, optimizer = start(backend, STREAMING, adamw)
+    train(backend, local_sgd, model, optimizer, range(7))  # the last fragment is in progress
+    state = local_sgd.state_dict()
     assert backend.rank or state["merges_in"], "a transfer is in progress"
     for changed in (
         replace(STREAMING, fragments=1),
@@ -142,10 +142,10 @@ def fragments_may_change_at_a_resume(backend: Backend) -> None:
 @may_raise_unsupported_error
 def groups_may_change_at_a_resume(backend: Backend) -> None:
     """Ranks of a group need equal weights, so a group of ranks from different groups continues with the mean."""
-    local, model, optimizer = start(backend, LocalSGDConfig(steps=4, compression="int8"), adamw)
-    train(backend, local, model, optimizer, range(5))
-    with local.averaged_weights():
-        state, mean = local.state_dict(), vector(model)
+    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=4, compression="int8"), adamw)
+    train(backend, local_sgd, model, optimizer, range(5))
+    with local_sgd.averaged_weights():
+        state, mean = local_sgd.state_dict(), vector(model)
     other, model, optimizer = start(backend, LocalSGDConfig(steps=4, synchronous_ranks="host"), adamw, seed=7)
     other.load_state_dict(state)
     torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
@@ -155,22 +155,22 @@ def groups_may_change_at_a_resume(backend: Backend) -> None:
 
 @contract
 def loaded_weights_discard_transfers(backend: Backend) -> None:
-    local, model, optimizer = start(backend, replace(STREAMING, outer_momentum=0.0), sgd)
-    train(backend, local, model, optimizer, range(7))
+    local_sgd, model, optimizer = start(backend, replace(STREAMING, outer_momentum=0.0), sgd)
+    train(backend, local_sgd, model, optimizer, range(7))
     model.load_state_dict(build(3).state_dict())
-    local.restart()
+    local_sgd.restart()
     optimizer.param_groups[0]["lr"] = 0.0
-    train(backend, local, model, optimizer, range(7, 20))
+    train(backend, local_sgd, model, optimizer, range(7, 20))
     torch.testing.assert_close(vector(model), vector(build(3)), rtol=0, atol=1e-12)
 
 
 @contract
 def synchronized_weights_are_equal_on_every_rank(backend: Backend) -> None:
-    local, model, optimizer = start(backend, STREAMING, adamw)
+    local_sgd, model, optimizer = start(backend, STREAMING, adamw)
     for step in range(13):
-        train(backend, local, model, optimizer, range(step, step + 1))
+        train(backend, local_sgd, model, optimizer, range(step, step + 1))
         own = vector(model)
-        with local.synchronized_weights():
+        with local_sgd.synchronized_weights():
             assert_same_on_every_rank(backend, vector(model).tolist())
             assert step < 8 or not torch.equal(vector(model), own)
         assert torch.equal(vector(model), own)
@@ -180,10 +180,10 @@ def synchronized_weights_are_equal_on_every_rank(backend: Backend) -> None:
 def half_precision_fragments_keep_unchanged_weights(backend: Backend) -> None:
     settings = replace(STREAMING, compression="bf16")
     model = build().bfloat16()
-    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), backend, settings)
+    local_sgd = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), backend, settings)
     before = vector(model)
     for _ in range(14):
-        local.step()
+        local_sgd.step()
     assert torch.equal(vector(model), before)
 
 

@@ -61,28 +61,30 @@ def _distribute(model: nn.Module, backend: Backend) -> InterleavedRanksModel:
     return distributed
 
 
-def _run_micro_batch(model: nn.Module, logical_rank: int, micro_batch: int, action: Callable[[nn.Module], Any]) -> None:
-    is_dummy = logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch == 1
+def _run_micro_batch(
+    model: nn.Module, logical_rank: int, micro_batch_index: int, action: Callable[[nn.Module], Any]
+) -> None:
+    is_dummy = logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch_index == 1
     set_current_logical_rank(LogicalRank(logical_rank, _LOGICAL_RANKS, is_dummy))
-    seed_generators(10 * micro_batch + logical_rank)
+    seed_generators(10 * micro_batch_index + logical_rank)
     action(model)
 
 
-def _backward(logical_rank: int, micro_batch: int, model: nn.Module) -> None:
-    loss = compute_loss(model(batch(logical_rank, micro_batch).to(next(model.parameters()).dtype)).double())
-    (loss * (0.0 if logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch == 1 else 1.0)).backward()
+def _backward(logical_rank: int, micro_batch_index: int, model: nn.Module) -> None:
+    loss = compute_loss(model(batch(logical_rank, micro_batch_index).to(next(model.parameters()).dtype)).double())
+    (loss * (0.0 if logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch_index == 1 else 1.0)).backward()
 
 
-def _run_step(backend: Backend, model: InterleavedRanksModel, micro_batches: Sequence[int] = (0, 1)) -> None:
-    """Run the given `micro_batches` of the logical ranks of this process, and reduce their gradients."""
-    for micro_batch in micro_batches:
+def _run_step(backend: Backend, model: InterleavedRanksModel, micro_batch_indices: Sequence[int] = (0, 1)) -> None:
+    """Run the micro-batches with these indices of the logical ranks of this process, and reduce their gradients."""
+    for micro_batch_index in micro_batch_indices:
         _run_in_turns(
             backend,
             model,
             {},
-            micro_batch=micro_batch,
-            begins_step=micro_batch == micro_batches[0],
-            ends_step=micro_batch == micro_batches[-1],
+            micro_batch_index=micro_batch_index,
+            begins_step=micro_batch_index == micro_batch_indices[0],
+            ends_step=micro_batch_index == micro_batch_indices[-1],
         )
 
 
@@ -91,14 +93,20 @@ def _run_in_turns(
     model: InterleavedRanksModel,
     actions: dict[int, Callable[[nn.Module], Any]],
     *,
-    micro_batch: int = 0,
+    micro_batch_index: int = 0,
     begins_step: bool = True,
     ends_step: bool = True,
 ) -> None:
     """Run a micro-batch of each logical rank of this process. `actions` replace the passes of some logical ranks."""
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
     functions = [
-        partial(_run_micro_batch, model, rank, micro_batch, actions.get(rank, partial(_backward, rank, micro_batch)))
+        partial(
+            _run_micro_batch,
+            model,
+            rank,
+            micro_batch_index,
+            actions.get(rank, partial(_backward, rank, micro_batch_index)),
+        )
         for rank in ranks
     ]
     model.run_in_turns(functions, begins_step=begins_step, ends_step=ends_step)
@@ -149,9 +157,9 @@ def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> N
         model.zero_grad()
         plain.zero_grad()
         _run_step(backend, wrapped)
-        for micro_batch in range(2):
-            ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, micro_batch) != (_RANK_WITH_DUMMY_BATCH, 1)]
-            outputs = plain(torch.cat([batch(rank, micro_batch) for rank in ranks])).chunk(len(ranks))
+        for micro_batch_index in range(2):
+            ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, micro_batch_index) != (_RANK_WITH_DUMMY_BATCH, 1)]
+            outputs = plain(torch.cat([batch(rank, micro_batch_index) for rank in ranks])).chunk(len(ranks))
             (torch.stack([compute_loss(output) for output in outputs]).sum() / _LOGICAL_RANKS).backward()
         for (name, parameter), plain_parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, plain_parameter.grad, rtol=1e-12, atol=1e-12, msg=name)

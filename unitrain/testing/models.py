@@ -56,9 +56,9 @@ def mean_gradients(
     model.zero_grad(set_to_none=True)
     result: dict[str, Tensor | None] = {}
     for name in gradients_by_rank[0]:
-        parts = [part[name] for part in gradients_by_rank]
-        nonempty_parts = [part for part in parts if part is not None]
-        result[name] = torch.stack(nonempty_parts).sum(0) / backend.size if nonempty_parts else None
+        gradients_of_ranks = [rank_gradients[name] for rank_gradients in gradients_by_rank]
+        used_gradients = [gradient for gradient in gradients_of_ranks if gradient is not None]
+        result[name] = torch.stack(used_gradients).sum(0) / backend.size if used_gradients else None
     return result
 
 

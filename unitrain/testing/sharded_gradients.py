@@ -114,7 +114,7 @@ for _case in (
     sharding.sharded_state_survives_a_failing_step,
     sharding.sharded_state_of_user_defined_optimizers,
     sharding.sharded_state_updates_parameters_without_gradients,
-    sharding.sharded_state_with_step_hooks_and_repeated_setup,
+    sharding.sharded_state_supports_step_hooks_and_repeated_setup,
     sharding.sharded_state_follows_replaced_parameters,
 ):
     _with_sharded_gradients(_case, _StateAsGradientsBackend)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.fsdp_compat import fsdp_parameters, unsharded_parameter
-from unitrain.backends.sharding.state_format import complete_tensor
+from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
@@ -208,7 +208,7 @@ def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend
             ]
             assert max(norms) - min(norms) < 1e-12, (order, norms)
             for gradient, expected in zip(gradients(model), gradients(twin), strict=True):
-                torch.testing.assert_close(complete_tensor(gradient, backend), expected, rtol=0, atol=1e-12)
+                torch.testing.assert_close(gather_complete_tensor(gradient, backend), expected, rtol=0, atol=1e-12)
 
 
 @contract
@@ -330,7 +330,7 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
 
 
 @contract
-def optimizer_state_that_was_created_from_sharded_parameters(backend: Backend) -> None:
+def optimizer_state_created_from_sharded_parameters_is_kept(backend: Backend) -> None:
     """Adagrad creates its state when it is built; Adam has state if it was used before `distributed_optimizer`."""
     factories: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), adamw]
     for make_optimizer in factories:
@@ -350,7 +350,7 @@ def optimizer_state_that_was_created_from_sharded_parameters(backend: Backend) -
 
 
 @contract
-def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> None:
+def sharded_parameters_support_groups_freezing_and_schedulers(backend: Backend) -> None:
     """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

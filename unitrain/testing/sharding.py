@@ -380,7 +380,7 @@ def sharded_state_updates_parameters_without_gradients(backend: Backend) -> None
 
 
 @contract
-def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
+def sharded_state_supports_step_hooks_and_repeated_setup(backend: Backend) -> None:
     """Step hooks registered after sharding receive all parameters, and an optimizer may be distributed twice."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

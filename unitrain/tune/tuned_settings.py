@@ -232,4 +232,4 @@ def _parse_entry(entry: Any) -> TunedEntry:
     if not isinstance(entry.get("gain"), int | float):
         raise TypeError("'gain' of an entry is not a number")
     lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
-    return TunedEntry(**{**entry, **lists})
+    return TunedEntry(**{**entry, **tuple_fields})

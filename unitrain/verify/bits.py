@@ -72,10 +72,10 @@ def find_replica_difference(record: Record) -> str:
     """Return a description of the first tensor that differs from rank 0 on another rank; empty if all are equal."""
     for index in range(record.steps):
         first = record.first.steps[index].tensors
-        for rank in record.ranks:
-            for name, digest in rank.steps[index].tensors.items():
+        for rank_record in record.rank_records:
+            for name, digest in rank_record.steps[index].tensors.items():
                 if first.get(name) != digest:
-                    return f"after step {index + 1}, {name} on rank {rank.rank} differs from rank 0"
+                    return f"after step {index + 1}, {name} on rank {rank_record.rank} differs from rank 0"
     return ""
 
 
@@ -122,13 +122,13 @@ def _values_by_step(record: Record) -> list[dict[str, Any]]:
     """Return the values to compare in each step, in the order in which they are computed."""
     steps: list[dict[str, Any]] = []
     for number, samples in enumerate(record.sample_digests()):
-        parts = [rank.steps[number] for rank in record.ranks]
+        rank_steps = [rank_record.steps[number] for rank_record in record.rank_records]
         steps.append(
             {
                 "the samples": samples,
-                "the loss": math.fsum(loss for part in parts for loss in part.losses),
-                "the learning rate": list(parts[0].learning_rates),
-                **parts[0].tensors,
+                "the loss": math.fsum(loss for step in rank_steps for loss in step.losses),
+                "the learning rate": list(rank_steps[0].learning_rates),
+                **rank_steps[0].tensors,
             }
         )
     return steps

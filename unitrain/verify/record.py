@@ -14,7 +14,7 @@ from unitrain.rank_records import read_rank_records, write_rank_record
 # Called by the ranks of a verified run, see `bootstrap.overrides`.
 RECORDER = "unitrain.verify.recorder:create_recorder"
 TENSORS_FILE = "end.safetensors"
-_REQUEST = "request.json"
+_REQUEST_FILE = "request.json"
 # Sums of sample digests are reduced modulo this number. A sum does not depend on the assignment of samples to ranks.
 _DIGEST_MODULUS = 2**64
 
@@ -36,12 +36,12 @@ class RecordRequest:
 
     def write(self, folder: Path) -> None:
         """Write the request to `folder` for the ranks."""
-        (folder / _REQUEST).write_text(json.dumps(asdict(self)))
+        (folder / _REQUEST_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> RecordRequest:
         """Read the request from `folder`."""
-        return cls(**json.loads((folder / _REQUEST).read_text()))
+        return cls(**json.loads((folder / _REQUEST_FILE).read_text()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class RankRecord:
 class Record:
     """The records of all ranks of a run in rank order, and the folder with the tensors of rank 0."""
 
-    ranks: Sequence[RankRecord]
+    rank_records: Sequence[RankRecord]
     folder: Path
 
     @classmethod
@@ -117,12 +117,12 @@ class Record:
     @property
     def first(self) -> RankRecord:
         """The record of rank 0, for values that are equal on all ranks."""
-        return self.ranks[0]
+        return self.rank_records[0]
 
     @property
     def steps(self) -> int:
         """The number of steps completed by every rank."""
-        return min(len(record.steps) for record in self.ranks)
+        return min(len(record.steps) for record in self.rank_records)
 
     def losses(self) -> list[float]:
         """Return the mean loss per step over the samples or tokens of all ranks; 0 for a step without samples."""
@@ -160,11 +160,11 @@ class Record:
 
     def first_replica_mismatch(self) -> tuple[int, str] | None:
         """Return the first (rank, parameter) that is not bitwise equal to rank 0 at the end, or None."""
-        for record in self.ranks:
+        for record in self.rank_records:
             for name, digest in self.first.end.items():
                 if record.end.get(name) != digest:
                     return record.rank, name
         return None
 
     def _records_by_step(self) -> list[tuple[StepRecord, ...]]:
-        return list(zip(*(record.steps for record in self.ranks), strict=False))
+        return list(zip(*(record.steps for record in self.rank_records), strict=False))

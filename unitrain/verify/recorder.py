@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unitrain.accumulation import scale_accumulation
-from unitrain.backends.sharding.state_format import complete_tensor
+from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.errors import ConfigError
@@ -190,7 +190,7 @@ class Recorder(Callback):
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the complete parameters by name. All ranks call it if parameters are sharded."""
     named_parameters = trainer.backend.unwrap(trainer.model).named_parameters()
-    return {name: complete_tensor(parameter, trainer.backend) for name, parameter in named_parameters}
+    return {name: gather_complete_tensor(parameter, trainer.backend) for name, parameter in named_parameters}
 
 
 def _parameter_digests(trainer: Trainer) -> dict[str, str]:

@@ -17,7 +17,7 @@ from unitrain.backends.horovod.process_group import BACKEND_NAME, register_backe
 from unitrain.backends.horovod.runtime import CYCLE_TIME, FUSION_THRESHOLD, connect_ranks_and_horovod
 from unitrain.backends.process_group import ProcessGroupBackend, destroying_default_group_on_error
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.devices import check_gpus, choose_device
+from unitrain.bootstrap.devices import choose_device, gather_and_check_gpus
 from unitrain.bootstrap.network import interface_with_address
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import BackendUnavailableError, ConfigError
@@ -47,7 +47,7 @@ class HorovodBackend(ProcessGroupBackend):
         device = choose_device(options.device, rank_info.local_rank)
         _check_gpu_operations(device)
         rendezvous = connect_ranks_and_horovod(rank_info, options.timeout)
-        check_gpus(rendezvous, device, options.device)
+        gather_and_check_gpus(rendezvous, device, options.device)
         transport = _detect_transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(

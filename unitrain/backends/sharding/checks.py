@@ -73,7 +73,7 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     shares parameters with other modules. In the other cases, modules that share parameters are not selected. Also
     raises ModelError if `blocks` is a number and no module has that many elements.
     """
-    is_by_class = bool(blocks) and not isinstance(blocks, int)
+    selects_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):
         chosen_blocks = find_large_blocks(model, blocks)
         _check_any_block(model, blocks, chosen_blocks)
@@ -83,7 +83,7 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     owners = _parameter_owners(model, chosen_blocks)
     for name, parameter in model.named_parameters():
         sharing = owners[id(parameter)]
-        if len(sharing) > 1 and is_by_class:
+        if len(sharing) > 1 and selects_by_class:
             inside = " and ".join(repr(block) if block else "other modules" for block in sorted(sharing))
             raise ModelError(
                 f"Parameter {name!r} is shared by {inside}, but the parameters of each block are gathered separately. "

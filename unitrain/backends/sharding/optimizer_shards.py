@@ -20,17 +20,17 @@ from unitrain.backends.sharding.shards import local_rows
 from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, local_shard
 
-_optimizers: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
+_optimizers: WeakKeyDictionary[Optimizer, ShardedStepHooks] = WeakKeyDictionary()
 
 
-def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None:
+def replace_parameters(optimizer: Optimizer, sharded_parameters: ShardedParameters) -> None:
     """Replace the complete parameters of an `optimizer` that was built before `distributed_model` with their shards.
 
     The state does not change. Does not communicate.
     """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            current = sharded.parameter_after_sharding(parameter)
+            current = sharded_parameters.parameter_after_sharding(parameter)
             if current is not parameter:
                 group["params"][index] = current
                 if parameter in optimizer.state:
@@ -50,7 +50,7 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
         group.update(received)
     if optimizer in _optimizers:
         return
-    _optimizers[optimizer] = OptimizerShards(optimizer, communicator)
+    _optimizers[optimizer] = ShardedStepHooks(optimizer, communicator)
     indices = communicator.broadcast_object(list(own.get("state", ())))
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     optimizer.state.clear()
@@ -63,7 +63,7 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
         optimizer.state[parameters[index]] = _select(parameters[index], entry, communicator)
 
 
-class OptimizerShards:
+class ShardedStepHooks:
     """Hooks with which each step of `optimizer` updates plain tensors: the shards of this rank.
 
     Outside `step`, the parameters in the optimizer's groups are DTensors. A step on plain tensors avoids their dispatch

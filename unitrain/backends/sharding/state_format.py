@@ -63,7 +63,7 @@ def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> 
     return complete.cpu() if communicator.rank == _root else None
 
 
-def complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
+def gather_complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Return the complete tensor on every rank: gathered, if `tensor` is a shard, otherwise `tensor`. All ranks call
     it."""
     rows = local_shard(tensor)
