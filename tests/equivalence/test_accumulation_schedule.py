@@ -166,7 +166,7 @@ def test_elastic_job_keeps_the_global_batch_size_of_each_epoch() -> None:
     settings = ShardSettings(
         batch_size=8,
         gradient_accumulation_steps={0: 2, 1: 4},
-        elastic=True,
+        is_elastic=True,
         elastic_batch_size=ElasticBatchSize(8, 48),
     )
     shard = open_training_data(data(), LOCAL, settings)

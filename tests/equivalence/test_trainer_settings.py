@@ -218,7 +218,7 @@ def test_epoch_schedule_is_resumed_at_the_end_of_an_epoch_and_of_the_run(
 
 def test_remaining_steps_with_a_smaller_limit_than_the_steps_of_the_current_epoch() -> None:
     config = unitrain.TrainConfig(max_epochs=3, limit_train_steps=2, batch_size=BATCH)
-    settings = ShardSettings.from_config(config, elastic=False, elastic_batch_size=None)
+    settings = ShardSettings.from_config(config, is_elastic=False, elastic_batch_size=None)
     training_data = open_training_data(data(), LOCAL, settings)
     progress = TrainingProgress(step=4, sample=4 * BATCH, position=4 * BATCH, step_in_epoch=4)
     assert remaining_steps(config, progress, training_data) == 4

@@ -397,9 +397,9 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     }
     digests = [digest_bits(parameter.detach()).to(communicator.device) for parameter in parameters.values()]
     own = torch.stack(digests).tolist() if digests else []
-    by_rank: list[list[int]] = gather_if_different(communicator, own) or []
+    digests_by_rank: list[list[int]] = gather_if_different(communicator, own) or []
     is_equal = True
-    for name, values_by_rank in zip(parameters, zip(*by_rank, strict=True), strict=False):
+    for name, values_by_rank in zip(parameters, zip(*digests_by_rank, strict=True), strict=False):
         # If several digests are equally frequent, `max` returns that of the lowest rank.
         counts = Counter(values_by_rank)
         expected = max(counts, key=counts.__getitem__)
@@ -455,9 +455,9 @@ def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimize
     ranks, or the same parameters in a different order. All ranks call it, with the same number of parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
-    by_rank: list[list[str]] = gather_if_different(communicator, own) or []
-    for rank, names_of_rank in enumerate(by_rank):
-        for index, (expected, name) in enumerate(zip(by_rank[0], names_of_rank, strict=True)):
+    names_by_rank: list[list[str]] = gather_if_different(communicator, own) or []
+    for rank, names_of_rank in enumerate(names_by_rank):
+        for index, (expected, name) in enumerate(zip(names_by_rank[0], names_of_rank, strict=True)):
             if name != expected:
                 raise ModelError(
                     f"Parameter {index} of the optimizer is {expected!r} on rank 0 and {name!r} on rank {rank}, so "

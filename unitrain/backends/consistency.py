@@ -142,8 +142,8 @@ class ConsistencyCheck:
             return None
         contents = None
         if min(lengths) >= 0:
-            by_rank = torch.frombuffer(rows, dtype=torch.uint8).view(len(headers), len(row))
-            contents = by_rank[:, _ROW_HEADER.size : _ROW_HEADER.size + max(lengths)]
+            row_tensors = torch.frombuffer(rows, dtype=torch.uint8).view(len(headers), len(row))
+            contents = row_tensors[:, _ROW_HEADER.size : _ROW_HEADER.size + max(lengths)]
         return ExchangeResult(counts, counts[max(call.root, 0)], contents)
 
     def _gather_rows(self, row: bytearray) -> bytearray:
@@ -232,14 +232,14 @@ class ConsistencyCheck:
         """Raise on every rank the error of the lowest rank with invalid arguments, or a mismatch. All ranks call it."""
         payload, _ = pack((call, problem))
         sizes = self._allgather(torch.tensor([payload.numel()])).view(-1).tolist()
-        by_rank = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
+        calls_and_errors = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
         self.on_mismatch()
-        for _, error in by_rank:
+        for _, error in calls_and_errors:
             if error is not None:
                 raise error
         raise CollectiveMismatchError(
-            f"{describe_mismatch([other for other, _ in by_rank])} Call the same collectives in the same order on "
-            "every rank, with the same shape and dtype, and none of them inside `if rank == 0`."
+            f"{describe_mismatch([other for other, _ in calls_and_errors])} Call the same collectives in the same "
+            "order on every rank, with the same shape and dtype, and none of them inside `if rank == 0`."
         )
 
     def _allgather(self, own: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class _Placeholder:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
+    is_on_cpu: bool
 
 
 def _extract_tensors(obj: Any, tensors: list[Tensor]) -> Any:
@@ -166,7 +166,7 @@ def _extract_tensors(obj: Any, tensors: list[Tensor]) -> Any:
 def _insert_tensors(obj: Any, device: torch.device, tensors: list[Tensor]) -> Any:
     """Return `obj` with uninitialized tensors instead of its placeholders, and append them to `tensors`."""
     if isinstance(obj, _Placeholder):
-        tensors.append(torch.empty(obj.shape, dtype=obj.dtype, device="cpu" if obj.on_cpu else device))
+        tensors.append(torch.empty(obj.shape, dtype=obj.dtype, device="cpu" if obj.is_on_cpu else device))
         return tensors[-1]
     kind = type(obj)
     if kind is dict:

@@ -70,15 +70,15 @@ def mann_whitney_p_value(first_values: Sequence[float], second_values: Sequence[
 
     The p-value is the probability of a difference at least as large if both samples have the same distribution.
     """
-    values = Counter([*first_values, *second_values])
+    occurrences = Counter([*first_values, *second_values])
     doubled: dict[float, int] = {}  # twice the mid-rank, which is an integer
     below = 0
-    for value in sorted(values):
-        doubled[value] = 2 * below + values[value] + 1
-        below += values[value]
-    # ways[count][total]: the number of ways to choose `count` values with a sum of doubled ranks of `total`.
+    for value in sorted(occurrences):
+        doubled[value] = 2 * below + occurrences[value] + 1
+        below += occurrences[value]
+    # ways[count][total]: the number of ways to choose `count` occurrences with a sum of doubled ranks of `total`.
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in first_values)]
-    for rank in (doubled[value] for value in values.elements()):
+    for rank in (doubled[value] for value in occurrences.elements()):
         for count in range(len(first_values), 0, -1):
             for total, num_ways in ways[count - 1].items():
                 ways[count][total + rank] += num_ways

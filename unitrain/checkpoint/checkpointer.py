@@ -117,7 +117,7 @@ class Checkpointer:
         """Call `load_checkpoint`. If both the run and the checkpoint are sharded, the optimizer state is not loaded;
         the caller loads it later with `load_optimizer_state`.
         """
-        defer_optimizer_state = self._config.shard != "none"
+        defers_optimizer_state = self._config.shard != "none"
         return load_checkpoint(
             path,
             model,
@@ -125,7 +125,7 @@ class Checkpointer:
             scheduler,
             self._communicator,
             required=required,
-            defer_optimizer_state=defer_optimizer_state,
+            defers_optimizer_state=defers_optimizer_state,
         )
 
     def load_optimizer_state(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -330,14 +330,14 @@ def load_checkpoint(
     communicator: Communicator,
     *,
     required: bool,
-    defer_optimizer_state: bool = False,
+    defers_optimizer_state: bool = False,
 ) -> dict[str, Any] | None:
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
     All ranks call it. The result is None if there is no checkpoint and `required` is False. It is equal on all ranks,
     except that only rank 0 returns the state of gradient compression and of local steps, because this state may be much
     larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and
-    `distributed_optimizer` broadcast them later. With `defer_optimizer_state`, only the hyperparameters of the
+    `distributed_optimizer` broadcast them later. With `defers_optimizer_state`, only the hyperparameters of the
     optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises CheckpointError on every rank
     if no checkpoint is valid, or if it does not match the model, optimizer or scheduler.
     """
@@ -349,7 +349,7 @@ def load_checkpoint(
         communicator,
         f"restore from '{path}'",
         _FIX,
-        lambda: loading.load(checkpoint, model, optimizer, scheduler, defer_optimizer_state=defer_optimizer_state),
+        lambda: loading.load(checkpoint, model, optimizer, scheduler, defers_optimizer_state=defers_optimizer_state),
     )
     rank_zero_parts: dict[str, Any] = {}
     if training is not None:

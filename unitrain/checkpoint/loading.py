@@ -31,12 +31,12 @@ def load(
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     *,
-    defer_optimizer_state: bool = False,
+    defers_optimizer_state: bool = False,
 ) -> dict[str, Any]:
     """Load a valid checkpoint into `model`, `optimizer` and `scheduler`; return its training state, except the
     optimizer state.
 
-    With `defer_optimizer_state`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint; each
+    With `defers_optimizer_state`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint; each
     rank loads its shard of the optimizer state later. The averaged weights of a sharded checkpoint are not loaded.
     Raises CheckpointError if the checkpoint does not match the arguments.
     """
@@ -59,7 +59,7 @@ def load(
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             if is_sharded:
                 training[SHARDED] = str(path)
-                stored = {} if defer_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
+                stored = {} if defers_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
                 state = {**state, "state": stored}
             optimizer.load_state_dict(state)
         if is_sharded and LOCAL_SGD in training:

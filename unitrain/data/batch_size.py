@@ -46,7 +46,7 @@ def resolve_batch_sizes(
     batch_size: int | None,
     gradient_accumulation_steps: int | None,
     global_batch_size: int | None,
-    elastic: bool = False,
+    is_elastic: bool = False,
     elastic_batch_size: ElasticBatchSize | None = None,
     full_batches_only: bool = False,
     logical_ranks: int | None = None,
@@ -76,7 +76,7 @@ def resolve_batch_sizes(
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "global_batch_size": global_batch_size,
         }
-        if elastic and (fixed_batch_size or global_batch_size):
+        if is_elastic and (fixed_batch_size or global_batch_size):
             batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
         else:
             batch_sizes = derive_batch_sizes(size, **settings)

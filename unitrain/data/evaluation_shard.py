@@ -78,7 +78,7 @@ class EvaluationShard:
                 setting=setting,
                 class_name=class_name,
                 subject=subject,
-                every_item=True,
+                yields_every_item=True,
                 limit_batches=limit_batches,
                 limit_batch_size=limit_batch_size,
             )

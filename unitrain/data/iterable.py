@@ -44,7 +44,7 @@ class StreamSource:
     batches that the loader fetches from it. With the same global batch size, a step therefore contains the same items
     for any number of ranks and workers, and the number of items in a micro-batch differs by at most 1 between ranks.
     Every rank and worker iterates over the entire stream. If `batch_size` is None, each item is a batch; if the dataset
-    loads batches by index, each rank loads only its own batches. With `every_item`, `drop_last` is ignored.
+    loads batches by index, each rank loads only its own batches. With `yields_every_item`, `drop_last` is ignored.
 
     If the dataset is stateful, each batch of training has the state after it, from which an iteration can resume. The
     states of a shared stream are at positions that are common to all ranks and workers. A stateful loader is a stream
@@ -67,14 +67,14 @@ class StreamSource:
         setting: str,
         class_name: str,
         drop_last: bool,
-        every_item: bool,
+        yields_every_item: bool,
         limit_batches: int | None,
         limit_batch_size: int | None,
     ) -> None:
         self.batch_size = determine_batch_size(data, batch_size, setting, class_name)
         yields_batches = is_stateful_loader(data)
         loader = data if isinstance(data, DataLoader) and not yields_batches else None
-        self.drop_last = (drop_last if loader is None else loader.drop_last) and not every_item
+        self.drop_last = (drop_last if loader is None else loader.drop_last) and not yields_every_item
         dataset: Any = data if loader is None else loader.dataset
         self.name = type(dataset).__name__
         items, load_item = dataset, None
@@ -82,7 +82,7 @@ class StreamSource:
             # The dataset returns a batch per index, so the stream consists of indices.
             items, load_item, stream_kind = find_custom_sampler(loader), dataset.__getitem__, "shared"
         # Evaluation starts each iteration at the beginning.
-        self.is_stateful = load_item is None and not every_item and is_stateful(items)
+        self.is_stateful = load_item is None and not yields_every_item and is_stateful(items)
         self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
@@ -182,7 +182,7 @@ def open_stream(
     class_name: str,
     subject: str,
     drop_last: bool = False,
-    every_item: bool = False,
+    yields_every_item: bool = False,
     limit_batches: int | None = None,
     limit_batch_size: int | None = None,
 ) -> StreamSource:
@@ -204,7 +204,7 @@ def open_stream(
             setting=setting,
             class_name=class_name,
             drop_last=drop_last,
-            every_item=every_item,
+            yields_every_item=yields_every_item,
             limit_batches=limit_batches,
             limit_batch_size=limit_batch_size,
         ),

@@ -370,8 +370,8 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
     `subject` is the grammatical subject of the message. `length` is None for data without a length. All ranks call it.
     """
     local = (length, dict(settings))
-    by_rank: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, local) or [local]
-    lengths = [length for length, _ in by_rank]
+    properties_by_rank: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, local) or [local]
+    lengths = [length for length, _ in properties_by_rank]
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]
         raise DataError(
@@ -382,8 +382,8 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
             f"{subject} does not have the same number of samples on every rank: {lengths}. "
             "Give every rank the complete dataset; unitrain shards it."
         )
-    for name, value in by_rank[0][1].items():
-        values = [settings_of_rank[name] for _, settings_of_rank in by_rank]
+    for name, value in properties_by_rank[0][1].items():
+        values = [settings_of_rank[name] for _, settings_of_rank in properties_by_rank]
         if any(other_value != value for other_value in values):
             raise DataError(
                 f"{subject} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "

@@ -23,7 +23,7 @@ class ShardSettings:
     Attributes:
         shuffle: Shuffle the samples in every epoch. Does not apply to iterable datasets.
         drop_last: Train on full global batches only or, with `stream` "own", on full batches of each worker only.
-        elastic: The job keeps its global batch size for any number of ranks.
+        is_elastic: The job keeps its global batch size for any number of ranks.
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
@@ -42,7 +42,7 @@ class ShardSettings:
     stream: StreamKind = "shared"
     uneven: Uneven = "weight"
     drop_last: bool = False
-    elastic: bool = False
+    is_elastic: bool = False
     elastic_batch_size: ElasticBatchSize | None = None
     allow_empty_ranks: bool = False
     logical_ranks: int | None = None
@@ -54,7 +54,7 @@ class ShardSettings:
         cls,
         config: TrainConfig,
         *,
-        elastic: bool,
+        is_elastic: bool,
         elastic_batch_size: ElasticBatchSize | None,
         interleaves_logical_ranks: bool = False,
     ) -> ShardSettings:
@@ -70,7 +70,7 @@ class ShardSettings:
             uneven=config.uneven,
             logical_ranks=config.logical_ranks,
             interleaves_logical_ranks=interleaves_logical_ranks,
-            elastic=elastic,
+            is_elastic=is_elastic,
             elastic_batch_size=elastic_batch_size,
         )
 
@@ -92,7 +92,7 @@ class ShardSettings:
                 batch_size=self.batch_size,
                 gradient_accumulation_steps=steps,
                 global_batch_size=self.global_batch_size,
-                elastic=self.elastic,
+                is_elastic=self.is_elastic,
                 elastic_batch_size=elastic_batch_size,
                 full_batches_only=full_batches_only,
                 logical_ranks=self.logical_ranks,

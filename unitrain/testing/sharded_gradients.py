@@ -151,9 +151,9 @@ def sharded_gradients_are_stored_by_one_rank_each(backend: Backend) -> None:
         _run(wrapped, backend.rank, step + 7)
         if backend.size > 1:
             stored = [parameter.grad.local.numel() for parameter in model.parameters()]  # type: ignore[union-attr]
-            by_rank = backend.allgather_object(sum(stored))
-            assert sum(by_rank) == total
-            assert max(by_rank) - total / backend.size <= MIN_DIVIDED_ELEMENTS
+            elements_by_rank = backend.allgather_object(sum(stored))
+            assert sum(elements_by_rank) == total
+            assert max(elements_by_rank) - total / backend.size <= MIN_DIVIDED_ELEMENTS
         optimizer.step()
         optimizer.zero_grad()
 

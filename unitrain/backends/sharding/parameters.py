@@ -327,9 +327,11 @@ class ShardedModel(nn.Module, WrappedModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        by_rank = gather_unused(self._rendezvous, self._key, unused)
-        if any(by_rank):
-            end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, suggests_find_unused=False))
+        unused_by_rank = gather_unused(self._rendezvous, self._key, unused)
+        if any(unused_by_rank):
+            end_of_backward.add(
+                BackwardStage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank, suggests_find_unused=False)
+            )
 
 
 def _create_recorder(name: str, used_names: set[str] | None) -> Callable[[Tensor], None]:
