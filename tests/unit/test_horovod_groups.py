@@ -89,7 +89,7 @@ def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], m
     for backward in (-1, 0, 1):
         finished.add(backward + 2)
         work = start(completions, backward + 2)
-        work._finish = fail if backward < 1 else None
+        work._process_output = fail if backward < 1 else None
         if backward < 1:
             with pytest.raises(ValueError, match=f"backward pass {backward}"):
                 work.wait()

@@ -76,7 +76,7 @@ def mann_whitney_p_value(first_values: Sequence[float], second_values: Sequence[
     for value in sorted(occurrences):
         doubled[value] = 2 * below + occurrences[value] + 1
         below += occurrences[value]
-    # ways[count][total]: the number of ways to choose `count` occurrences with a sum of doubled ranks of `total`.
+    # ways[count][total]: the number of ways to choose `count` values with a sum of doubled ranks of `total`.
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in first_values)]
     for rank in (doubled[value] for value in occurrences.elements()):
         for count in range(len(first_values), 0, -1):

@@ -233,8 +233,8 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
         sum(elements(entry["exp_avg"]) for entry in optimizer.state.values()),
     ]
     assert stored_elements == [complete // backend.size] * 3, (stored_elements, complete)
-    sharded: Any = getattr(wrapped, "sharded", None)  # None on backend local
-    for block in () if sharded is None else sharded.blocks:
+    sharded_parameters: Any = getattr(wrapped, "sharded_parameters", None)  # None on backend local
+    for block in () if sharded_parameters is None else sharded_parameters.blocks:
         for record in fsdp_parameters(block):
             complete_parameter = unsharded_parameter(record)
             assert complete_parameter is not None

@@ -165,16 +165,16 @@ class ShardedState:
 
     def owned_range(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return the range of elements of `parameter`, in storage order, whose state this rank stores, or None."""
-        owned = self._own_shards.get(parameter)
-        if owned is None:
+        own_shard = self._own_shards.get(parameter)
+        if own_shard is None:
             return None
         self._check_storage_order(parameter)
-        return owned.shard.start, owned.shard.stop
+        return own_shard.shard.start, own_shard.shard.stop
 
     def owns_start(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank stores the state of the first element of `parameter`. Exactly one rank does."""
-        owned = self._own_shards.get(parameter)
-        return owned is not None and owned.shard.start == 0
+        own_shard = self._own_shards.get(parameter)
+        return own_shard is not None and own_shard.shard.start == 0
 
     def check_state_shape(self, parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
         """Raise ModelError if loaded state `key` of `shape` does not fit `parameter`. The error is the same on every
@@ -229,8 +229,7 @@ class ShardedState:
                     self._own_shards[parameter] = _OwnShard(parameter, local, shard)
 
     def _assigned_shards(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
-        """Return the shards of the gradient of `parameter` if the optimizer can use them for its state, otherwise
-        None."""
+        """Return the shards of the gradient of `parameter`, or None if the optimizer cannot use them for its state."""
         shards = None if self._reducer is None else self._reducer.shards_of(parameter)
         return shards if shards is None or self._is_elementwise or len(shards) == 1 else None
 
@@ -327,11 +326,11 @@ class ShardedState:
     def _enter_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         """Replace the optimizer's parameters with this rank's shards of `batch`."""
         for group_index, group in enumerate(optimizer.param_groups):
-            group["params"] = [owned.local for owned in batch.own_shards_by_group.get(group_index, ())]
+            group["params"] = [own_shard.local for own_shard in batch.own_shards_by_group.get(group_index, ())]
         if self._reducer is not None:
             self._set_complete_gradients(batch)
-        for owned in self._partial_shards(batch):
-            local, parameter, shard = owned.local, owned.parameter, owned.shard
+        for own_shard in self._partial_shards(batch):
+            local, parameter, shard = own_shard.local, own_shard.parameter, own_shard.shard
             local.data = self._view(parameter, shard)
             gradient = parameter.grad
             if self._reducer is not None and isinstance(gradient, ShardedGradient):
@@ -343,8 +342,8 @@ class ShardedState:
 
     def _set_complete_gradients(self, batch: _Batch) -> None:
         """Replace the sharded gradients of the parameters that this rank owns completely with complete gradients."""
-        for owned in chain.from_iterable(batch.own_shards_by_group.values()):
-            parameter, gradient, shard = owned.parameter, owned.parameter.grad, owned.shard
+        for own_shard in chain.from_iterable(batch.own_shards_by_group.values()):
+            parameter, gradient, shard = own_shard.parameter, own_shard.parameter.grad, own_shard.shard
             if not isinstance(gradient, ShardedGradient):
                 continue
             if (gradient.start, gradient.stop) != (shard.start, shard.stop):
@@ -352,7 +351,7 @@ class ShardedState:
                     f"The gradient of a parameter of shape {list(parameter.shape)} is sharded for another optimizer. "
                     "Pass each parameter to only one optimizer."
                 )
-            if owned.is_whole:
+            if own_shard.is_whole:
                 self._replaced_gradients.append((parameter, gradient))
                 parameter.grad = gradient.local.as_strided(parameter.shape, parameter.stride())
 
@@ -361,10 +360,10 @@ class ShardedState:
             gradient.clear_cached_norms()
             parameter.grad = gradient
         self._replaced_gradients.clear()
-        for owned in self._partial_shards(batch):
-            owned.local.grad = None
-            if owned.local in optimizer.state:
-                optimizer.state[owned.parameter] = optimizer.state.pop(owned.local)
+        for own_shard in self._partial_shards(batch):
+            own_shard.local.grad = None
+            if own_shard.local in optimizer.state:
+                optimizer.state[own_shard.parameter] = optimizer.state.pop(own_shard.local)
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore all parameters of the optimizer, even after a step that raised an exception."""
@@ -377,7 +376,8 @@ class ShardedState:
             group["params"] = parameters
 
     def _partial_shards(self, batch: _Batch) -> Iterable[_OwnShard]:
-        return (owned for shards in batch.own_shards_by_group.values() for owned in shards if not owned.is_whole)
+        own_shards = chain.from_iterable(batch.own_shards_by_group.values())
+        return (own_shard for own_shard in own_shards if not own_shard.is_whole)
 
     def _broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
@@ -433,11 +433,11 @@ class ShardedState:
         shard."""
         if self._is_elementwise and isinstance(entry, dict):
             check_shapes(parameter, entry)
-        owned = self._own_shards.get(parameter)
-        if owned is None or owned.is_whole or not isinstance(entry, dict):
-            return None if owned is None else entry
+        own_shard = self._own_shards.get(parameter)
+        if own_shard is None or own_shard.is_whole or not isinstance(entry, dict):
+            return None if own_shard is None else entry
         self._check_storage_order(parameter)
-        start, stop = owned.shard.start, owned.shard.stop
+        start, stop = own_shard.shard.start, own_shard.shard.stop
         return {
             key: flatten_like(value, parameter)[start:stop].clone()
             if isinstance(value, Tensor) and value.shape == parameter.shape
