@@ -419,7 +419,26 @@ def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait
         ((message,), _) = group.run(timed_out_operation)
         ((aborted,), _) = group.run(aborted_operation, timeout_seconds=20)
     assert aborted == "Horovod's allreduce was aborted, because this rank has aborted its process group."
-    assert "Horovod's allreduce timed out after 0.4 s" in message
+    assert "Horovod's allreduce timed out after 0.4 s, because rank 1 did not call it." in message
+
+
+def operation_without_rank_1(backend: Backend) -> str:
+    """Return the timeout error of the other ranks. Rank 1 starts the operation afterwards."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    if backend.rank == 1:
+        time.sleep(7)
+        dist.all_reduce(torch.ones(2), group=group)
+        return ""
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.all_reduce(torch.ones(2), group=group)
+    return str(caught.value)
+
+
+def test_a_timeout_names_the_rank_that_did_not_start_the_operation() -> None:
+    with RankGroup("horovod", 3) as group:
+        texts = group.run(operation_without_rank_1)
+    expected = "Horovod's allreduce timed out after 4 s, because rank 1 did not call it. "
+    assert [text.startswith(expected) for text in texts] == [True, False, True], texts
 
 
 def different_operations(backend: Backend) -> dict[str, list[str]]:

@@ -152,7 +152,7 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
             return self
 
     def report(rank: int) -> MismatchDetector:
-        return MismatchDetector(store, rank, lambda: [Operation(0, "allreduce.SUM", "float32", rank)])
+        return MismatchDetector(store, rank, (4, 6), lambda: [Operation(0, "allreduce.SUM", "float32", rank)])
 
     store = Store()
     root, other = report(0), report(1)
@@ -165,6 +165,27 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
     deadline = time.monotonic() + 10
     while (error := other.find()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "rank 0 waits for allreduce SUM of 0 float32 elements, and rank 1 for allreduce SUM of 1 float32" in str(
+    assert "rank 4 waits for allreduce SUM of 0 float32 elements, and rank 6 for allreduce SUM of 1 float32" in str(
         error
     )
+
+
+def test_ranks_that_have_not_written_an_operation_are_missing() -> None:
+    pending: dict[int, list[Operation]] = {rank: [] for rank in range(4)}
+    operation, later = Operation(7, "allreduce.SUM", "float32", 3), Operation(8, "allreduce.SUM", "float32", 3)
+    pending |= {0: [operation], 1: [operation, later], 2: [later]}
+
+    class Store(dist.HashStore):
+        def clone(self) -> dist.Store:
+            return self
+
+    store = Store()
+    detectors = [MismatchDetector(store, rank, (1, 3, 5, 7), lambda rank=rank: pending[rank]) for rank in range(4)]  # type: ignore[misc]
+    for detector in detectors[:3]:
+        detector.find()
+    assert detectors[0].find_missing_ranks(operation) == [5, 7]
+    assert detectors[1].find_missing_ranks(later) == [1, 7]
+    pending[2] = pending[3] = [operation]
+    for detector in detectors[2:]:
+        detector.find()
+    assert detectors[0].find_missing_ranks(operation) == []

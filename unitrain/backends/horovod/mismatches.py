@@ -4,14 +4,16 @@ Horovod executes an operation when all ranks have started it under the same name
 number of elements, and the reduction or root. If these differ, or if ranks call different collectives, every rank waits
 for an operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds compares its pending operations with those of rank 0, which also writes its
-pending operations to the group's store when it waits. Steps without long waits write nothing.
+A rank that has waited for some seconds writes its pending operations to the group's store, and compares them with those
+of rank 0. When an operation times out, the ranks that have not written it are reported as missing. Steps without long
+waits write nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,13 +52,21 @@ class Operation(NamedTuple):
 
 
 class MismatchDetector:
-    """Compares the pending operations of this rank with those of rank 0."""
+    """Compares the pending operations of this rank with those of rank 0, and finds the ranks that have not started an
+    operation."""
 
-    def __init__(self, store: dist.Store, rank: int, get_pending_operations: Callable[[], Sequence[Operation]]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        get_pending_operations: Callable[[], Sequence[Operation]],
+    ) -> None:
+        """`rank` is the index of this rank in `ranks`, the ranks of the group."""
         self._group_store, self._generation = store, 0
         self._cloning: ResponsiveStore | None = None  # `store`, until it is cloned
         self._store: ResponsiveStore | None = None
-        self._rank, self._get_pending_operations = rank, get_pending_operations
+        self._rank, self._ranks, self._get_pending_operations = rank, ranks, get_pending_operations
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
         self._message: str | None = None
 
@@ -77,7 +87,7 @@ class MismatchDetector:
 
     def find(self) -> CollectiveMismatchError | None:
         """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
-        mismatch, otherwise None. Rank 0 does not compare operations, but writes its pending operations to the store.
+        mismatch, otherwise None. Write the pending operations of this rank to the store. Rank 0 does not compare them.
 
         Call it repeatedly while the oldest operation is pending. A mismatch is returned only if two consecutive calls
         find it, because an operation may complete after rank 0 has written it.
@@ -87,25 +97,41 @@ class MismatchDetector:
             if store.check(["error"]):
                 return self._become_unusable(store.get("error").decode())
             own = self._get_pending_operations()[:_MAX_REPORTED]
-            if self._rank == 0:
-                store.set("0", json.dumps(own))
+            store.set(str(self._rank), json.dumps(own))
+            if self._rank == 0 or not own or not store.check(["0"]):
                 return None
-            if not own or not store.check(["0"]):
-                return None
-            difference = _first_difference([Operation(*fields) for fields in json.loads(store.get("0"))], own)
+            difference = _first_difference(_read_operations(store, 0), own)
             confirmed, self._suspected_mismatch = (
                 difference is not None and difference == self._suspected_mismatch,
                 difference,
             )
             if difference is not None and confirmed:
                 message = (
-                    f"Ranks called different collectives: rank 0 waits for {difference[0].describe()}, and rank "
-                    f"{self._rank} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
+                    f"Ranks called different collectives: rank {self._ranks[0]} waits for "
+                    f"{difference[0].describe()}, and rank {self._ranks[self._rank]} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
                     "group). Call the same collectives in the same order, with the same reductions, roots, dtypes and "
                     "sizes, on every rank."
                 )
                 store.set("error", message)
                 return self._become_unusable(message)
+        return None
+
+    def find_missing_ranks(self, operation: Operation) -> list[int] | None:
+        """Return the other ranks of the group that have not written that they wait for `operation`. Return None if this
+        cannot be determined within a few seconds.
+
+        A rank that has started the operation in the last seconds may be included.
+        """
+        deadline, missing = time.monotonic() + _STORE_TIMEOUT_SECONDS, list[int]()
+        with contextlib.suppress(RuntimeError):
+            store = self._store = self._store or self._connect()
+            for index, rank in enumerate(self._ranks):
+                if time.monotonic() > deadline:
+                    return None
+                has_written = index == self._rank or store.check([str(index)])
+                if not has_written or (index != self._rank and operation not in _read_operations(store, index)):
+                    missing.append(rank)
+            return missing
         return None
 
     def find_reported(self) -> CollectiveMismatchError | None:
@@ -127,6 +153,11 @@ class MismatchDetector:
         self._cloning = self._cloning or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
         clone, self._cloning = self._cloning.clone(), None
         return ResponsiveStore(dist.PrefixStore(f"mismatches.{self._generation}", clone), _STORE_TIMEOUT_SECONDS)
+
+
+def _read_operations(store: ResponsiveStore, rank: int) -> list[Operation]:
+    """Return the pending operations that a rank has written."""
+    return [Operation(*fields) for fields in json.loads(store.get(str(rank)))]
 
 
 def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tuple[Operation, Operation] | None:

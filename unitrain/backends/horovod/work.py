@@ -23,6 +23,7 @@ import torch.distributed as dist
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.errors import CollectiveTimeoutError, UnsupportedError
+from unitrain.monitoring.rank_status import format_ranks
 from unitrain.torch_compat import Work, current_backward
 
 # A wait polls without sleeping for this number of seconds. With 0.001, a small model's step time increases by a third
@@ -75,7 +76,7 @@ class HorovodWork(Work):
         self._timeout = timeout
         self._start_time = time.monotonic()
         self._deadline = self._start_time + timeout.total_seconds()
-        self._next_mismatch_check = self._start_time + _MISMATCH_CHECK_SECONDS
+        self._next_mismatch_check = self._start_time + min(_MISMATCH_CHECK_SECONDS, timeout.total_seconds() / 2)
         self._completions = completions
         self._is_done = False
         self._error: Exception | None = None
@@ -119,13 +120,7 @@ class HorovodWork(Work):
                 if (error := self._mismatches.find()) is not None:
                     self._complete(error)
                 return error is not None
-            seconds = self._timeout.total_seconds()
-            self._complete(
-                GroupTimeoutError(
-                    f"Horovod's {self._name} timed out after {seconds:g} s, because some ranks did not "
-                    "call it. Pass a longer timeout to init_process_group if these ranks need more time."
-                )
-            )
+            self._complete(self._timeout_error())
             return True
         try:
             with torch.inference_mode() if self._is_inference else torch.no_grad():
@@ -138,6 +133,21 @@ class HorovodWork(Work):
         else:
             self._complete(None)
         return True
+
+    def _timeout_error(self) -> GroupTimeoutError:
+        """Return an error that names the ranks that have not started the operation, if they are known."""
+        missing = None
+        if self._mismatches is not None and self.operation is not None:
+            missing = self._mismatches.find_missing_ranks(self.operation)
+        if missing == []:
+            cause = "although all ranks have called it. Check the network between the hosts."
+        else:
+            subject = "some ranks" if missing is None else format_ranks(missing)
+            cause = (
+                f"because {subject} did not call it. "
+                "Pass a longer timeout to init_process_group if more time is needed."
+            )
+        return GroupTimeoutError(f"Horovod's {self._name} timed out after {self._timeout.total_seconds():g} s, {cause}")
 
     def _find_cause(self, error: Exception) -> Exception:
         """Return the reason for Horovod's `error` if it is known, or `error`."""
