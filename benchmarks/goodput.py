@@ -9,6 +9,10 @@ job without faults. Steps that are repeated count once. The ways of restarting:
     restart    unitrain launch --max-restarts, with a checkpoint per epoch
     standby    unitrain launch --max-restarts --standby, with a checkpoint in memory every few steps
 
+Each rank uses a core of this machine completely. On a machine with accelerators, the cores of a rank are idle for a part
+of each step, in which standby ranks can start and checkpoints can be written. The benchmark is therefore repeated with
+steps that also wait for `--waiting-ms` milliseconds.
+
     python benchmarks/goodput.py    # writes benchmarks/results/goodput.md
 """
 
@@ -46,12 +50,12 @@ class Goodput(NamedTuple):
         return self.disturbed / self.undisturbed
 
 
-def ways(in_memory: int) -> dict[str, Way]:
+def ways(in_memory: int, waiting_ms: float) -> dict[str, Way]:
     """Return the ways of restarting by name. With "standby", every `in_memory`-th step is kept in memory."""
     return {
-        "torchrun": Way(backends=("ddp",), program="torchrun"),
-        "restart": Way(),
-        "standby": Way(("--standby",), in_memory=in_memory),
+        "torchrun": Way(backends=("ddp",), program="torchrun", waiting_ms=waiting_ms),
+        "restart": Way(waiting_ms=waiting_ms),
+        "standby": Way(("--standby",), in_memory=in_memory, waiting_ms=waiting_ms),
     }
 
 
@@ -85,7 +89,7 @@ def run(way: Way, backend: str, both: list[Host], seconds: float, *, has_faults:
             job.end()
 
 
-def row(backend: str, name: str, found: list[Goodput]) -> str:
+def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str:
     """Return a line of the table."""
     recoveries = [recovery for one in found for recovery in one.recoveries]
     times = [recovery.seconds for recovery in recoveries]
@@ -95,7 +99,7 @@ def row(backend: str, name: str, found: list[Goodput]) -> str:
     disturbed = statistics.median(one.disturbed for one in found)
     spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
     return (
-        f"| {backend} | {name} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
+        f"| {backend} | {name} | {waiting_ms:g} ms | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
         f"{len(recoveries)} | {statistics.median(times):.1f} s [{min(times):.1f}, {max(times):.1f}] | "
         f"{statistics.median(lost):.0f} [{min(lost)}, {max(lost)}] |"
     )
@@ -103,31 +107,39 @@ def row(backend: str, name: str, found: list[Goodput]) -> str:
 
 @click.command()
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--way", "names", type=click.Choice(list(ways(1))), multiple=True, default=list(ways(1)))
+@click.option("--way", "names", type=click.Choice(list(ways(1, 0))), multiple=True, default=list(ways(1, 0)))
 @click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--in-memory", type=click.IntRange(min=1), default=40, show_default=True, help="Steps per checkpoint.")
+@click.option("--waiting-ms", "waits", multiple=True, default=[0.0, 20.0], show_default=True, help="See above.")
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
-    backends: tuple[str, ...], names: tuple[str, ...], minutes: float, rounds: int, in_memory: int, output: Path
+    backends: tuple[str, ...],
+    names: tuple[str, ...],
+    minutes: float,
+    rounds: int,
+    in_memory: int,
+    waits: tuple[float, ...],
+    output: Path,
 ) -> None:
     """Measure the goodput and write the table."""
     chosen = {
-        (backend, name): way
+        (backend, name, waiting_ms): way
+        for waiting_ms in waits
         for backend in backends
-        for name, way in ways(in_memory).items()
+        for name, way in ways(in_memory, waiting_ms).items()
         if name in names and backend in way.backends
     }
-    found: dict[tuple[str, str], list[Goodput]] = {key: [] for key in chosen}
+    found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
     with started_hosts(len(RANKS)) as both:
         for _ in range(rounds):
-            for (backend, name), way in chosen.items():
+            for (backend, name, waiting_ms), way in chosen.items():
                 # Without faults, the job is the same for all ways, and has neither standby ranks nor copies in memory.
-                plain_way = Way(backends=way.backends, program=way.program)
+                plain_way = Way(backends=way.backends, program=way.program, waiting_ms=waiting_ms)
                 plain, _ = run(plain_way, backend, list(both), 60, has_faults=False)
                 rate, recoveries = run(way, backend, list(both), 60 * minutes, has_faults=True)
-                found[backend, name].append(Goodput(plain, rate, recoveries))
-                click.echo(f"{backend} {name}: {found[backend, name][-1]}", err=True)
+                found[backend, name, waiting_ms].append(Goodput(plain, rate, recoveries))
+                click.echo(f"{backend} {name} {waiting_ms}: {found[backend, name, waiting_ms][-1]}", err=True)
     lines = [
         "# Goodput with one fault per minute",
         "",
@@ -137,17 +149,18 @@ def main(
         "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
         f"ranks and copies in memory. All write a checkpoint per epoch; standby also keeps each {in_memory}th step "
         "in memory. Recovery is the time from SIGKILL until all ranks have completed a step, with the minimum and "
-        f"the maximum. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
+        "the maximum. Waiting per step is the time that a rank waits after each step without using the CPU, as for an "
+        f"accelerator. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
         f"--in-memory {in_memory}`.",
         "",
-        "| backend | restart | steps/s without faults | steps/s with faults | goodput | faults | recovery | steps lost "
+        "| backend | restart | waiting per step | steps/s without faults | steps/s with faults | goodput | faults | recovery | steps lost "
         "per fault |",
-        "|---|---|---|---|---|---|---|---|",
-        *(row(backend, name, goodputs) for (backend, name), goodputs in found.items()),
+        "|---|---|---|---|---|---|---|---|---|",
+        *(row(*key, goodputs) for key, goodputs in found.items()),
     ]
     figures = [
-        {"backend": backend, "way": name, "ratio": one.ratio, **one._asdict()}
-        for (backend, name), goodputs in found.items()
+        {"backend": backend, "way": name, "waiting_ms": waiting_ms, "ratio": one.ratio, **one._asdict()}
+        for (backend, name, waiting_ms), goodputs in found.items()
         for one in goodputs
     ]
     save_results(lines, "goodput", output, goodputs=figures)

@@ -1,11 +1,16 @@
 """Low-communication training of a small GPT on two hosts with a slow network, compared with synchronous training.
 
-The hosts are simulated as in slow_network.py, with one rank each. Each method trains the same number of steps on the
-same samples. The benchmark needs root.
+The losses of a method do not depend on the network or the backend, so they are measured with two ranks on this machine.
+The times and bytes are measured on two simulated hosts with one rank each (tests/support/hosts.py; requires root), with
+limited bandwidth and, optionally, a delay. The times are compared with the predictions of `unitrain bench predict`.
+The table and the chart combine both: the time until the validation loss is that of synchronous training is the number
+of steps multiplied by the time of a step.
 
-    python benchmarks/low_communication.py      # writes benchmarks/results/low_communication.md
+    python benchmarks/low_communication.py losses            # 400 steps of each method, for three seeds
+    python benchmarks/low_communication.py speeds --rate 10mbit --rate 100mbit
+    python benchmarks/low_communication.py speeds --rate 10mbit --delay 0.025
 
-The times are compared with the predictions of `unitrain bench predict`.
+Each command writes benchmarks/results/low_communication.md, .json and .svg, and keeps the figures of earlier commands.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +27,7 @@ from typing import Any
 
 import click
 import torch
-from low_communication_training import ALONE, BATCH, LENGTH, PEAK_LR, Method, build, methods
+from low_communication_training import ALONE, BATCH, LENGTH, SYNCHRONOUS, Method, build, methods
 from slow_network import HERE, hosts, slow_down
 from tables import BACKENDS, RESULTS, save_results
 
@@ -31,36 +37,41 @@ from unitrain.bench.method_prediction import predict_method
 from unitrain.bench.results import read
 from unitrain.optim.outer_gradient import bytes_per_synchronization
 
-BASELINE = "synchronous"
+NAME = "low_communication"
 RANKS = 2
 NAMES = list(methods(25))
 PARAMETERS = sum(parameter.numel() for parameter in build().parameters())
+SCRIPT = str(HERE / "low_communication_training.py")
+LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
 
-def measure(
+def results_in(output: str) -> Any:
+    """Return the results that `low_communication_training.py` has printed."""
+    line = next(line for line in output.splitlines() if '{"results"' in line)
+    return json.loads(line[line.index("{") :])["results"]
+
+
+def measure_speeds(
     rate: str, delay: float, backend: str, arguments: dict[str, Any], timeout_seconds: float
-) -> tuple[dict[str, Any], Network]:
-    """Return the runs of each method, with seconds, bytes sent by the first host and validation losses, and the network
-    that is fitted to allreduces between the hosts, as by `unitrain bench predict`."""
+) -> dict[str, Any]:
+    """Return the seconds and bytes per step of each method, and the network that is fitted to allreduces between the
+    hosts, as by `unitrain bench predict`."""
     network = (delay, bits_per_second(rate)) if delay else None
-    with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder), network=network) as both:
+    with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), network=network) as both:
         if not delay:
             for host in both:
                 slow_down(host, rate)
-        launch = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-H", "h1:1,h2:1"]
+        launch = [*LAUNCH, "--backend", backend, "-H", "h1:1,h2:1"]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         measured = Path(folder) / "collectives.json"
         bench = ["bench", "collectives", "--backends", backend, "--operations", "allreduce", "--device", "cpu"]
         limits = ["--sizes", "4KB,64KB,1MB,4MB", "--seconds", "20", "--json", str(measured)]
-        script = str(HERE / "low_communication_training.py")
-        for command in (["-m", "unitrain", *bench, *limits], [script, json.dumps(arguments)]):
+        for command in (["-m", "unitrain", *bench, *limits], [SCRIPT, json.dumps(arguments)]):
             done = both[0].run([*launch, *command], variables, timeout_seconds, fresh=True)
             if done.returncode:
                 raise click.ClickException(done.stdout)
         ((fitted, _),) = fit_networks(read(measured, "collectives"), None, cost_functions(["ring"], None, 1)).values()
-    line = next(line for line in done.stdout.splitlines() if '{"results"' in line)
-    results: dict[str, Any] = json.loads(line[line.index("{") :])["results"]
-    return results, fitted
+    return {"network": vars(fitted), "methods": results_in(done.stdout)}
 
 
 def bits_per_second(rate: str) -> float:
@@ -88,120 +99,229 @@ def expected_bytes(method: Method) -> float | None:
     return None
 
 
-def seconds_to(loss: float, run: dict[str, Any]) -> float | None:
-    """Return the seconds until the validation loss of `run` is at most `loss`, or None."""
-    return next((seconds for seconds, found in run["curve"] if found <= loss), None)
-
-
 def spread(values: list[float], digits: int) -> str:
     """Return the median and the range of `values`."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) == 1 else f"{middle} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
-def rows(
-    name_of_network: str,
-    backend: str,
-    found: dict[str, Any],
-    network: Network,
-    arguments: dict[str, Any],
-    target: float,
-) -> list[str]:
-    """Return a line of the table for each method."""
-    steps, lines = arguments["steps"], []
-    wanted = target * statistics.median(run["curve"][-1][1] for run in found[BASELINE])
-    baseline = statistics.median(run["seconds"] for run in found[BASELINE])
-    alone = statistics.median(run["seconds"] for run in found[ALONE]) / steps
-    for name, runs in found.items():
-        method = methods(arguments["local_steps"])[name]
-        sent = statistics.median(run["bytes"] for run in runs) / steps
-        expected = expected_bytes(method)
-        exact = "" if expected is None else f"{expected / 1e3:,.1f}"
-        relative = "" if expected is None else f"{sent / expected:.3f}"
-        seconds = [run["seconds"] / steps for run in runs]
-        predicted = predicted_seconds(method, alone, network, arguments["local_steps"])
-        prediction = "" if predicted is None else f"{predicted / statistics.median(seconds):.2f}"
-        losses = [run["curve"][-1][1] for run in runs]
-        base = [run["curve"][-1][1] for run in found[BASELINE]]
-        change = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
-        times = [time for run in runs if (time := seconds_to(wanted, run)) is not None]
-        reached = (
-            f"{statistics.median(times):.1f} s" if len(times) == len(runs) else f"{len(times)} of {len(runs)} runs"
-        )
-        speedup = baseline / steps / statistics.median(seconds)
+def steps_to_target(losses: dict[str, Any], name: str, target: float) -> float | None:
+    """Return the median number of steps until the validation loss is at most `target` times the final loss of
+    synchronous training with the same seed, or None if a run does not reach it."""
+    counts = []
+    for run, baseline in zip(losses[name]["curves"], losses[SYNCHRONOUS]["curves"], strict=True):
+        step = next((step for step, loss in run if loss <= target * baseline[-1][1]), None)
+        if step is None:
+            return None
+        counts.append(step)
+    return statistics.median(counts)
+
+
+def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Return the table of the losses."""
+    finals = {name: [curve[-1][1] for curve in found["curves"]] for name, found in losses.items()}
+    lines = [
+        "## Losses",
+        "",
+        f"{RANKS} ranks, {settings['steps']} steps of AdamW, {settings['local_steps']} local steps. The peak learning "
+        f"rate of each method is the best of {', '.join(f'{lr:g}' for lr in settings['peak_lrs'])} with the first "
+        f"seed. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds and the "
+        "range; the change is relative to synchronous training with the same seed. The last column is the number of "
+        f"steps until the loss is at most {settings['target']:g} times the final loss of synchronous training, in "
+        f"units of {settings['evaluate_every']} steps.",
+        "",
+        "| method | peak learning rate | final loss | change | steps to the target |",
+        "|---|---|---|---|---|",
+    ]
+    for name, values in finals.items():
+        change = [100 * (loss / base - 1) for loss, base in zip(values, finals[SYNCHRONOUS], strict=True)]
+        steps = steps_to_target(losses, name, settings["target"])
         lines.append(
-            f"| {name_of_network} | {backend} | {name} | {sent / 1e3:,.1f} | {exact} | {relative} | "
-            f"{1000 * statistics.median(seconds):.1f} ms | {prediction} | {speedup:.2f} | "
-            f"{spread(losses, 3)} | {spread(change, 1)} % | {reached} |"
+            f"| {name} | {losses[name]['best']:g} | {spread(values, 3)} | {spread(change, 1)} % | "
+            f"{'not reached' if steps is None else f'{steps:g}'} |"
         )
+    return [*lines, ""]
+
+
+def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) -> list[str]:
+    """Return the table of the times and bytes, with a row per network, backend and method."""
+    lines = [
+        "## Times",
+        "",
+        "One rank on each of two hosts. Medians over turns of each method; in brackets the range. Bytes are those that "
+        "the first host sent over its network interface. They include headers, acknowledgements and consistency "
+        "checks, which the expected number does not. The predicted time is that of `unitrain bench predict --methods`, "
+        "with the time without communication and a network that is fitted to allreduces between the hosts. The last "
+        f"column is the number of steps until the loss is at most {target:g} times the final loss of synchronous "
+        "training (see above), multiplied by the time of a step.",
+        "",
+        "| network | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
+        "speed relative to synchronous | time to the target |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key, cell in cells.items():
+        network_name, _, backend = key.rpartition(", ")
+        seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
+        for name, found in cell["methods"].items():
+            method = methods(cell["local_steps"])[name]
+            sent, expected = statistics.median(found["bytes"]), expected_bytes(method)
+            predicted = predicted_seconds(method, seconds[ALONE], Network(**cell["network"]), cell["local_steps"])
+            steps = steps_to_target(losses, name, target) if name in losses else None
+            lines.append(
+                f"| {network_name} | {backend} | {name} | {sent / 1e3:,.1f} | "
+                f"{'' if expected is None else f'{expected / 1e3:,.1f}'} | "
+                f"{'' if expected is None else f'{sent / expected:.3f}'} | "
+                f"{spread([1000 * one for one in found['seconds']], 1)} ms | "
+                f"{'' if predicted is None else f'{predicted / seconds[name]:.2f}'} | "
+                f"{seconds[SYNCHRONOUS] / seconds[name]:.2f} | "
+                f"{'' if steps is None else f'{steps * seconds[name]:.0f} s'} |"
+            )
     return lines
 
 
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
-@click.option("--rate", "rates", multiple=True, default=["100mbit"], show_default=True, help="In tc notation.")
-@click.option("--delay", default=0.0, show_default=True, help="Seconds from one host to the other.")
-@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--method", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
-@click.option("--steps", type=click.IntRange(min=1), default=400, show_default=True)
-@click.option("--local-steps", type=click.IntRange(min=6), default=25, show_default=True)
-@click.option("--evaluate-every", type=click.IntRange(min=1), default=25, show_default=True)
-@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--target", default=1.1, show_default=True, help="Loss to reach, relative to synchronous training.")
-@click.option(
-    "--limit-seconds", "timeout_seconds", default=1400.0, show_default=True, help="Limit per rate and backend."
-)
-def main(
-    output: Path,
-    rates: list[str],
-    delay: float,
-    backends: list[str],
-    names: list[str],
-    steps: int,
-    local_steps: int,
-    evaluate_every: int,
-    seeds: int,
-    target: float,
-    timeout_seconds: float,
-) -> None:
-    """Measure at each bandwidth and on each backend, and save the table."""
-    names = list(dict.fromkeys([ALONE, BASELINE, *names]))
-    arguments = {
-        "methods": names,
-        "steps": steps // evaluate_every * evaluate_every,
-        "local_steps": local_steps,
-        "evaluate_every": evaluate_every,
-        "seeds": seeds,
-    }
-    found: dict[str, Any] = {}
-    suffix = f", {1000 * delay:g} ms" if delay else ""
-    chosen = "".join(f"--method '{name}' " for name in names[2:])
+def draw(cells: dict[str, Any], path: Path) -> None:
+    """Write a chart of the speed relative to synchronous training by bandwidth, as SVG."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasSVG(figure)
+    panels = figure.subplots(1, len(BACKENDS), sharey=True)
+    for axes, backend in zip(panels, BACKENDS, strict=True):
+        found = {}
+        for key, cell in cells.items():
+            network, _, name = key.rpartition(", ")
+            if name == backend and " ms" not in network:
+                found[bits_per_second(network) / 1e6] = cell["methods"]
+        for name in NAMES[1:]:
+            points = [
+                (rate, statistics.median(one[SYNCHRONOUS]["seconds"]) / statistics.median(one[name]["seconds"]))
+                for rate, one in sorted(found.items())
+                if name in one
+            ]
+            axes.loglog([rate for rate, _ in points], [speed for _, speed in points], marker="o", label=name)
+        axes.set(title=backend, xlabel="bandwidth (Mbit/s)")
+    panels[0].set_ylabel("speed relative to synchronous training")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def save(output: Path, figures: dict[str, Any]) -> None:
+    """Write the tables, the figures and the chart."""
+    settings = figures["settings"]
     lines = [
         "# Low-communication training on two hosts with a slow network",
         "",
-        f"One rank on each of two hosts, one thread per rank, without a GPU; a GPT of {PARAMETERS:,} parameters, "
-        f"{BATCH} texts of {LENGTH} characters per rank and step, {arguments['steps']} steps of AdamW with a peak "
-        f"learning rate of {PEAK_LR:g}, {local_steps} local steps; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} CPU cores for both ranks. Bytes are those that the first host "
-        "sent over its network interface. They include headers, acknowledgements and consistency checks, which the "
-        "expected number does not. The predicted time is that of `unitrain bench predict --methods`, with the time "
-        "without communication and a network that is fitted to allreduces between the hosts. The loss is that of the "
-        "validation texts at the end, with the same learning rate for all methods; the last column is the training "
-        f"time until it is at most {target:g} times the final loss of synchronous training. Medians of {seeds} seeds; "
-        "in brackets the range. Command: "
-        f"`python benchmarks/low_communication.py {chosen}--steps {steps} --local-steps {local_steps} --seeds {seeds}"
-        f"{''.join(f' --rate {rate}' for rate in rates)}{f' --delay {delay:g}' if delay else ''}`.",
+        f"One thread per rank, without a GPU; a GPT of {PARAMETERS:,} parameters, {BATCH} texts of {LENGTH} characters "
+        f"per rank and step; torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores "
+        "for both ranks. Commands: "
+        + ", ".join(f"`python benchmarks/low_communication.py {command}`" for command in figures["commands"])
+        + ".",
         "",
-        "| bandwidth | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
-        "speed relative to synchronous | final loss | change of the loss | time to the target |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(loss_lines(figures["losses"], settings) if figures["losses"] else []),
+        *speed_lines(figures["speeds"], figures["losses"], settings.get("target", 1.0)),
     ]
+    save_results(lines, NAME, output, **figures)
+    draw(figures["speeds"], output / f"{NAME}.svg")
+
+
+def load(output: Path, command: str) -> dict[str, Any]:
+    """Return the saved figures, with `command` added."""
+    path = output / f"{NAME}.json"
+    empty: dict[str, Any] = {"losses": {}, "settings": {}, "speeds": {}, "commands": []}
+    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
+    figures["commands"] = list(dict.fromkeys([*figures["commands"], command]))
+    return figures
+
+
+method_option = click.option("--method", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
+local_steps_option = click.option("--local-steps", type=click.IntRange(min=6), default=25, show_default=True)
+output_option = click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+
+
+@click.group()
+def main() -> None:
+    """Measure low-communication training."""
+
+
+@main.command("losses")
+@output_option
+@method_option
+@local_steps_option
+@click.option("--steps", type=click.IntRange(min=1), default=400, show_default=True)
+@click.option("--evaluate-every", type=click.IntRange(min=1), default=25, show_default=True)
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--peak-lr", "peak_lrs", type=float, multiple=True, default=[1e-3, 2e-3, 4e-3], show_default=True)
+@click.option("--target", default=1.02, show_default=True, help="Loss to reach, relative to synchronous training.")
+def losses_command(
+    output: Path,
+    names: tuple[str, ...],
+    local_steps: int,
+    steps: int,
+    evaluate_every: int,
+    seeds: int,
+    peak_lrs: tuple[float, ...],
+    target: float,
+) -> None:
+    """Train with each method on this machine, and save the validation losses."""
+    command = f"losses --steps {steps} --local-steps {local_steps} --seeds {seeds}"
+    figures = load(output, command)
+    arguments = {"peak_lrs": peak_lrs, "seeds": seeds, "steps": steps, "evaluate_every": evaluate_every}
+    chosen = list(dict.fromkeys([SYNCHRONOUS, *(name for name in names if name != ALONE)]))
+    given = {"measure": "losses", "methods": chosen, "local_steps": local_steps, "arguments": arguments}
+    process = subprocess.Popen(
+        [*LAUNCH, "--backend", "ddp", "-np", str(RANKS), SCRIPT, json.dumps(given)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        click.echo(line[:200], nl=not line[:200].endswith("\n"), err=True)
+        printed.append(line)
+    if process.wait():
+        raise click.ClickException(f"the training ended with exit code {process.returncode}.")
+    figures["losses"] = results_in("".join(printed))
+    figures["settings"] = {**arguments, "local_steps": local_steps, "target": target}
+    save(output, figures)
+
+
+@main.command("speeds")
+@output_option
+@method_option
+@local_steps_option
+@click.option("--rate", "rates", multiple=True, default=["100mbit"], show_default=True, help="In tc notation.")
+@click.option("--delay", default=0.0, show_default=True, help="Seconds from one host to the other.")
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--seconds", default=4.0, show_default=True, help="Duration of a turn.")
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--limit-seconds", "timeout_seconds", default=900.0, show_default=True, help="Limit per rate and backend."
+)
+def speeds_command(
+    output: Path,
+    names: tuple[str, ...],
+    local_steps: int,
+    rates: tuple[str, ...],
+    delay: float,
+    backends: tuple[str, ...],
+    seconds: float,
+    rounds: int,
+    timeout_seconds: float,
+) -> None:
+    """Measure the time and the bytes of a step of each method at each bandwidth and on each backend."""
+    suffix = f", {2000 * delay:g} ms round-trip time" if delay else ""
+    command = "speeds" + "".join(f" --rate {rate}" for rate in rates) + (f" --delay {delay:g}" if delay else "")
+    arguments = {"seconds": seconds, "rounds": rounds, "local_steps": local_steps}
+    chosen = list(dict.fromkeys([ALONE, SYNCHRONOUS, *names]))
+    given = {"measure": "speeds", "methods": chosen, "local_steps": local_steps, "arguments": arguments}
     for rate in rates:
         for backend in backends:
-            measured, network = measure(rate, delay, backend, arguments, timeout_seconds)
-            found[f"{rate}, {backend}"] = {"network": vars(network), "runs": measured}
-            lines += rows(f"{rate}{suffix}", backend, measured, network, arguments, target)
-            save_results(lines, "low_communication", output, **found)  # the next backend takes minutes and may fail
+            cell = measure_speeds(rate, delay, backend, given, timeout_seconds)
+            figures = load(output, command)
+            figures["speeds"][f"{rate}{suffix}, {backend}"] = {**cell, "local_steps": local_steps}
+            save(output, figures)  # the next backend takes minutes and may fail
 
 
 if __name__ == "__main__":

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,14 @@ import unitrain
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, LENGTH, loss_per_character, paragraphs
 
-__all__ = ["ALONE", "BATCH", "LENGTH", "PEAK_LR", "Method", "build", "methods"]
+__all__ = ["ALONE", "BATCH", "LENGTH", "SYNCHRONOUS", "Method", "build", "methods"]
 
 WIDTH, LAYERS, BATCH = 128, 3, 16  # samples per rank
-PEAK_LR = 2e-3
 ALONE = "without communication"
+SYNCHRONOUS = "synchronous"
 DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
+# Synchronous training is timed after `WARMUP_STEPS` steps, for a multiple of `MIN_STEPS` steps.
+WARMUP_STEPS, MIN_STEPS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ def methods(steps: int) -> dict[str, Method]:
     """Return the methods by name, with `steps` local steps."""
     return {
         ALONE: Method(communicates=False),
-        "synchronous": Method(prediction="synchronous"),
+        SYNCHRONOUS: Method(prediction="synchronous"),
         "synchronous, bf16": Method("bf16", prediction="bf16"),
         "synchronous, PowerSGD": Method(unitrain.PowerSGD(rank=4, start_step=20)),
         "local SGD": _local("local-sgd", steps),
@@ -78,56 +85,141 @@ def mean_loss(model: nn.Module, texts: Tensor) -> Tensor:
     return total / count
 
 
-def train(backend: unitrain.Backend, method: Method, steps: int, evaluate_every: int, seed: int) -> dict[str, Any]:
-    """Return the seconds, bytes sent by this host, and validation losses of a run.
+class Training:
+    """A model that is trained with AdamW and a `method`, on random texts of each rank."""
 
-    The validation is not included in the seconds and bytes, and all ranks evaluate the same texts.
+    def __init__(self, backend: unitrain.Backend, method: Method, *, steps: int, peak_lr: float, seed: int) -> None:
+        self._texts, self._validation = samples()
+        self._model = build()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=peak_lr)
+        self._scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self._optimizer, peak_lr, total_steps=steps + 1, pct_start=0.1
+        )
+        self._local = None
+        if method.local is not None:
+            self._local = unitrain.LocalSGD(self._model, self._optimizer, backend, method.local)
+        self._distributed = self._model
+        if method.local is None and method.communicates:
+            self._distributed = backend.distributed_model(self._model, compression=method.compression)
+            backend.distributed_optimizer(self._optimizer, self._distributed)
+        self._generator = torch.Generator().manual_seed(1000 * seed + backend.rank)
+
+    def run(self, steps: int) -> None:
+        """Train for `steps` steps."""
+        for _ in range(steps):
+            chosen = torch.randint(len(self._texts), (BATCH,), generator=self._generator)
+            mean_loss(self._distributed, self._texts[chosen]).backward()
+            nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._scheduler.step()
+            if self._local is not None:
+                self._local.step()
+
+    def synchronize(self) -> None:
+        """Synchronize the weights of the ranks."""
+        if self._local is not None:
+            self._local.synchronize()
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the loss of the mean of the weights over the ranks. All ranks evaluate the same texts."""
+        with nullcontext() if self._local is None else self._local.averaged_weights():
+            losses = [mean_loss(self._model, part) for part in self._validation.split(100)]
+        return float(torch.stack(losses).mean())
+
+
+def losses(
+    backend: unitrain.Backend, method: Method, *, steps: int, evaluate_every: int, peak_lr: float, seed: int
+) -> list[tuple[int, float]]:
+    """Return the validation losses of a run of `steps` steps, as pairs of a step and a loss."""
+    training = Training(backend, method, steps=steps, peak_lr=peak_lr, seed=seed)
+    curve = []
+    for step in range(evaluate_every, steps + 1, evaluate_every):
+        training.run(evaluate_every)
+        if step == steps:
+            training.synchronize()
+        curve.append((step, training.validation_loss()))
+    return curve
+
+
+def losses_by_method(
+    backend: unitrain.Backend,
+    chosen: dict[str, Method],
+    *,
+    peak_lrs: Sequence[float],
+    seeds: int,
+    steps: int,
+    evaluate_every: int,
+) -> dict[str, Any]:
+    """Return the runs of each method by its best peak learning rate, which is found with seed 0."""
+    found: dict[str, Any] = {}
+    for name, method in chosen.items():
+
+        def run(
+            peak_lr: float, seed: int, method: Method = method
+        ) -> list[tuple[int, float]]:
+            return losses(
+                backend, method, steps=steps, evaluate_every=evaluate_every, peak_lr=peak_lr, seed=seed
+            )
+
+        by_lr = {peak_lr: run(peak_lr, 0) for peak_lr in peak_lrs}
+        best = min(by_lr, key=lambda peak_lr: by_lr[peak_lr][-1][1])
+        curves = [by_lr[best], *(run(best, seed) for seed in range(1, seeds))]
+        found[name] = {"tried": {str(lr): curve[-1][1] for lr, curve in by_lr.items()}, "best": best, "curves": curves}
+        if backend.rank == 0:
+            print(name, found[name]["tried"], [curve[-1] for curve in curves], flush=True)
+    return found
+
+
+def speeds(
+    backend: unitrain.Backend, chosen: dict[str, Method], *, seconds: float, rounds: int, local_steps: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds and the bytes sent by this host per step, by method and round.
+
+    The methods run in turns of about `seconds`; a turn of low-communication training is a multiple of `local_steps`.
     """
-    texts, validation = samples()
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1)
-    local = None if method.local is None else unitrain.LocalSGD(model, optimizer, backend, method.local)
-    wrapped = model
-    if local is None and method.communicates:
-        wrapped = backend.distributed_model(model, compression=method.compression)
-        backend.distributed_optimizer(optimizer, wrapped)
-    generator = torch.Generator().manual_seed(1000 * seed + backend.rank)
-    seconds, sent, curve = 0.0, 0, []
-    for first in range(0, steps, evaluate_every):
-        backend.barrier()
-        before, start = sent_bytes(), time.perf_counter()
-        for _ in range(evaluate_every):
-            own = texts[torch.randint(len(texts), (BATCH,), generator=generator)]
-            mean_loss(wrapped, own).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if local is not None:
-                local.step()
-        sent += sent_bytes() - before
-        backend.barrier()
-        seconds += time.perf_counter() - start
-        if local is not None and first + evaluate_every == steps:
-            local.synchronize()
-        with torch.no_grad(), local.averaged_weights() if local is not None else torch.no_grad():
-            losses = [mean_loss(model, part) for part in validation.split(100)]
-        curve.append((seconds, float(torch.stack(losses).mean())))
-    return {"seconds": seconds, "bytes": sent, "curve": curve}
+    turns: dict[str, tuple[Training, int, int]] = {}
+    for name, method in chosen.items():
+        if isinstance(method.compression, unitrain.PowerSGD):
+            method = replace(method, compression=replace(method.compression, start_step=2))
+        training = Training(backend, method, steps=10**6, peak_lr=1e-3, seed=0)
+        warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local is None else (local_steps, local_steps)
+        training.run(warmup)
+        _, per_step = timed(backend, training, unit)
+        turns[name] = training, warmup, unit * backend.broadcast_object(math.ceil(seconds / (per_step * unit)))
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in turns}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(turns), len(turns)):
+            training, warmup, steps = turns[name]
+            training.run(warmup)
+            sent, per_step = timed(backend, training, steps)
+            training.synchronize()  # ends the transfers that overlap with the next steps
+            found[name]["seconds"].append(per_step)
+            found[name]["bytes"].append(sent)
+        if backend.rank == 0:
+            print({name: statistics.median(one["seconds"]) for name, one in found.items()}, flush=True)
+    return found
+
+
+def timed(backend: unitrain.Backend, training: Training, steps: int) -> tuple[float, float]:
+    """Train for `steps` steps, and return the bytes that this host has sent and the seconds, per step."""
+    backend.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    training.run(steps)
+    sent = sent_bytes() - before
+    backend.barrier()
+    return sent / steps, (time.perf_counter() - start) / steps
 
 
 def main() -> None:
-    """Run each method, and print the results. The arguments are a JSON object; see low_communication.py."""
+    """Measure losses or speeds, and print the results. The arguments are a JSON object; see low_communication.py."""
     given = json.loads(sys.argv[1])
+    measure = {"losses": losses_by_method, "speeds": speeds}[given["measure"]]
+    chosen = {name: methods(given["local_steps"])[name] for name in given["methods"]}
     with unitrain.init(device="cpu") as backend:
-        results: dict[str, list[dict[str, Any]]] = {}
-        chosen = methods(given["local_steps"])
-        train(backend, chosen["synchronous"], 2, 2, 0)  # warm-up
-        for name in given["methods"]:
-            for seed in range(given["seeds"]):
-                found = train(backend, chosen[name], given["steps"], given["evaluate_every"], seed)
-                results.setdefault(name, []).append(found)
+        results = measure(backend, chosen, **given["arguments"])
         if backend.rank == 0:
             print(json.dumps({"results": results}))
 

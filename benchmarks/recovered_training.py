@@ -1,8 +1,10 @@
-"""Training script of `recovery.py`: python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY.
+"""Training script of `recovery.py` and `goodput.py`.
+
+    python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY [WAITING_MILLISECONDS]
 
 Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run keeps the state of every
 STEPS_IN_MEMORY-th step in memory; 0 keeps none. If STEPS_PER_CHECKPOINT is 0, checkpoints are written after epochs
-only.
+only. After each step, the rank waits for WAITING_MILLISECONDS without using the CPU.
 """
 
 from __future__ import annotations
@@ -44,16 +46,17 @@ class StepFile:
 
 
 class StepLog(unitrain.Callback):
-    """Writes a line per step."""
+    """Writes a line per step, and waits for `waiting_ms` milliseconds."""
 
-    def __init__(self, file: StepFile) -> None:
-        self._file = file
+    def __init__(self, file: StepFile, waiting_ms: float) -> None:
+        self._file, self._waiting_ms = file, waiting_ms
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        time.sleep(self._waiting_ms / 1000)
         self._file.add(trainer.progress.step)
 
 
-def main(folder: Path, on_disk: int, in_memory: int) -> None:
+def main(folder: Path, on_disk: int, in_memory: int, waiting_ms: float = 0) -> None:
     """Train until the process is killed."""
     with unitrain.init(device="cpu") as backend:
         model, optimizer, data = build()
@@ -66,7 +69,7 @@ def main(folder: Path, on_disk: int, in_memory: int) -> None:
             memory_checkpoint_every_steps=in_memory or None,
             progress="off",
         )
-        callbacks = [StepLog(StepFile(folder, backend.rank, backend.size))]
+        callbacks = [StepLog(StepFile(folder, backend.rank, backend.size), waiting_ms)]
         trainer = unitrain.Trainer(
             model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
         )
@@ -74,4 +77,4 @@ def main(folder: Path, on_disk: int, in_memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *map(float, sys.argv[4:]))

@@ -63,6 +63,7 @@ class Way:
     backends: tuple[str, ...] = BACKENDS
     program: str = "unitrain"
     num_hosts: tuple[int, ...] = (1, 2)
+    waiting_ms: float = 0
 
     @property
     def has_standby(self) -> bool:
@@ -80,7 +81,7 @@ class Way:
         of ranks on each host."""
         num_hosts, restarts = len(ranks), ["--max-restarts", str(max_restarts)]
         named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
-        script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory)]
+        script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory), str(self.waiting_ms)]
         if self.program == "horovodrun":
             start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(sum(ranks)), "--min-np", "1"]
             script = [sys.executable, str(ELASTIC_SCRIPT), str(folder)]

@@ -174,12 +174,12 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
         (("--sizes", "4KB", "--max-bytes", "1KB"), "--max-bytes 1KB excludes all sizes in 4KB. Use --max-bytes 1MB"),
         (("--operations", "allreduced"), "Unknown operation 'allreduced'. Did you mean 'allreduce'? Available: "),
         (("--backends", "hovorod"), "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
-        (("--backends", "local"), "No backend with several ranks is available on this host. Use --backends ddp"),
+        (("--backends", "local"), "No backend that supports several ranks is available on this host. Use --backends ddp"),
         (
             ("--json", "setup.py/x.json"),
             "--json 'setup.py/x.json' is not writable. Use another file: --json /tmp/x.json",
         ),
-        (("--output", "x.jpg"), "--output draws a .png or an .html file, got 'x.jpg'. Use --output x.jpg.png"),
+        (("--output", "x.jpg"), "--output takes a .png or .html file, got 'x.jpg'. Use --output x.jpg.png"),
     ],
 )
 def test_invalid_arguments_are_refused_before_ranks_start(arguments: tuple[str, ...], message: str) -> None:
@@ -191,7 +191,7 @@ def test_launched_ranks_without_an_available_backend_are_refused(monkeypatch: py
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    message = "No backend with several ranks is available on this host. Use --backends ddp"
+    message = "No backend that supports several ranks is available on this host. Use --backends ddp"
     assert error_output("collectives", "--backends", "local") == message
 
 

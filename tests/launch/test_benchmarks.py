@@ -190,11 +190,14 @@ def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> 
 @needs_hosts
 @pytest.mark.nightly
 def test_low_communication_sends_the_expected_bytes(tmp_path: Path) -> None:
-    options = ["--rate", "1gbit", "--backend", "ddp", "--method", "DiLoCo", "--method", "DiLoCo, int8"]
-    steps = ["--steps", "8", "--local-steps", "4", "--evaluate-every", "4"]
-    shown = run("low_communication.py", *options, *steps, "--output", tmp_path)
+    both = ["--method", "DiLoCo", "--method", "DiLoCo, int8", "--local-steps", "6", "--output", tmp_path]
+    short = ["--steps", "12", "--evaluate-every", "6", "--seeds", "1", "--peak-lr", "1e-3"]
+    run("low_communication.py", "losses", *both, *short)
+    options = ["--rate", "1gbit", "--backend", "ddp", "--seconds", "0.5", "--rounds", "1"]
+    shown = run("low_communication.py", "speeds", *both, *options)
     table = (tmp_path / "low_communication.md").read_text()
     assert table.strip() in shown
+    assert re.search(r"^\| DiLoCo \| 0.001 \| \d\.\d+ \| -?\d+\.\d % \|", table, re.M), table
     for method in ("synchronous", "DiLoCo", "DiLoCo, int8"):
         row = re.search(rf"^\| 1gbit \| ddp \| {method} \| [\d,.]+ \| [\d,.]+ \| (\d\.\d+) \|", table, re.M)
         assert row is not None, table

@@ -192,7 +192,7 @@ def test_backend_local_with_two_ranks_is_rejected(script: str, tmp_path: Path) -
         output = launch.output()
     assert launch.process.returncode != 0
     assert (
-        "LauncherMismatchError: Backend 'local' is one process, but torchrun started 2. "
+        "LauncherMismatchError: Backend 'local' runs in one process, but torchrun started 2. "
         "Use --backend ddp or --backend horovod, or start it with: python script.py"
     ) in output
 

@@ -135,7 +135,7 @@ def test_local_backend_rejects_a_transport() -> None:
     with pytest.raises(ConfigError) as caught:
         unitrain.init("local", transport="gloo")
     assert str(caught.value) == (
-        "Transport 'gloo' was requested, but backend 'local' is one process and does not communicate. "
+        "Transport 'gloo' was requested, but backend 'local' runs in one process and does not communicate. "
         "Leave transport out, or use --backend ddp."
     )
 

@@ -1,13 +1,14 @@
-"""The interface that every backend implements. The training loop uses only this interface.
+"""The interface that every backend implements. The training loop uses only this interface and the optional
+capabilities of `capabilities.py`.
 
 The contract is the same for every backend; `unitrain.testing` tests each rule:
 
 1. Collectives return new tensors and leave their input unchanged, for float64/32/16, bfloat16, int64/32, uint8 and
    bool. The mean of integers or booleans and the sum of booleans raise an error. A minimum or maximum is NaN if any
    rank passes NaN. Half-precision sums are accumulated in float32; all other sums in the dtype of the input. Exception:
-   with more than 64 ranks, sums of small floating-point tensors are accumulated in float64. A mean is the sum divided
-   by the number of ranks, as in torch.distributed, so it overflows if the sum does. Collectives are not differentiable,
-   so a tensor that requires grad is an error, except under torch.no_grad().
+   with more than 64 ranks, sums and means of floating-point CPU tensors with at most 128 elements are accumulated in
+   float64. A mean is the sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does.
+   Collectives are not differentiable, so a tensor that requires grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
@@ -155,14 +156,14 @@ class Backend(Lifecycle, Communicator):
     ) -> nn.Module:
         """Return a module that calls `model`. A backward pass from its output leaves the mean over ranks in `.grad`.
 
-        All ranks call it. Pass inputs on `device`, where a ShardedLoader puts its batches: whether the returned module
-        moves other inputs depends on the arguments and the backend.
+        All ranks call it. Inputs must be on `device`; a ShardedLoader moves its batches there. Whether the returned
+        module moves inputs from other devices depends on the arguments and the backend.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
         first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
         frozen and unfrozen later if all ranks do so before the same forward pass. If ranks freeze different parameters,
-        ModelError is raised; ranks that freeze or unfreeze parameters while other ranks make no change time out. With
+        ModelError is raised. If only some ranks freeze or unfreeze parameters, those ranks time out. With
         `find_unused_parameters`, the ranks compare their frozen parameters only when a parameter is unfrozen. A backend
         may reject any `compression` other than "none" with UnsupportedError.
 
@@ -172,23 +173,25 @@ class Backend(Lifecycle, Communicator):
         Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
         "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the
         backward pass. Each `.grad` is then a `ShardedGradient`, which supports clipping and loss scaling like a
-        complete gradient. Backward passes inside `no_sync` are also reduced, unless gradients are compressed. A single
-        rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters with
+        complete gradient. Gradients are also reduced in backward passes inside `no_sync`, unless they are compressed.
+        A single rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters with
         another one whose gradients are sharded.
 
         With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
-        pass. All ranks must call the model equally often, also under `torch.no_grad()`, and use the same blocks.
+        pass. All ranks must call the model the same number of times, including calls under `torch.no_grad()`, and use
+        the same blocks.
         `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` is a list of module
         classes or of class names ("TransformerLayer"), or a number N. With a number, the blocks are the innermost
         modules with at least N parameters. By default, blocks are the outermost modules whose class occurs more than
-        once. Backward passes inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not
+        once; containers such as torch.nn.Sequential and modules without submodules are not blocks. Gradients are also
+        reduced in backward passes inside `no_sync`. `find_unused_parameters` and `compression` are not
         supported. After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
         With `logical_ranks`, each step is computed as if that number of ranks (logical ranks) trained, whatever the
         number of processes. Each process runs at least one of them. The results are bit-identical for any number of
         processes. Iterate over a ShardedLoader with the same `logical_ranks`: a process runs the micro-batches of its
-        logical ranks one after the other. `.grad` is then the mean over logical ranks, with roundings that do not
+        logical ranks one after the other. `.grad` is then the mean over logical ranks, with rounding that does not
         depend on the number of processes. Unless `find_unused_parameters` is True, a parameter that any logical rank
         does not use raises ModelError on every rank, in any step. `shard`, `compression` and torch.nn.SyncBatchNorm are
         not supported. Only the Trainer supports layers that `unitrain.sync_batch_norm` has synchronized.
@@ -207,7 +210,7 @@ class Backend(Lifecycle, Communicator):
         With `shard="state"` (ZeRO-1), each rank stores a shard of the optimizer state, updates the corresponding
         parameters, and broadcasts them. The results are the same as without sharding. All ranks must call
         `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are sharded by
-        element, others by tensor. With `shard="gradients"`, each rank stores the same shard of the gradients; `model`
+        element, others by tensor. With `shard="gradients"`, each rank also stores only the gradients of its shard; `model`
         must be distributed with the same setting, otherwise ModelError is raised on every rank.
 
         With `shard="parameters"`, each rank updates its shards. If the optimizer was built before `distributed_model`,
@@ -224,8 +227,8 @@ class Backend(Lifecycle, Communicator):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which backward passes accumulate gradients locally. The next backward pass
-        outside it reduces the accumulated gradients. With sharded gradients or parameters, each backward pass inside it
-        is also reduced (see `distributed_model`).
+        outside it reduces the accumulated gradients. With sharded gradients or parameters, gradients are also reduced in
+        each backward pass inside it; see `distributed_model` for the exception.
         """
 
     @abstractmethod

@@ -67,18 +67,18 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         rank_info = options.rank_info
         if rank_info.size > 1:
             raise LauncherMismatchError(
-                f"Backend 'local' is one process, but {rank_info.source} started {rank_info.size}. "
+                f"Backend 'local' runs in one process, but {rank_info.source} started {rank_info.size}. "
                 "Use --backend ddp or --backend horovod, or start it with: python script.py"
             )
         if options.transport not in (None, cls.transport):
             raise ConfigError(
-                f"Transport {options.transport!r} was requested, but backend {cls.name!r} is one process and "
+                f"Transport {options.transport!r} was requested, but backend {cls.name!r} runs in one process and "
                 "does not communicate. Leave transport out, or use --backend ddp."
             )
         if LocalBackend._running_backends:
             raise ConfigError(
                 "This process already has a backend, from an earlier unitrain.init(). "
-                "Use that one, or end it first: backend.shutdown()"
+                "Use that backend, or shut it down first: backend.shutdown()"
             )
         backend = cls(choose_device(options.device, local_rank=0, communicates=False))
         LocalBackend._running_backends.add(backend)
@@ -185,7 +185,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         return model
 
     def _end_tracking(self, inner: nn.Module) -> None:
-        """Remove the hooks of an earlier `distributed_model` of the same model, with other arguments."""
+        """Remove the hooks that an earlier call of `distributed_model` has registered for the same model."""
         for end_functions in (self._end_first_check_functions, self._end_compression_functions):
             if (end := end_functions.pop(inner, None)) is not None:
                 end()
@@ -245,7 +245,9 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             if is_successful_exit(error):
                 self._call_exit_functions()
         finally:
-            self.shutdown()  # even after an exception, because with one rank the launcher cannot report the wrong rank
+            # Other backends do not shut down after an exception, so that the launcher reports the rank that failed
+            # first. With one rank, this is not needed.
+            self.shutdown()
 
     def shutdown(self) -> None:
         LocalBackend._running_backends.discard(self)

@@ -20,7 +20,7 @@ from pathlib import Path
 from unitrain.bootstrap import environment
 
 _ROOT = Path("/dev/shm")
-# Time between the end of the supervisor's connections and the release of its lock.
+# Maximum time between the closing of the supervisor's connections and the release of its lock.
 _LOCK_RELEASE_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
@@ -70,7 +70,7 @@ def remove_abandoned_folder() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder into which other processes may still write. They fail after it is renamed."""
+    """Remove a folder into which other processes may still write. Their writes fail after it is renamed."""
     removed = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.rename(removed)

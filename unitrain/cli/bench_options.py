@@ -63,7 +63,8 @@ def report_errors() -> Iterator[None]:
 def list_rank_set_specs(
     backends: str | None, ranks: int, device: str
 ) -> tuple[list[RankSetSpec], list[tuple[str, str]]]:
-    """Return a spec per backend (except `local`) and transport or controller, and (name, reason) per skipped backend.
+    """Return a spec for each backend except `local` and each of its transports (on GPUs) or Horovod controllers (on
+    CPUs), and (name, reason) for each skipped backend or controller.
 
     Raises ConfigError if no backend is available.
     """
@@ -92,7 +93,7 @@ def check_any_available(available: Collection[object], skipped: Sequence[tuple[s
     """Raise ConfigError with the reason for each skipped backend if there are no `available` backends."""
     if not available:
         reasons = " ".join(f"{name}: {reason}" for name, reason in skipped)
-        raise ConfigError(f"No backend with several ranks is available on this host. {reasons or 'Use --backends ddp'}")
+        raise ConfigError(f"No backend that supports several ranks is available on this host. {reasons or 'Use --backends ddp'}")
 
 
 def select_default_device() -> str:
@@ -103,12 +104,12 @@ def select_default_device() -> str:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """Parse a list of distinct positive integers such as "1,2,4". Raises ConfigError for invalid text."""
+    """Parse a list of positive integers such as "1,2,4", and remove duplicates. Raises ConfigError for invalid text."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
             raise ConfigError(
-                f"{option} takes positive integers, as in 1,2,4, got {part!r} in {text!r}. Use {option} 1,2"
+                f"{option} takes positive integers separated by commas, got {part!r} in {text!r}. Use {option} 1,2"
             )
     return list(dict.fromkeys(map(int, parts)))
 
@@ -132,7 +133,7 @@ def check_can_draw(output: Path) -> None:
     Called before the measurement.
     """
     if output.suffix not in (".png", ".html"):
-        raise ConfigError(f"--output draws a .png or an .html file, got '{output}'. Use --output {output}.png")
+        raise ConfigError(f"--output takes a .png or .html file, got '{output}'. Use --output {output}.png")
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(

@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Return the indices of one epoch over all ranks, int64 [length].
+    """Return the indices of the samples of one epoch, of all ranks together, int64 [length].
 
     torch's DistributedSampler yields the same order with the same `seed` after `set_epoch(epoch)`, so a script that
     used a DistributedSampler trains on the same batches, except for the samples that DistributedSampler repeats or
@@ -65,7 +65,7 @@ def micro_batches_of_samples(
     """Yield this rank's micro-batches over the positions from `start` to `stop` of an epoch's order.
 
     Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
-    set. The samples of a step depend only on this number of positions, not on the number of ranks. A step has as few
+    set. With the same number of positions per step, steps have the same samples for any number of ranks. A step has as few
     micro-batches as possible, and the same number on every rank. Within a micro-batch, each rank takes every size-th
     position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If a micro-batch
     has fewer samples than ranks, the ranks without a sample use a dummy batch.
@@ -130,7 +130,7 @@ def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ra
 def merge_logical_ranks(
     logical_ranks: Sequence[int], micro_batches: Sequence[Iterator[MicroBatch]]
 ) -> Iterator[MicroBatch]:
-    """Yield the `micro_batches` of several logical ranks, in each step ordered by logical rank."""
+    """Yield the `micro_batches` of several logical ranks step by step, ordered by logical rank within each step."""
     while True:
         for logical_rank, own_micro_batches in zip(logical_ranks, micro_batches, strict=True):
             for index, micro_batch in enumerate(own_micro_batches):

@@ -1,6 +1,7 @@
 """The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits.
 
-The standby ranks of the next attempt also wait for their start on these connections.
+The standby ranks of the next attempt, which are started in advance, also wait on these connections for the message that
+starts their script.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from unitrain.monitoring.supervisor_client import (
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
-# One connection per rank. The usual soft limit of file descriptors is 1,024.
+# One connection per rank. The usual soft limit on file descriptors is 1,024.
 _NUM_DESCRIPTORS = 2**16
-# Each connection has a thread. Any user of the host can connect, so the oldest unauthenticated connection is closed
-# when this number is reached.
+# Each connection has a thread. Any process that can reach the address can connect, so the oldest unauthenticated
+# connection is closed when this number is reached.
 MAX_UNAUTHENTICATED = 1024
 # Transient errors of `accept`, and the delay before the next call.
 _TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -57,7 +58,8 @@ class RankConnections:
     ) -> None:
         self._job_name, self._key = job_name, key
         self.describe_attempt: Callable[[], AttemptInfo] | None = None
-        """Describes the attempt to rank 0 when it calls `unitrain.init`. Set it before the ranks are started."""
+        """Returns the description of the attempt, which rank 0 requests in `unitrain.init`. Set it before the ranks are
+        started."""
         self._is_started = not is_standby
         self._ready: set[int] = set()
         self._running: set[int] = set()
@@ -238,7 +240,7 @@ class RankConnections:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of file descriptors to `_NUM_DESCRIPTORS` or the hard limit."""
+    """Raise the soft limit on file descriptors to `_NUM_DESCRIPTORS` or the hard limit, whichever is lower."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _NUM_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:

@@ -2,7 +2,7 @@
 
 The state may be replicated, sharded by `ShardedState` (ZeRO-1), or consist of DTensors (FSDP2). Parameters are
 identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates, provided
-that optimizers of DTensors are passed inside `state_dicts_of_shards`.
+that its functions are called within the context manager `state_dicts_of_shards` if parameters are DTensors.
 """
 
 from __future__ import annotations
