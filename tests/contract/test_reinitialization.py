@@ -85,7 +85,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
         for rank_results in group.run(start_second_backend):
             assert rank_results == (
                 "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "
-                "Use that backend, or shut it down first: backend.shutdown() or "
+                "Use that group, or shut it down first: backend.shutdown() or "
                 "torch.distributed.destroy_process_group()"
             )
         assert group.run(sums) == [1.0, 1.0]

@@ -49,7 +49,7 @@ def check_no_default_group() -> None:
     if dist.is_initialized():
         raise ConfigError(
             "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "
-            "Use that one, or end it first: backend.shutdown() or torch.distributed.destroy_process_group()"
+            "Use that group, or shut it down first: backend.shutdown() or torch.distributed.destroy_process_group()"
         )
 
 
