@@ -9,9 +9,9 @@ job without faults. Steps that are repeated count once. The ways of restarting:
     restart    unitrain launch --max-restarts, with a checkpoint per epoch
     standby    unitrain launch --max-restarts --standby, with a checkpoint in memory every few steps
 
-Each rank uses a core of this machine completely. On a machine with accelerators, the cores of a rank are idle for a part
-of each step, in which standby ranks can start and checkpoints can be written. The benchmark is therefore repeated with
-steps that also wait for `--waiting-ms` milliseconds.
+Each rank uses a core of this machine completely. On a machine with accelerators, the cores of a rank are idle for a
+part of each step, in which standby ranks can start and checkpoints can be written. The benchmark is therefore repeated
+with steps that also wait for `--waiting-ms` milliseconds.
 
     python benchmarks/goodput.py    # writes benchmarks/results/goodput.md
 """
@@ -99,7 +99,8 @@ def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str
     disturbed = statistics.median(one.disturbed for one in found)
     spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
     return (
-        f"| {backend} | {name} | {waiting_ms:g} ms | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
+        f"| {backend} | {name} | {waiting_ms:g} ms | {undisturbed:.1f} | {disturbed:.1f} | "
+        f"**{statistics.median(ratios):.1f} %**{spread} | "
         f"{len(recoveries)} | {statistics.median(times):.1f} s [{min(times):.1f}, {max(times):.1f}] | "
         f"{statistics.median(lost):.0f} [{min(lost)}, {max(lost)}] |"
     )
@@ -153,8 +154,8 @@ def main(
         f"accelerator. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
         f"--in-memory {in_memory}`.",
         "",
-        "| backend | restart | waiting per step | steps/s without faults | steps/s with faults | goodput | faults | recovery | steps lost "
-        "per fault |",
+        "| backend | restart | waiting per step | steps/s without faults | steps/s with faults | goodput | faults | "
+        "recovery | steps lost per fault |",
         "|---|---|---|---|---|---|---|---|---|",
         *(row(*key, goodputs) for key, goodputs in found.items()),
     ]

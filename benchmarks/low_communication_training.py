@@ -156,12 +156,8 @@ def losses_by_method(
     found: dict[str, Any] = {}
     for name, method in chosen.items():
 
-        def run(
-            peak_lr: float, seed: int, method: Method = method
-        ) -> list[tuple[int, float]]:
-            return losses(
-                backend, method, steps=steps, evaluate_every=evaluate_every, peak_lr=peak_lr, seed=seed
-            )
+        def run(peak_lr: float, seed: int, method: Method = method) -> list[tuple[int, float]]:
+            return losses(backend, method, steps=steps, evaluate_every=evaluate_every, peak_lr=peak_lr, seed=seed)
 
         by_lr = {peak_lr: run(peak_lr, 0) for peak_lr in peak_lrs}
         best = min(by_lr, key=lambda peak_lr: by_lr[peak_lr][-1][1])

@@ -174,7 +174,10 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
         (("--sizes", "4KB", "--max-bytes", "1KB"), "--max-bytes 1KB excludes all sizes in 4KB. Use --max-bytes 1MB"),
         (("--operations", "allreduced"), "Unknown operation 'allreduced'. Did you mean 'allreduce'? Available: "),
         (("--backends", "hovorod"), "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
-        (("--backends", "local"), "No backend that supports several ranks is available on this host. Use --backends ddp"),
+        (
+            ("--backends", "local"),
+            "No backend that supports several ranks is available on this host. Use --backends ddp",
+        ),
         (
             ("--json", "setup.py/x.json"),
             "--json 'setup.py/x.json' is not writable. Use another file: --json /tmp/x.json",

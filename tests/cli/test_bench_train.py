@@ -242,7 +242,10 @@ def test_the_mann_whitney_test_equals_scipy() -> None:
         ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
         ("tiny --json setup.py/before.json", "--json 'setup.py/before.json' is not writable. Use another file: --json"),
         ("tiny --output setup.py/a/x.png", "--output 'setup.py/a/x.png' is not writable. Use another file: --output"),
-        ("tiny --ranks one", "--ranks takes positive integers separated by commas, got 'one' in 'one'. Use --ranks 1,2"),
+        (
+            "tiny --ranks one",
+            "--ranks takes positive integers separated by commas, got 'one' in 'one'. Use --ranks 1,2",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, message: str) -> None:

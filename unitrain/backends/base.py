@@ -173,9 +173,9 @@ class Backend(Lifecycle, Communicator):
         Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
         "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the
         backward pass. Each `.grad` is then a `ShardedGradient`, which supports clipping and loss scaling like a
-        complete gradient. Gradients are also reduced in backward passes inside `no_sync`, unless they are compressed.
-        A single rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters with
-        another one whose gradients are sharded.
+        complete gradient. Gradients are also reduced in backward passes inside `no_sync`, unless they are compressed. A
+        single rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters
+        with another one whose gradients are sharded.
 
         With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
@@ -210,8 +210,8 @@ class Backend(Lifecycle, Communicator):
         With `shard="state"` (ZeRO-1), each rank stores a shard of the optimizer state, updates the corresponding
         parameters, and broadcasts them. The results are the same as without sharding. All ranks must call
         `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are sharded by
-        element, others by tensor. With `shard="gradients"`, each rank also stores only the gradients of its shard; `model`
-        must be distributed with the same setting, otherwise ModelError is raised on every rank.
+        element, others by tensor. With `shard="gradients"`, each rank also stores only the gradients of its shard;
+        `model` must be distributed with the same setting, otherwise ModelError is raised on every rank.
 
         With `shard="parameters"`, each rank updates its shards. If the optimizer was built before `distributed_model`,
         the parameters in its groups are replaced by the shards. Only elementwise optimizers of torch.optim are
@@ -227,8 +227,8 @@ class Backend(Lifecycle, Communicator):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which backward passes accumulate gradients locally. The next backward pass
-        outside it reduces the accumulated gradients. With sharded gradients or parameters, gradients are also reduced in
-        each backward pass inside it; see `distributed_model` for the exception.
+        outside it reduces the accumulated gradients. With sharded gradients or parameters, gradients are also reduced
+        in each backward pass inside it; see `distributed_model` for the exception.
         """
 
     @abstractmethod

@@ -93,7 +93,9 @@ def check_any_available(available: Collection[object], skipped: Sequence[tuple[s
     """Raise ConfigError with the reason for each skipped backend if there are no `available` backends."""
     if not available:
         reasons = " ".join(f"{name}: {reason}" for name, reason in skipped)
-        raise ConfigError(f"No backend that supports several ranks is available on this host. {reasons or 'Use --backends ddp'}")
+        raise ConfigError(
+            f"No backend that supports several ranks is available on this host. {reasons or 'Use --backends ddp'}"
+        )
 
 
 def select_default_device() -> str:

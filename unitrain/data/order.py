@@ -65,10 +65,10 @@ def micro_batches_of_samples(
     """Yield this rank's micro-batches over the positions from `start` to `stop` of an epoch's order.
 
     Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
-    set. With the same number of positions per step, steps have the same samples for any number of ranks. A step has as few
-    micro-batches as possible, and the same number on every rank. Within a micro-batch, each rank takes every size-th
-    position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If a micro-batch
-    has fewer samples than ranks, the ranks without a sample use a dummy batch.
+    set. With the same number of positions per step, steps have the same samples for any number of ranks. A step has as
+    few micro-batches as possible, and the same number on every rank. Within a micro-batch, each rank takes every
+    size-th position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If a
+    micro-batch has fewer samples than ranks, the ranks without a sample use a dummy batch.
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
