@@ -1,7 +1,8 @@
 """Writes the model outputs of all ranks to files in dataset order, without holding them in memory.
 
 Format: a folder with one NumPy file per output tensor and `predictions.json`. The rows of each file are the samples in
-dataset order, so the files are the same for any number of ranks. With stream="own", the rows are in rank order.
+dataset order, so the files do not depend on the number of ranks, except for rounding errors in the outputs. With
+stream="own", the rows are in rank order.
 """
 
 from __future__ import annotations
