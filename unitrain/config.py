@@ -139,7 +139,7 @@ class TrainConfig:
     """Autocast format of the forward pass. With "fp16" the loss is scaled, and a step whose gradients overflow on any
     rank is skipped on all ranks."""
     tf32: bool | None = None
-    """Whether float32 matrix multiplications on GPUs may use TF32; None keeps torch's setting."""
+    """Whether float32 matrix multiplications and convolutions on GPUs may use TF32; None keeps torch's settings."""
     max_grad_norm: float | None = None
     """Clip the gradient norm of the global batch to this value. With `local_sgd`, each rank clips its own gradients.
     """
