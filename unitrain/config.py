@@ -171,8 +171,7 @@ class TrainConfig:
 
     # --- Validation and logging ---------------------------------------------------------------------------------------
     validate_every_steps: int | None = None
-    """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` use only the validation at
-    the end of the epoch."""
+    """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` ignore the results."""
     log_every_n_steps: int | None = None
     """Steps after which the ranks synchronize the training loss, and rank 0 displays and logs the exact mean loss. By
     default, they do so at each sync point, about every two seconds. Stop requests are always synchronized about every
