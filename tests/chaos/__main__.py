@@ -44,9 +44,10 @@ def main() -> int:
         numbers = range(arguments.first, arguments.first + arguments.trials)
         chosen = [(number, trials.draw_trial(number)) for number in numbers]
     chosen = [(seed, trial) for seed, trial in chosen if arguments.hosts in (None, trial.num_hosts)]
-    if not runner.can_mount() and (skipped := [seed for seed, trial in chosen if trial.num_hosts == 2]):
-        print(f"{len(skipped)} trials on two hosts are skipped, because they need root and namespaces", flush=True)
-        chosen = [(seed, trial) for seed, trial in chosen if trial.num_hosts == 1]
+    if not runner.can_mount() and (skipped := [seed for seed, trial in chosen if trial.needs_mount]):
+        reason = "because trials on two hosts or with a full disk need root and namespaces"
+        print(f"{len(skipped)} trials are skipped, {reason}", flush=True)
+        chosen = [(seed, trial) for seed, trial in chosen if not trial.needs_mount]
     references, began, lock = runner.References(), time.monotonic(), threading.Lock()
     outcomes: list[runner.Outcome] = []
 

@@ -123,7 +123,10 @@ def _run_job(job: Job, trial: Trial, outcome: Outcome) -> list[str]:
 
 @contextlib.contextmanager
 def _trial_folder(trial: Trial) -> Iterator[Path]:
-    """Yield a folder for a trial with a small file system in `disk`, if this process may mount one."""
+    """Yield a folder for a trial with a small file system in `disk`, if this process may mount one.
+
+    Raises RuntimeError if it may not, and the trial would fill the file system of this machine.
+    """
     folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-"))
     for name in ("disk", "tmp", "samples", "ranks", "incidents", "starts"):
         (folder / name).mkdir()
@@ -136,6 +139,8 @@ def _trial_folder(trial: Trial) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], capture_output=True, check=False
     ).returncode  # fmt: skip
     try:
+        if trial.fills_disk and not is_mounted:
+            raise RuntimeError(f"A file system for the trial cannot be mounted at {disk}. Run the trial as root.")
         yield folder
     finally:
         if is_mounted:

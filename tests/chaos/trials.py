@@ -85,6 +85,16 @@ class Trial:
         return len(self.starts[0].ranks)
 
     @property
+    def fills_disk(self) -> bool:
+        """Whether a fault fills the file system of the output folder."""
+        return any(fault.kind == "full disk" for incident in self.incidents for fault in incident.faults)
+
+    @property
+    def needs_mount(self) -> bool:
+        """Whether the trial needs two hosts, or a file system of its own that it fills."""
+        return self.num_hosts == 2 or self.fills_disk
+
+    @property
     def options(self) -> list[str]:
         """The names of the options that are set."""
         flags = {

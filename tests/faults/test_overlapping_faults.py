@@ -55,6 +55,19 @@ def test_seeds_cover_all_faults_phases_and_options() -> None:
     assert min(options.values()) >= 20, options
 
 
+def test_trials_that_fill_a_disk_need_a_file_system_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = trials.Start("ddp", "torchrun", (1,))
+    full_disk = trials.Incident("forward", 1, 0, faults=(trials.Fault("full disk", seconds=1.0),))
+    killed = trials.Incident("forward", 1, 0, own="kill")
+    disk_trial, other_trial = trials.Trial((start,), (killed, full_disk)), trials.Trial((start,), (killed,))
+    assert [trial.needs_mount for trial in (disk_trial, other_trial)] == [True, False]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(RuntimeError, match="Run the trial as root"), runner._trial_folder(disk_trial):
+        pass
+    with runner._trial_folder(other_trial) as folder:
+        assert (folder / "disk").is_dir()
+
+
 def write_samples(folder: Path, attempt: int, start: int, steps: Sequence[int], **changes: Any) -> None:
     """Write the samples of two ranks that train `steps`. `changes` maps "step_N" to the samples of rank 1."""
     (folder / "samples").mkdir(exist_ok=True)
