@@ -154,8 +154,8 @@ class _Rounds:
     """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
 
     It adds rounds until the total duration of the turns reaches `seconds`. `subtract_turn` subtracts the duration of a
-    turn from the remaining time. Durations are equal on all ranks and the random order is seeded, so launched ranks
-    make the same decisions.
+    turn from the remaining time. With `LaunchedRanks`, every rank executes this loop. All ranks make the same
+    decisions, because the durations are gathered from all ranks and the random order is seeded.
     """
 
     def __init__(self, num_rank_sets: int, seconds: float, report_progress: Callable[[str], None]) -> None:

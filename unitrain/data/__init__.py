@@ -12,7 +12,7 @@ loading            loading of batches by index from a Dataset or DataLoader
 seeded_batches     loading of each batch with its own random seed, for logical ranks
 stream_state       states of iterable datasets that can resume without reading earlier items
 iterable           loading of batches from an iterable dataset
-samplers           custom samplers, drawn on rank 0 and broadcast
+samplers           custom samplers, whose order rank 0 draws and broadcasts
 workers            initialization of DataLoader workers, and reports of their activity
 prefetch           prefetching of the next batch
 batch              functions for nested batches

@@ -47,7 +47,7 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
         checks = check_peers(rendezvous) if rank_info.size > 1 else None
         gathered = rendezvous.allgather("doctor/report", [facts.as_dict(), checks and checks.as_dict()])
     except LauncherMismatchError as error:
-        raise ExaminationError(f"{error} Or launch it with unitrain: unitrain doctor --launch ...") from error
+        raise ExaminationError(f"{error}\nAlternatively, start the ranks with: unitrain doctor --launch ...") from error
     except UnitrainError as error:
         raise ExaminationError(str(error)) from error
     if rank_info.rank != 0:

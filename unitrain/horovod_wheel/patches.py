@@ -2,7 +2,7 @@
 
 Patches of kind `build` are required to build with current versions of torch, CMake and Python, without a CUDA toolkit,
 and in any folder, or to add the build record to the wheel. Patches of kind `fix` correct run-time behavior or add
-functions; `unitrain horovod check` reports whether the installed Horovod includes them.
+features; `unitrain horovod check` reports whether the installed Horovod includes them.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="no-toolkit",
         kind="build",
-        reason="With a CUDA torch, CMake uses any CUDA toolkit that it finds, even for CPU operations.",
+        reason="With a CUDA build of torch, CMake uses any CUDA toolkit that it finds, even to build for CPUs only.",
         edits=(
             Edit(
                 file="CMakeLists.txt",
@@ -170,7 +170,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="any-path",
         kind="build",
-        reason="The path of the build folder is used as a regular expression. With a '+', the wheel lacks its library.",
+        reason="The path of the build folder is used as a regular expression. If the path contains a '+', the wheel is "
+        "built without its shared library.",
         edits=(
             Edit(
                 file="cmake/Utilities.cmake",
@@ -194,8 +195,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="gloo-interface",
         kind="fix",
-        reason="All process sets ignore HOROVOD_GLOO_IFACE and advertise the address of the host's own name. If it is "
-        "127.0.1.1, the default of Debian, several hosts cannot connect.",
+        reason="All process sets ignore HOROVOD_GLOO_IFACE and advertise the address to which the host name resolves. "
+        "If this is 127.0.1.1, as on Debian by default, the hosts cannot connect to each other.",
         edits=(
             Edit(
                 file="horovod/common/gloo/gloo_context.cc",
@@ -236,8 +237,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="gloo-pending-sends",
         kind="fix",
-        reason="A reducescatter writes its result over data that is not sent yet, and then frees it. With three ranks "
-        "and a slow connection, other ranks receive wrong values, or the job ends with 'writev: Bad address'.",
+        reason="A reducescatter overwrites data that has not been sent yet with its result, and then frees the buffer. "
+        "With three ranks and a slow connection, other ranks receive wrong values, or the job ends with 'writev: Bad "
+        "address'.",
         edits=(
             Edit(
                 file="third_party/gloo/gloo/reduce_scatter.h",
@@ -356,8 +358,8 @@ PATCHES: tuple[Patch, ...] = (
         name="repeated-init",
         kind="fix",
         reason="When all ranks have read the addresses of one scope, horovodrun's rendezvous server forgets which "
-        "ranks have read those of other scopes. It keeps these addresses, and the next hvd.init() reads them and "
-        "fails.",
+        "ranks have read those of other scopes. It never removes the addresses of the other scopes, so the next "
+        "hvd.init() reads them and fails.",
         edits=(
             Edit(
                 file="horovod/runner/http/http_server.py",

@@ -24,7 +24,7 @@ def all_charts(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
-    """Return the charts of loss, metrics, learning rate and throughput, without empty charts."""
+    """Return the non-empty charts of loss, metrics, learning rate, throughput, MFU and memory."""
     records = list(records)
     in_epochs = run_statistics.has_epoch_axis(records)
     marks = _resumption_marks(records[0], in_epochs) if len(records) == 1 else []

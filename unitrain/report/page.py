@@ -108,7 +108,7 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
 
 
 def format_number(value: float | None) -> str:
-    """Format a result with four significant digits, or as "not a number" for None."""
+    """Format a result with four significant digits or, from 10,000, as a whole number. None is "not a number"."""
     if value is None:
         return "not a number"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
@@ -200,7 +200,9 @@ def _describe_times(record: RunRecord, times: run_statistics.RankTimes) -> list[
     if times.size > 1 and not slow and not periods:
         work = times.work_seconds()
         difference = format_percent(1 - min(work) / (max(work) or 1.0))
-        sentences.append(f"No stragglers: compute time differs by at most {difference} between ranks.")
+        sentences.append(
+            f"No stragglers: work time (data, compute and update) differs by at most {difference} between ranks."
+        )
     if times.size > 1 and times.time_fraction("wait") > _WAIT_SHARE_THRESHOLD and not slow:
         sentences.append(
             f"{format_percent(times.time_fraction('wait'))} of training time is spent waiting for gradients. "

@@ -32,7 +32,7 @@ from unitrain.monitoring.supervisor_client import (
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
-# One connection per rank. The usual soft limit on file descriptors is 1,024.
+# One connection per rank. The soft limit on open file descriptors is usually 1,024.
 _NUM_DESCRIPTORS = 2**16
 # Each connection has a thread. Any process that can reach the address can connect, so the oldest unauthenticated
 # connection is closed when this number is reached.
@@ -240,7 +240,7 @@ class RankConnections:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on file descriptors to `_NUM_DESCRIPTORS` or the hard limit, whichever is lower."""
+    """Raise the soft limit on open file descriptors to `_NUM_DESCRIPTORS`, or to the hard limit if that is lower."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _NUM_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:

@@ -28,7 +28,8 @@ _NOISE_FRACTION = 1e-6
 # If the permitted difference of a tensor exceeds this fraction of its change during training, the comparison cannot
 # detect a wrong gradient.
 _CONCLUSIVE_FRACTION = 0.05
-# Allowance for the rounding errors of the gradient, the update and the parameter in both runs, which rarely add up.
+# Permitted rounding error per step, in units of the machine epsilon times the largest value of a tensor. It covers the
+# rounding errors of the gradient, the update and the parameter in both runs, which rarely all have the same sign.
 _ROUNDINGS_PER_STEP = 4
 
 
@@ -85,9 +86,9 @@ class Difference:
 def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
     """Compare `run` with `reference`. `float64` is true if both trained in double precision.
 
-    Let m be the largest absolute value of the reference tensor, d the change of the tensor during training (m for
-    optimizer state), D the largest d over all parameters or over all optimizer state with the same key, and eps the
-    machine epsilon of the dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
+    Let m be the largest absolute value of the reference tensor, d the largest absolute change of an element during
+    training (m for optimizer state), D the largest d over all parameters or over all optimizer state with the same key,
+    and eps the machine epsilon of the dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
     RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, it is the smaller of
     `tolerance` * max(1, |loss of the reference|) and RELATIVE_TOLERANCE times the largest absolute loss of the
     reference.

@@ -1,8 +1,9 @@
 """Horovod process sets that only their members create and remove, while Horovod runs.
 
-All ranks must call `hvd.add_process_set`, and HOROVOD_DYNAMIC_PROCESS_SETS adds an allgather to every cycle. With the
-patch `process-sets` of unitrain's Horovod, the ranks exchange requests for process sets only in a cycle in which a rank
-has a new request. Ranks that are not members take part in the background.
+In unpatched Horovod, all ranks must call `hvd.add_process_set`, and HOROVOD_DYNAMIC_PROCESS_SETS=1 adds an allgather to
+every cycle of the background thread. With the patch `process-sets` of unitrain's Horovod, the ranks exchange requests
+for process sets only in a cycle in which a rank has a new request. Ranks that are not members take part in the
+background.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ _PENDING = -7  # HOROVOD_PROCESS_SET_PENDING of the patch
 _POLL_SECONDS = 0.0005
 _RELEASE_TIMEOUT_SECONDS = 5.0  # for a release, which must wait while another process set is created
 _library: Any = _basics.MPI_LIB_CTYPES
-_users: Counter[tuple[int, ...]] = Counter()  # process groups of this process per process set
+_users: Counter[tuple[int, ...]] = Counter()  # number of open process groups of each process set
 _lock = threading.Lock()
 
 
 def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> hvd.ProcessSet:
-    """Return the process set of a new group of the global `ranks`, in ascending order. All its members call it.
+    """Return the process set of a new group of the global `ranks`, in ascending order.
 
-    The members share `store`, and `rank` is this rank's position in the group. Raises the errors of `add_process_set`.
+    All members of the group must call this function. The members share `store`, and `rank` is this rank's position in
+    the group. Raises the errors of `add_process_set`.
     """
     store.set(f"joined/{rank}", "")
 
@@ -53,7 +55,8 @@ def add_process_set(
     """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
 
     Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
-    patch, and after `timeout`, GroupTimeoutError, which names the ranks that `find_missing_ranks` returns.
+    patch, RuntimeError if Horovod has been shut down, and GroupTimeoutError after `timeout`. The message of the last
+    one contains the ranks that `find_missing_ranks` returns.
     """
     if len(ranks) == hvd.size():
         return hvd.global_process_set
@@ -82,7 +85,7 @@ def add_process_set(
 
 
 def remove_process_set(ranks: Sequence[int]) -> None:
-    """Release the process set of `ranks`, once per call of `add_process_set`.
+    """Release one use of the process set of `ranks`. Call this once per successful call of `add_process_set`.
 
     Horovod removes the process set when all its members have released it. This function does not wait for them, but it
     waits for a limited time while another process set is created. After Horovod has been shut down, which removes all
@@ -93,7 +96,7 @@ def remove_process_set(ranks: Sequence[int]) -> None:
         return
     key = tuple(ranks)
     with _lock:
-        if key not in _users:  # the process set of all ranks, or of an earlier start of Horovod
+        if key not in _users:  # the global process set, or one that Horovod removed when it was shut down
             return
         _users[key] -= 1
         if _users[key] > 0:
@@ -131,6 +134,6 @@ def _describe_timeout(ranks: Sequence[int], timeout: timedelta, missing_ranks: S
     cause = f"Missing: {names}." if missing_ranks else "All of them have called new_group."
     return (
         f"The creation of a group of the ranks {list(ranks)} timed out after {timeout.total_seconds():g} s. {cause} "
-        "Every rank of a group calls new_group, in the same order as the other ranks; check the first error that the "
-        "ranks logged."
+        "Every rank of the group must call new_group, and all ranks must create their groups in the same order. Check "
+        "the first error in the logs of the ranks."
     )

@@ -64,14 +64,14 @@ def check_sharded_parameters(
 
 
 def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]:
-    """Return the modules inside `model` whose parameters are gathered together, by name. All other parameters form the
-    block of `model` itself, which is not returned.
+    """Return the blocks inside `model` by name. The parameters of a block are gathered in one operation.
 
-    The modules are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules
-    with at least that many parameter elements. If `blocks` is empty, they are the outermost modules whose class occurs
-    more than once, such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that
-    shares parameters with other modules. In the other cases, modules that share parameters are not selected. Also
-    raises ModelError if `blocks` is a number and no module has that many elements.
+    All other parameters form the block of `model` itself, which is not returned. The blocks are the outermost modules
+    of the classes `blocks` or, if `blocks` is a number, the innermost modules with at least that many parameter
+    elements. If `blocks` is empty, they are the outermost modules whose class occurs more than once, such as the layers
+    of a transformer. If `blocks` lists classes, raises ModelError for a block that shares parameters with other
+    modules. In the other cases, modules that share parameters are not selected. Also raises ModelError if `blocks` is a
+    number and no module has that many elements.
     """
     selects_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):
@@ -98,7 +98,7 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
 def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:
     """Return the names of the `blocks` that contain each parameter, by its id. The name is "" for other modules.
 
-    A module may occur at several places of the model, inside and outside of blocks.
+    A module may occur in several places in the model, both inside and outside blocks.
     """
     owners: dict[int, set[str]] = {}
     for name, block in blocks.items():
