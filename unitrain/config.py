@@ -204,9 +204,9 @@ class TrainConfig:
     checkpoint_every_minutes: float | None = None
     """Also save a checkpoint when this much time has elapsed on rank 0 since the last one."""
     memory_checkpoint_every_steps: int | None = None
-    """Also keep the state of every N-th step in the memory of this host, under /dev/shm, until `unitrain launch` exits.
-    A job that `unitrain launch --max-restarts` or `--elastic` restarts on one host then resumes from that step. The
-    setting has no effect in other jobs.
+    """Also keep the state of every N-th step in the memory of rank 0's host, under /dev/shm, until `unitrain launch`
+    exits. A job that `unitrain launch --max-restarts` or `--elastic` restarts then resumes from that step. The setting
+    has no effect in other jobs, or if `unitrain launch` does not run on rank 0's host.
     """
     async_checkpoints: bool = True
     """Write checkpoints in a background thread; training waits only until the state is copied to host memory."""

@@ -77,8 +77,9 @@ class TrainingStream(TrainingData):
         if requested not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
                 "This job started with a global batch size of %d, but with %d ranks it is %d: every rank needs full "
-                "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
-                *(requested, communicator.size, self.global_batch_size),
+                "batches of an iterable dataset. The size remains the same if it is a multiple of the number of ranks "
+                "times the batch size of a rank, %d.",
+                *(requested, communicator.size, self.global_batch_size, self.batch_size),
             )
         self._current_epoch = _EpochMicroBatches(source, self._aligner, communicator, 0, 0, None, self._class_name)
 
