@@ -1,4 +1,4 @@
-"""Files of the flight recorder after a timeout, read by torch's analyzer."""
+"""Files of the flight recorder after a timeout or a failure, read by torch's analyzer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from groups import ci
+from launches import running_ranks
 from torch import nn
 
 from unitrain.backends.base import Backend
@@ -65,6 +66,37 @@ def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path
     assert entries[-1]["input_sizes"] == [[7]]
     assert entries[-1]["frames"][0]["filename"] == __file__
     assert {entry["state"] for entry in entries[:-1]} == {"completed"}
+
+
+FAILING_PROGRAM = """\
+import os, sys
+import torch
+import unitrain
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    backend.allreduce(torch.ones(2))
+    if backend.rank == 1 and sys.argv[1] == "is killed":
+        os.kill(os.getpid(), 9)
+    if backend.rank == 1:
+        raise ValueError("item 31 is broken")
+    backend.barrier()
+"""
+
+
+@pytest.mark.parametrize(("fault", "ranks"), [("raises", [0, 1]), pytest.param("is killed", [0], marks=pytest.mark.ci)])
+def test_failing_and_reporting_ranks_write_their_records(
+    fault: str, ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, script = tmp_path / "records", tmp_path / "train.py"
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(folder))
+    script.write_text(FAILING_PROGRAM)
+    with running_ranks(script, "ddp", 2, fault) as processes:
+        output = "\n".join(process.communicate(timeout=100)[0] for process in processes)
+    assert "rank 1 failed first" in output, output
+    assert sorted(path.name for path in folder.iterdir()) == [f"flight_record_rank_{rank}" for rank in ranks]
+    for path in folder.iterdir():
+        entries = pickle.loads(path.read_bytes())["entries"]
+        assert entries[0]["frames"][0]["name"].startswith("allreduce(float32 [2]")
 
 
 def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,9 @@ class Watchdog:
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or self._unresponsive_store() or failure
         self._stop_event.set()
-        if self._publish_failure(failure):
+        is_first = self._publish_failure(failure)
+        self._write_flight_record()
+        if is_first:
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
             # The launcher terminates this rank soon after other ranks exit, so wait only for ranks that can respond.
@@ -302,12 +304,15 @@ class Watchdog:
 
     def _requested_status(self) -> RankStatus:
         """Return the status for another rank that has timed out, and write the flight recorder if this is enabled."""
-        write_flight_record(self._flight_recorder, self._rank, self._size)
+        self._write_flight_record()
         return self._status()
 
     def _publish_status(self, store: FailureStore) -> None:
         with contextlib.suppress(dist.DistError):
-            store.report_status(self._requested_status())
+            store.report_status(self._status())
+
+    def _write_flight_record(self) -> None:
+        write_flight_record(self._flight_recorder, self._rank, self._size)
 
     # --- the watchdog thread ---
 
@@ -410,8 +415,11 @@ class Watchdog:
             os._exit(1)
 
     def _terminate_process(self) -> None:
-        """Wait a few seconds for the main thread to raise an error, then terminate the process."""
+        """Wait a few seconds for the main thread to raise an error, then terminate the process. Write the flight
+        recorder if this is enabled.
+        """
         self._failure_known_event.set()
+        self._write_flight_record()
         if not self._stop_event.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
             print_to_stderr([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])
