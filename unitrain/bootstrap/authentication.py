@@ -1,8 +1,9 @@
 """Authentication of messages between the processes of a job, with a key that `unitrain launch` passes to them.
 
-The stores and sockets of a job accept connections from any program that can reach them. A message is therefore signed
-with HMAC-SHA256 and verified before it is used. Without a key, for example if the user runs the launcher directly,
-messages are neither signed nor verified.
+The stores and sockets of a job accept connections from any program that can reach them. A message in a store is
+therefore signed with HMAC-SHA256 and verified before it is used. The peers of a direct connection authenticate each
+other when they open it; later messages on it are not signed. Without a key, for example if the user runs the launcher
+directly, messages and connections are not verified.
 """
 
 from __future__ import annotations
