@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
+from unitrain.backends.local import LocalBackend
 from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, derive_batch_sizes, elastic_batch_sizes
+from unitrain.data.iterable_training import TrainingStream
+from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError
 
 
@@ -124,3 +130,18 @@ def test_full_batches_approximate_the_global_batch() -> None:
         for size in (1, 2, 3, 4, 8)
     }
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+@pytest.mark.parametrize(("global_batch_size", "is_kept"), [(16, True), (18, False)])
+def test_changed_global_batch_size_of_an_iterable_dataset_is_reported(
+    global_batch_size: int, is_kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = ElasticBatchSize(4, global_batch_size)
+    settings = ShardSettings(batch_size=4, elastic=True, elastic_batch_size=stored)
+    assert TrainingStream(Numbers(), LocalBackend(torch.device("cpu")), settings).global_batch_size == 16
+    assert ("a multiple of the number of ranks times the batch size of a rank, 4." in caplog.text) is not is_kept
