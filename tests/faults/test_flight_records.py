@@ -95,8 +95,8 @@ def test_failing_and_reporting_ranks_write_their_records(
     assert "rank 1 failed first" in output, output
     assert sorted(path.name for path in folder.iterdir()) == [f"flight_record_rank_{rank}" for rank in ranks]
     for path in folder.iterdir():
-        entries = pickle.loads(path.read_bytes())["entries"]
-        assert entries[0]["frames"][0]["name"].startswith("allreduce(float32 [2]")
+        names = [entry["frames"][0]["name"] for entry in pickle.loads(path.read_bytes())["entries"]]
+        assert any(name.startswith("allreduce(float32 [2]") for name in names), names
 
 
 def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
