@@ -210,7 +210,5 @@ def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
         parts = enumerate(state)
     else:
         return f"{path} of type {type(state).__name__}"
-    problems = (
-        _find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts
-    )
+    problems = (_find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts)
     return next((problem for problem in problems if problem is not None), None)

@@ -80,7 +80,7 @@ class ModelLoss:
                 return None
             raise ModelError(
                 f'ModelLoss(average="tokens") counts the labels in a batch, but this {type(batch).__name__} does not '
-                f'have a tensor {self._labels_key!r}. Name the key of the labels: '
+                f"have a tensor {self._labels_key!r}. Name the key of the labels: "
                 'ModelLoss("tokens", labels="targets").'
             )
         if is_auto and (labels.dim() < 2 or labels.is_floating_point()):

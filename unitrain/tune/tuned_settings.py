@@ -231,5 +231,5 @@ def _parse_entry(entry: Any) -> TunedEntry:
         raise TypeError("'variables' of an entry is not an object with strings")
     if not isinstance(entry.get("gain"), int | float):
         raise TypeError("'gain' of an entry is not a number")
-    lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
+    tuple_fields = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
     return TunedEntry(**{**entry, **tuple_fields})
