@@ -204,9 +204,8 @@ def timed(backend: unitrain.Backend, training: Training, steps: int) -> tuple[fl
     backend.barrier()
     before, start = sent_bytes(), time.perf_counter()
     training.run(steps)
-    sent = sent_bytes() - before
-    backend.barrier()
-    return sent / steps, (time.perf_counter() - start) / steps
+    backend.barrier()  # afterwards, the other host has received the bytes that this host sent before
+    return (sent_bytes() - before) / steps, (time.perf_counter() - start) / steps
 
 
 def main() -> None:
