@@ -106,11 +106,12 @@ class MismatchDetector:
                 difference,
             )
             if difference is not None and confirmed:
+                root_operation, own_operation = difference
                 message = (
-                    f"Ranks called different collectives: rank {self._ranks[0]} waits for "
-                    f"{difference[0].describe()}, and rank {self._ranks[self._rank]} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
-                    "group). Call the same collectives in the same order, with the same reductions, roots, dtypes and "
-                    "sizes, on every rank."
+                    f"Ranks called different collectives: rank {self._ranks[0]} waits for {root_operation.describe()}, "
+                    f"and rank {self._ranks[self._rank]} for {own_operation.describe()} (operation "
+                    f"{own_operation.position + 1} of this group). Call the same collectives in the same order, with "
+                    "the same reductions, roots, dtypes and sizes, on every rank."
                 )
                 store.set("error", message)
                 return self._become_unusable(message)
