@@ -181,6 +181,7 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) ->
 
 def draw(cells: dict[str, Any], path: Path) -> None:
     """Write a chart of the speed relative to synchronous training by bandwidth, as SVG."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -203,7 +204,10 @@ def draw(cells: dict[str, Any], path: Path) -> None:
         axes.set(title=backend, xlabel="bandwidth (Mbit/s)")
     panels[0].set_ylabel("speed relative to synchronous training")
     panels[0].legend(fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": NAME}
+    ):  # text as text, and the same file for the same data
+        figure.savefig(path, metadata={"Date": None})
 
 
 def save(output: Path, figures: dict[str, Any]) -> None:
