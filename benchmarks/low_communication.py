@@ -202,6 +202,7 @@ def draw(cells: dict[str, Any], path: Path) -> None:
             ]
             axes.loglog([rate for rate, _ in points], [speed for _, speed in points], marker="o", label=name)
         axes.set(title=backend, xlabel="bandwidth (Mbit/s)")
+        axes.minorticks_off()
     panels[0].set_ylabel("speed relative to synchronous training")
     panels[0].legend(fontsize="small")
     with rc_context(
