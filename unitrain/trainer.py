@@ -224,7 +224,6 @@ class Trainer(LoggingMethods):
         check_same_settings(self.backend, "Trainer.fit", val_data=list(data_by_prefix))
         names = self._evaluation.names
         self.result_names = ("train_loss", *(prefix + name for prefix in data_by_prefix for name in names))
-        self._epoch_scheduler.check_monitor(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
         self._begin_epoch(shard)
@@ -232,10 +231,11 @@ class Trainer(LoggingMethods):
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in data_by_prefix.items()}
         if isinstance(self._scheduler, PlannedScheduler):
             self._scheduler.plan(total_scheduler_steps(self.config, self.progress, shard), self.backend)
+        self._epoch_scheduler.check_monitor(self.result_names)
         self._run.start(shard)
         self._discard_partial_step()
         if self._local_sgd is not None:
-            self._loss_weighting.is_local = not self._local_sgd.is_warming_up
+            self._loss_weighting.synchronous_ranks = self._local_sgd.synchronous_ranks
         self.model.train()
         results: dict[str, float] | None = None
         run, stopping = self._run, self._stopping
@@ -456,7 +456,7 @@ class Trainer(LoggingMethods):
         if (steps := local_sgd.step()) and self._weight_average is not None:
             with local_sgd.synchronized_weights():
                 self._weight_average.update(steps)
-        self._loss_weighting.is_local = not local_sgd.is_warming_up
+        self._loss_weighting.synchronous_ranks = local_sgd.synchronous_ranks
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """With local steps, return the context manager in which the model has the mean of the weights over ranks."""

@@ -392,6 +392,40 @@ def test_checkpoint_resumes_with_and_without_local_sgd(tmp_path: Path) -> None:
     assert files.list_checkpoints(tmp_path)[0].name == "step-000000018"
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["ddp", "horovod"])
+def test_ranks_of_a_synchronous_group_have_the_gradient_of_all_their_tokens(both: list[RankGroup], number: int) -> None:
+    settings = {"tokens": True, "norm": nn.LayerNorm, "count": 56}
+    expected = fit(LOCAL, settings)
+    for found in both[number].run(fit, {**settings, "local_sgd": LocalSGDConfig(steps=3, synchronous_ranks=2)}):
+        torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=1e-9)
+        assert found["results"]["val_loss"] == pytest.approx(expected["results"]["val_loss"], abs=1e-9)
+
+
+def test_run_resumes_with_a_longer_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
+    """The warm-up begins between two synchronizations. Afterwards, the weights are equal on all ranks."""
+    settings = {"kind": "adamw", "output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
+    local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+    both[0].run(fit, {**settings, "local_sgd": LocalSGDConfig(**local), "max_steps": 6})
+    resumed = {**settings, "local_sgd": LocalSGDConfig(**local, warmup_steps=9), "max_steps": 11}
+    first, second = both[0].run(fit, resumed)
+    assert torch.equal(first["model"], second["model"])
+    model = network(nn.LayerNorm)
+    nn.utils.vector_to_parameters(first["model"], model.parameters())  # the model has no buffers
+    for result in (first, second):
+        assert result["results"]["val_loss"] == pytest.approx(loss_of(model, tokens=False), abs=1e-9)
+
+
+def test_run_resumes_with_a_shorter_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
+    """The first outer gradient begins at the end of the warm-up, as in a run that had this warm-up from the start."""
+    local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+    saved = {"output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
+    both[0].run(fit, {**saved, "local_sgd": LocalSGDConfig(**local, warmup_steps=100), "max_steps": 6})
+    shorter = {"local_sgd": LocalSGDConfig(**local, warmup_steps=6), "max_steps": 13}
+    resumed = both[0].run(fit, {**saved, **shorter})[0]
+    expected = both[0].run(fit, {"norm": nn.LayerNorm, **shorter})[0]
+    torch.testing.assert_close(resumed["model"], expected["model"], rtol=0, atol=1e-12)
+
+
 def test_loaded_weights_replace_those_of_all_ranks(tmp_path: Path) -> None:
     fit(LOCAL, {"output_dir": str(tmp_path), "max_steps": 3})
     model = network()

@@ -142,6 +142,6 @@ def test_changed_global_batch_size_of_an_iterable_dataset_is_reported(
     global_batch_size: int, is_kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = ElasticBatchSize(4, global_batch_size)
-    settings = ShardSettings(batch_size=4, elastic=True, elastic_batch_size=stored)
+    settings = ShardSettings(batch_size=4, is_elastic=True, elastic_batch_size=stored)
     assert TrainingStream(Numbers(), LocalBackend(torch.device("cpu")), settings).global_batch_size == 16
     assert ("a multiple of the number of ranks times the batch size of a rank, 4." in caplog.text) is not is_kept

@@ -343,3 +343,34 @@ def test_keys_that_differ_between_ranks_are_rejected_and_the_sharded_loader_yiel
     assert (second[1], second[2]) == ([1.0, 0.0], [2, 0])
     rows = torch.cat([*first[0], *second[0][:1]])
     assert torch.equal(rows.sort(0).values, Rows(5).inputs.sort(0).values)
+
+
+@pytest.mark.parametrize("is_shifted", [True, False])
+@pytest.mark.parametrize("masks_first", [True, False])
+def test_labels_of_causal_language_models_are_counted_as_the_model_shifts_them(
+    is_shifted: bool, masks_first: bool
+) -> None:
+    """Some models, such as BartForCausalLM, return the output class of the others, but do not shift the labels."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 600, 7), torch.randint(0, 7, (2, 600))
+    labels[0, 300:] = -100
+    if masks_first:
+        labels[:, :2] = -100
+    predictions, targets = (logits[:, :-1], labels[:, 1:]) if is_shifted else (logits, labels)
+    output = CausalLMOutput(cross_entropy(predictions.flatten(0, 1), targets.flatten()), torch.empty(0))
+    output.logits = logits  # type: ignore[attr-defined]
+    batch, loss_fn = {"input_ids": labels, "labels": labels}, ModelLoss()
+    for _ in range(2):
+        total, count = loss_fn(output, batch)  # type: ignore[misc]
+        assert int(count) == int((targets != -100).sum())
+        expected = cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.testing.assert_close(total, expected)
+
+
+def test_labels_are_shifted_if_the_loss_is_another_one_than_cross_entropy() -> None:
+    labels = torch.randint(0, 7, (2, 5))
+    output = CausalLMOutput(torch.tensor(70.0), torch.empty(0))
+    output.logits = torch.randn(2, 5, 7)  # type: ignore[attr-defined]
+    loss_fn = ModelLoss()
+    for _ in range(5):
+        assert int(loss_fn(output, {"input_ids": labels, "labels": labels})[1]) == 8  # type: ignore[index]

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.gradients.forward_buffers import split_running_statistics
 from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.sharding.state_format import keeps_shards
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import copy_into
@@ -118,6 +119,12 @@ class LocalSGD:
     def is_warming_up(self) -> bool:
         """Whether the current step is one of the first `warmup_steps` steps, in which gradients are averaged."""
         return self._steps < self.settings.warmup_steps
+
+    @property
+    def synchronous_ranks(self) -> Communicator | Subgroup | None:
+        """The ranks that average their gradients in the current step, or None if this rank trains independently: all
+        ranks in the warm-up, and afterwards the ranks of this rank's synchronous group."""
+        return self._backend if self.is_warming_up else self._groups.synchronous
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -247,6 +254,7 @@ class LocalSGD:
         state: dict[str, Any] = {
             "steps": self._steps,
             "steps_since_synchronization": self._steps_since_synchronization,
+            "is_warming_up": self.is_warming_up,
             "groups": self._groups.ranks,
             "merges_in": {
                 name: fragment.steps_until_merge
@@ -273,8 +281,9 @@ class LocalSGD:
         Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
         each synchronous group were also in one group when the state was saved, each rank restores its own weights,
         optimizer state and error. With unchanged groups, the run is bit-identical to an uninterrupted one.
-        Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
-        on every rank if the state belongs to a different model or is not a result of `state_dict`.
+        Otherwise, and if the next step is part of the warm-up but was not when the state was saved, every rank loads
+        the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if the state
+        belongs to a different model or is not a result of `state_dict`.
         """
         backend, is_rank_zero = self._backend, self._backend.rank == 0
         if not is_rank_zero:
@@ -292,7 +301,9 @@ class LocalSGD:
         self._steps_since_synchronization = min(header["steps_since_synchronization"], self.settings.steps - 1)
         outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
         groups = header.get("groups", [[rank] for rank in range(count)])
-        if count == backend.size and self._groups.are_within(groups):
+        was_warming_up = header.get("is_warming_up", False)
+        begins_warmup = self.is_warming_up and not was_warming_up
+        if count == backend.size and self._groups.are_within(groups) and not begins_warmup:
             own: Any = None
             for rank in range(count):
                 received = broadcast_with_tensors(backend, dict(ranks[rank]) if is_rank_zero else None)
@@ -302,11 +313,16 @@ class LocalSGD:
             if is_rank_zero:
                 _log.warning(
                     "The checkpoint was written by %d ranks with local steps in %d groups, and this run has %d ranks "
-                    "in %d groups. Every rank continues with the mean of their weights, optimizer states and errors.",
+                    "in %d groups%s. Every rank continues with the mean of their weights, optimizer states and errors.",
                     count, len(groups), backend.size, len(self._groups.ranks),
+                    " and continues with warm-up steps" if begins_warmup else "",
                 )  # fmt: skip
             own = broadcast_with_tensors(backend, mean_of_ranks(ranks) if is_rank_zero else None)
         self._load(outer, own, header.get("merges_in", {}))
+        if begins_warmup:
+            self.synchronize()  # the mean of the weights of streams that were not merged
+        if was_warming_up != self.is_warming_up:
+            self.restart()  # the outer gradients are the changes of the weights from now on
 
     @torch.no_grad()
     def _load(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.rank_groups import Subgroup
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
 from unitrain.monitoring.rank_status import format_ranks
@@ -110,8 +111,9 @@ class LossWeighting:
     step (in the first step, in its first micro-batch), because sums over many tokens may overflow in half precision.
 
     `ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the default
-    is the number of ranks of the communicator. While `is_local` is True, as with local steps, the gradients of each
-    rank are divided by its own number of tokens, without communication.
+    is the number of ranks of the communicator. With local steps, `synchronous_ranks` is the group of ranks that average
+    their gradients, or None if this rank trains independently: gradients are then divided by the number of tokens of
+    these ranks.
     """
 
     def __init__(self, communicator: Communicator, ranks: int | None = None) -> None:
@@ -120,7 +122,7 @@ class LossWeighting:
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
         self._kind: LossKind | None = None
-        self.is_local = False
+        self.synchronous_ranks: Communicator | Subgroup | None = communicator
 
     @property
     def counts_tokens(self) -> bool:
@@ -213,9 +215,12 @@ class LossWeighting:
             self._total_tokens, self._local_tokens = self._sum_over_ranks(self._local_tokens), None
 
     def _sum_over_ranks(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens of all ranks, given the number of this rank. With `is_local`, all ranks are
-        assumed to have the same number."""
-        return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")
+        """Return the number of tokens of all ranks, given the number of this rank. With local steps, all ranks, or all
+        groups of ranks, are assumed to have the same number."""
+        if isinstance(self.synchronous_ranks, Communicator):
+            return self.synchronous_ranks.allreduce(tokens, "sum")
+        mean = tokens if self.synchronous_ranks is None else self.synchronous_ranks.mean(tokens)
+        return mean * self._communicator.size
 
 
 def _power_of_two(value: Tensor) -> Tensor:

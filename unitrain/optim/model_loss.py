@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from unitrain import validation
 from unitrain.errors import ModelError
@@ -15,6 +17,11 @@ from unitrain.optim.loss_weighting import LossOutput
 LossAverage = Literal["auto", "samples", "tokens"]
 # Ends of the names of output classes of transformers whose labels are at the positions of the predictions.
 _UNSHIFTED_OUTPUTS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
+# The float32 copy of logits with which the loss is compared contains at most this number of positions.
+_POSITIONS_PER_CHUNK = 256
+# The loss is that of one kind of labels if its difference is at most this fraction of that for the other kind.
+_MAX_ERROR_RATIO = 0.1
+_MAX_COMPARISONS = 3  # batches in which neither kind is found, after which labels are assumed to be shifted
 _ADD_LOSS_FN = (
     "Let the model return its loss, as the models of transformers do for batches with 'labels', or pass a loss "
     "function: Trainer(model, optimizer, loss_fn=lambda output, batch: ...)."
@@ -33,8 +40,10 @@ class ModelLoss:
     sequence is not counted.
 
     With "auto", `average` and `shift_labels` follow from the class of the output, as transformers names it: language
-    models and token classification have a mean over tokens if the labels are integers of two or more dimensions. With
-    other labels, or none, the mean is over samples. For integer labels of two or more dimensions and an output of
+    models and token classification have a mean over tokens if the labels are integers of two or more dimensions. A few
+    causal language models, such as BartForCausalLM, do not shift the labels; to find them, the loss of the first batch
+    is compared with the cross-entropy of the logits. With other labels, or none, the mean is over
+    samples. For integer labels of two or more dimensions and an output of
     another class, "auto" raises ModelError, unless `shift_labels` is set: the mean is then over tokens.
 
     Raises ConfigError for invalid arguments, and ModelError for an output without a loss. With "tokens", also raises
@@ -56,11 +65,14 @@ class ModelLoss:
             validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
         self._average, self._labels_key, self._ignore_index = average, labels, ignore_index
         self._shift_labels = shift_labels
+        # By class of the output: whether labels are shifted, and the number of batches in which this was examined.
+        self._found_shifts: dict[str, bool] = {}
+        self._comparisons: Counter[str] = Counter()
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
         """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
         loss = _find_loss(output, batch)
-        counted_labels = self._find_counted_labels(output, batch)
+        counted_labels = self._find_counted_labels(output, batch, loss)
         if counted_labels is None:
             return loss
         labels, is_shifted = counted_labels
@@ -69,7 +81,7 @@ class ModelLoss:
         mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))
         return mean * count, count
 
-    def _find_counted_labels(self, output: Any, batch: Any) -> _CountedLabels | None:
+    def _find_counted_labels(self, output: Any, batch: Any, loss: Tensor) -> _CountedLabels | None:
         """Return the labels to count, or None if the loss is a mean over samples."""
         if self._average == "samples":
             return None
@@ -89,7 +101,7 @@ class ModelLoss:
             return _CountedLabels(labels, self._shift_labels)
         is_shifted = _predicts_next_token(name, batch)
         if is_shifted is not None:
-            return _CountedLabels(labels, is_shifted)
+            return _CountedLabels(labels, is_shifted and self._shifts_labels(output, labels, loss))
         if is_auto:
             raise ModelError(
                 f"The batch has labels of shape {list(labels.shape)}, and the model returned a {name}, so it is "
@@ -101,6 +113,16 @@ class ModelLoss:
             f"It is unknown whether the model, which returned a {name}, predicts the label of the next token. Use "
             'loss_fn=unitrain.ModelLoss("tokens", shift_labels=True) if it does, and shift_labels=False otherwise.'
         )
+
+    def _shifts_labels(self, output: Any, labels: Tensor, loss: Tensor) -> bool:
+        """Return whether a causal language model shifts the labels itself, which nearly all do."""
+        name = type(output).__name__
+        if name not in self._found_shifts and self._comparisons[name] < _MAX_COMPARISONS:
+            self._comparisons[name] += 1
+            found = _compare_with_cross_entropy(getattr(output, "logits", None), labels, loss, self._ignore_index)
+            if found is not None:
+                self._found_shifts[name] = found
+        return self._found_shifts.get(name, True)
 
 
 class _CountedLabels(NamedTuple):
@@ -117,6 +139,30 @@ def _predicts_next_token(name: str, batch: Mapping[str, Any]) -> bool | None:
     if "CausalLMOutput" in name and (name != "CausalLMOutput" or "input_ids" in batch):
         return True
     return False if name.endswith(_UNSHIFTED_OUTPUTS) else None
+
+
+@torch.no_grad()
+def _compare_with_cross_entropy(logits: Any, labels: Tensor, loss: Tensor, ignore_index: int) -> bool | None:
+    """Return whether `loss` is the mean cross-entropy of `logits`, [..., positions, classes], with the label of the
+    next position (True) or of the same position (False). Return None if it is neither, or if both are nearly equal."""
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or labels.device != logits.device:
+        return None
+    sums, counts = [0.0, 0.0], [0, 0]
+    for row_logits, row_labels in zip(logits.flatten(0, -3), labels.flatten(0, -2), strict=True):
+        for start in range(0, len(row_labels), _POSITIONS_PER_CHUNK):  # limits the memory of the float32 copy
+            chunk = row_logits[start : start + _POSITIONS_PER_CHUNK].float()
+            for index, offset in enumerate((1, 0)):
+                targets = row_labels[start + offset : start + offset + len(chunk)].to(torch.long)
+                sums[index] += float(
+                    cross_entropy(chunk[: len(targets)], targets, ignore_index=ignore_index, reduction="sum")
+                )
+                counts[index] += int((targets != ignore_index).sum())
+    if 0 in counts:
+        return None
+    shifted, unshifted = (abs(total / count - float(loss)) for total, count in zip(sums, counts, strict=True))
+    if min(shifted, unshifted) > _MAX_ERROR_RATIO * max(shifted, unshifted):
+        return None
+    return shifted < unshifted
 
 
 def _find_loss(output: Any, batch: Any) -> Tensor:

@@ -18,35 +18,46 @@ class EpochScheduler:
     """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". All ranks make the same calls.
 
     ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. After an
-    epoch without this result, ReduceLROnPlateau does not step. Raises ConfigError for contradictory settings.
+    epoch without this result, ReduceLROnPlateau does not step. Raises ConfigError for contradictory settings; for a
+    PlannedScheduler, `check_monitor` raises it.
     """
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        if is_plateau and config.scheduler_interval != "epoch":
+        self._scheduler, self._steps_per_epoch = scheduler, config.scheduler_interval == "epoch"
+        self._monitor = config.monitor
+        if not isinstance(scheduler, PlannedScheduler):
+            self._check_settings()
+
+    def _current_scheduler(self) -> LRScheduler | None:
+        """Return the scheduler, or None if there is none, or if it is not built yet."""
+        return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
+
+    def _check_settings(self) -> None:
+        is_plateau = isinstance(self._current_scheduler(), ReduceLROnPlateau)
+        if is_plateau and not self._steps_per_epoch:
             raise ConfigError(
                 'ReduceLROnPlateau needs the results of an epoch, but TrainConfig.scheduler_interval is "step". '
                 'Use TrainConfig(scheduler_interval="epoch").'
             )
-        if config.monitor is not None and not is_plateau:
+        if self._monitor is not None and not is_plateau:
             raise ConfigError(
-                f"TrainConfig.monitor {config.monitor!r} is used only by ReduceLROnPlateau, which this run does not "
+                f"TrainConfig.monitor {self._monitor!r} is used only by ReduceLROnPlateau, which this run does not "
                 "have. Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
-        self._is_plateau = is_plateau
-        self._scheduler = scheduler if config.scheduler_interval == "epoch" else None
-        self._monitor = config.monitor
 
     def check_monitor(self, names: Sequence[str]) -> None:
         """Raise ConfigError unless the monitored result is among `names`, the results of the run. Also raise it if
-        ReduceLROnPlateau would have to select one of several validation losses."""
+        ReduceLROnPlateau would have to select one of several validation losses. Call it after a PlannedScheduler is
+        planned."""
+        self._check_settings()
         if self._monitor not in (None, *names):
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
                 f"{did_you_mean(str(self._monitor), names)}Available: {', '.join(names)}."
             )
 
-        if self._is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
+        is_plateau = isinstance(self._current_scheduler(), ReduceLROnPlateau)
+        if is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
             raise ConfigError(
                 "ReduceLROnPlateau reads one result, but this run validates on several datasets. Select one: "
                 f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
@@ -54,12 +65,13 @@ class EpochScheduler:
 
     def step(self, results: Mapping[str, float]) -> None:
         """Step the scheduler after an epoch with these results."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
+        scheduler = self._current_scheduler() if self._steps_per_epoch else None
+        if isinstance(scheduler, ReduceLROnPlateau):
             monitored = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
             if monitored in results:
-                self._scheduler.step(results[monitored])
-        elif self._scheduler is not None:
-            self._scheduler.step()
+                scheduler.step(results[monitored])
+        elif scheduler is not None:
+            scheduler.step()
 
 
 SchedulerFactory = Callable[[Optimizer, int], LRScheduler]

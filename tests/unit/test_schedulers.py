@@ -1,0 +1,51 @@
+"""Schedulers that step per epoch: objects, and functions that build them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import TensorDataset
+
+from unitrain import ConfigError, TrainConfig, Trainer
+from unitrain.backends.local import LocalBackend
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def build(optimizer: torch.optim.Optimizer, total_steps: int = 4) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+
+
+def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) -> float:
+    """Train for four epochs, and return the learning rate afterwards."""
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(3, 1), TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(max_epochs=4, batch_size=8, progress="off", **{"scheduler_interval": "epoch", **settings})
+    chosen = scheduler if is_function else scheduler(optimizer)
+    trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, backend=LOCAL, config=config, scheduler=chosen)
+    trainer.fit(data, data)
+    learning_rate: float = optimizer.param_groups[0]["lr"]
+    return learning_rate
+
+
+@pytest.mark.parametrize("monitor", [None, "train_loss"])
+def test_function_that_builds_a_plateau_scheduler_equals_the_scheduler(monitor: str | None) -> None:
+    found = fit(build, is_function=True, monitor=monitor)
+    assert found == fit(build, is_function=False, monitor=monitor) == pytest.approx(0.1 / 16)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_plateau_scheduler_that_steps_per_optimizer_step_raises(is_function: bool) -> None:
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau needs the results of an epoch"):
+        fit(build, is_function=is_function, scheduler_interval="step")
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_monitor_without_a_plateau_scheduler_raises(is_function: bool) -> None:
+    with pytest.raises(ConfigError, match="is used only by ReduceLROnPlateau"):
+        fit(lambda optimizer, total_steps=4: StepLR(optimizer, 1), is_function=is_function, monitor="val_loss")
