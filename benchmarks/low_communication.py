@@ -120,12 +120,17 @@ def steps_to_target(losses: dict[str, Any], name: str, target: float) -> float |
 def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """Return the table of the losses."""
     finals = {name: [curve[-1][1] for curve in found["curves"]] for name, found in losses.items()}
+    rates = [f"{rate:g}" for rate in settings["peak_lrs"]]
+    choice = (
+        f"is {rates[0]} for all methods"
+        if len(rates) == 1
+        else f"of each method is the best of {', '.join(rates)} with the first seed"
+    )
     lines = [
         "## Losses",
         "",
         f"{RANKS} ranks, {settings['steps']} steps of AdamW, {settings['local_steps']} local steps. The peak learning "
-        f"rate of each method is the best of {', '.join(f'{lr:g}' for lr in settings['peak_lrs'])} with the first "
-        f"seed. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds and the "
+        f"rate {choice}. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds and the "
         "range; the change is relative to synchronous training with the same seed. The last column is the number of "
         f"steps until the loss is at most {settings['target']:g} times the final loss of synchronous training, in "
         f"units of {settings['evaluate_every']} steps.",
