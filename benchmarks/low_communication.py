@@ -130,10 +130,10 @@ def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         "## Losses",
         "",
         f"{RANKS} ranks, {settings['steps']} steps of AdamW, {settings['local_steps']} local steps. The peak learning "
-        f"rate {choice}. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds and the "
-        "range; the change is relative to synchronous training with the same seed. The last column is the number of "
-        f"steps until the loss is at most {settings['target']:g} times the final loss of synchronous training, in "
-        f"units of {settings['evaluate_every']} steps.",
+        f"rate {choice}. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds "
+        "and the range; the change is relative to synchronous training with the same seed. The last column is the "
+        f"number of steps until the loss is at most {settings['target']:g} times the final loss of synchronous "
+        f"training, in units of {settings['evaluate_every']} steps.",
         "",
         "| method | peak learning rate | final loss | change | steps to the target |",
         "|---|---|---|---|---|",
