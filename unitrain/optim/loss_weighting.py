@@ -25,6 +25,9 @@ Count = Tensor | float
 LossOutput = Tensor | tuple[Tensor, Count]
 
 
+# With logical ranks, counts that are not integers, such as sums of class weights, are rounded to multiples of this
+# number. Sums below 2**29 are then exact in float64, so they do not depend on the number of processes.
+_COUNT_QUANTUM = 2.0**-24
 _FIX = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
 
 
@@ -146,6 +149,8 @@ class LossWeighting:
             local_tokens = loss.tokens.detach().to(device, torch.float64, copy=True)
         else:
             local_tokens = torch.tensor(loss.tokens, dtype=torch.float64, device=device)
+        if micro_batch.logical_rank is not None:
+            local_tokens = (local_tokens / _COUNT_QUANTUM).round() * _COUNT_QUANTUM
         tokens = local_tokens if micro_batch.samples else torch.zeros_like(local_tokens)
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:

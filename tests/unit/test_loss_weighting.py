@@ -1,0 +1,34 @@
+"""Division of gradients by the number of tokens in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unitrain.backends.local import LocalBackend
+from unitrain.data.order import MicroBatch
+from unitrain.optim.loss_weighting import Loss, LossWeighting
+
+
+def divided_gradient(counts: Sequence[float], logical_rank: int | None) -> float:
+    """Return a gradient of 1 after it was divided by the `counts` of the micro-batches of a step."""
+    weighting = LossWeighting(LocalBackend(torch.device("cpu")))
+    micro_batch = MicroBatch(slice(0, 1), 1, len(counts), len(counts), True, logical_rank)
+    for count in counts:
+        weighting.weight_loss(Loss(torch.ones(()), torch.tensor(count, dtype=torch.float64)), micro_batch)
+    for work in weighting.overlapped_work():
+        work()
+    parameter = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    scale = weighting.loss_scale()
+    assert scale is not None
+    weighting.finish_step(torch.optim.SGD([parameter], lr=1.0), micro_batch)
+    return float(parameter.grad * scale)
+
+
+def test_fractional_counts_of_logical_ranks_have_the_same_sum_in_any_order() -> None:
+    counts = (torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5).tolist()
+    orders = [counts, counts[::-1], sorted(counts)]
+    assert len({divided_gradient(order, 0) for order in orders}) == 1
+    assert len({divided_gradient(order, None) for order in orders}) > 1, "plain float64 sums depend on the order"
