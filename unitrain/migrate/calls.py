@@ -1,10 +1,12 @@
-"""Arguments of a call by the name of the parameter."""
+"""Arguments of a call by the name of the parameter, and expressions of the converted script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import libcst as cst
+
+from unitrain.migrate.script import Script
 
 
 def arguments(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.Arg] | None:
@@ -38,6 +40,33 @@ def literal(argument: cst.Arg | None) -> object:
     if isinstance(value, cst.Name):
         return {"True": True, "False": False, "None": None}.get(value.value, ...)
     return ...
+
+
+def is_repeatable(node: cst.CSTNode) -> bool:
+    """Return whether `node` can be evaluated twice without side effects: a name, or an attribute or an item of one."""
+    if isinstance(node, cst.Attribute):
+        return is_repeatable(node.value)
+    if isinstance(node, cst.Subscript):
+        return is_repeatable(node.value) and all(_is_repeatable_index(element.slice) for element in node.slice)
+    return isinstance(node, cst.Name)
+
+
+def _is_repeatable_index(index: cst.BaseSlice) -> bool:
+    bounds = [index.value] if isinstance(index, cst.Index) else [index.lower, index.upper, index.step]  # type: ignore[attr-defined]
+    values = [bound.expression if isinstance(bound, cst.UnaryOperation) else bound for bound in bounds]
+    return all(
+        value is None or isinstance(value, cst.BaseNumber | cst.SimpleString) or is_repeatable(value)
+        for value in values
+    )
+
+
+def quote(script: Script, node: cst.CSTNode) -> str | None:
+    """Return the quote for a string that replaces `node`, or None if f-strings around `node` use both quotes.
+
+    Before Python 3.12, an expression in an f-string must not contain the quote of the f-string.
+    """
+    used = {ancestor.end for ancestor in script.ancestors(node) if isinstance(ancestor, cst.FormattedString)}
+    return next((mark for mark in ('"', "'") if mark not in used), None)
 
 
 def build_call(function: str, positional: Sequence[cst.BaseExpression], **keywords: cst.BaseExpression) -> cst.Call:

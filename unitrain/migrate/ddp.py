@@ -12,8 +12,9 @@ import libcst as cst
 
 from unitrain.migrate.calls import arguments, build_call, literal
 from unitrain.migrate.edits import Edits
-from unitrain.migrate.models import convert_reads, distributed_variables
-from unitrain.migrate.script import Script, targets
+from unitrain.migrate.environment_variables import reads_rank
+from unitrain.migrate.models import convert_reads, distributed_variables, passed_arguments
+from unitrain.migrate.script import Script, assigned_value, targets
 
 INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
 SHUTDOWN = ("torch.distributed.destroy_process_group", "torch.distributed.distributed_c10d.destroy_process_group")
@@ -133,6 +134,16 @@ def init_arguments(edits: Edits, call: cst.Call) -> str:
         if name in call_arguments:
             edits.refuse(call, f"unitrain.init does not support it: remove {name}", name=name)
     ignored = [name for name in ("rank", "world_size") if name in call_arguments]
+    for name in ignored:
+        attribute = {"rank": "rank", "world_size": "size"}[name]
+        if _is_used_elsewhere(script, call_arguments[name].value, call, set()):
+            value = script.text(call_arguments[name].value)
+            edits.refuse(
+                call_arguments[name],
+                f"The launcher defines the {name}. Remove the argument, and use {edits.backend}.{attribute} instead of "
+                f"{value} in the script",
+                name=f"{name}={value}",
+            )
     text = "unitrain selects the transport by the device, and the backend by the launcher or UNITRAIN_BACKEND"
     if ignored:
         text += f"; the launcher defines {_join(ignored)}"
@@ -142,6 +153,47 @@ def init_arguments(edits: Edits, call: cst.Call) -> str:
         return ""
     edits.explain(call, text)
     return f"timeout_seconds=({script.text(timeout.value)}).total_seconds()"
+
+
+def _is_used_elsewhere(script: Script, value: cst.CSTNode, call: cst.Call, seen: set[str]) -> bool:
+    """Return whether the script uses variables or functions, from which `value` is computed, outside `call`.
+
+    Constants, imported functions, and variables of the launcher, which are converted everywhere, do not count.
+    """
+    if reads_rank(script, value) or script.imported_name(value) is not None:
+        return False
+    if not isinstance(value, cst.Name | cst.Attribute):
+        return any(_is_used_elsewhere(script, child, call, seen) for child in value.children)
+    text = script.text(value)
+    if text in seen or text in ("int", "str", "len", "max", "None"):
+        return False
+    seen.add(text)
+    binding = script.binding(value)
+    sources = [passed for parameter, passed in passed_arguments(script) if parameter == binding]
+    for node in script.nodes:
+        assigned = assigned_value(node)
+        if assigned is not None and text in [script.text(target) for target in targets(node)]:
+            sources.append(assigned)
+    if sources:
+        return any(_is_used_elsewhere(script, source, call, seen) for source in sources)
+    return any(_is_use(script, node, call) for node in script.nodes if _is_same(script, node, value))
+
+
+def _is_same(script: Script, node: cst.CSTNode, value: cst.Name | cst.Attribute) -> bool:
+    """Return whether `node` and `value` are the same variable."""
+    if not isinstance(node, type(value)) or script.text(node) != script.text(value):
+        return False
+    return script.binding(node) == script.binding(value)
+
+
+def _is_use(script: Script, node: cst.CSTNode, call: cst.Call) -> bool:
+    """Return whether `node` is an expression outside `call`, not a definition or the name of an argument."""
+    parent = script.parent(node)
+    if isinstance(parent, cst.Param | cst.FunctionDef) or (isinstance(parent, cst.Arg) and parent.keyword is node):
+        return False
+    if isinstance(parent, cst.Attribute) and parent.attr is node:
+        return False
+    return call not in script.ancestors(node)
 
 
 def _join(names: Sequence[str]) -> str:

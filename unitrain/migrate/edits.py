@@ -45,7 +45,9 @@ class Edits:
         self.problems = set[Problem]()
         self.converted = set[cst.CSTNode]()  # references that no longer exist after the conversion
         self.backend_uses = list[cst.CSTNode]()
-        self.backend = "unitrain_backend" if script.uses_name("backend") else "backend"
+        self.backend = "backend"
+        while script.uses_name(self.backend):
+            self.backend = f"unitrain_{self.backend}"
         self._expressions = dict[cst.CSTNode, ExpressionBuilder]()
         self._statements = dict[cst.CSTNode, StatementsBuilder]()
 

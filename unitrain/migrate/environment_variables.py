@@ -6,7 +6,8 @@ import libcst as cst
 
 from unitrain.migrate.calls import arguments, literal
 from unitrain.migrate.edits import Edits
-from unitrain.migrate.script import Script
+from unitrain.migrate.models import distributed_variables
+from unitrain.migrate.script import Binding, Script, assigned_value, targets
 
 _ATTRIBUTES = {
     "RANK": "rank",
@@ -22,12 +23,14 @@ _ATTRIBUTES = {
     "SLURM_NTASKS": "size",
 }
 _ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
-_READS = ("os.environ.get", "os.getenv")
+_METHODS = ("get", "setdefault", "pop")
+_FUNCTIONS = ("os.getenv", "os.putenv", "os.unsetenv")
 
 
 def convert(edits: Edits) -> None:
     """Convert `int(os.environ["RANK"])` and similar reads to attributes of the backend, and refuse other uses."""
     script = edits.script
+    aliases = _find_aliases(script)
     for node in script.nodes:
         if _defines_local_rank(node):
             edits.refuse(
@@ -36,7 +39,7 @@ def convert(edits: Edits) -> None:
             )
         if _selects_device(script, node):
             edits.refuse(node, f"The backend selects the GPU. Remove the line, and use {edits.backend}.device")
-        name = _variable(script, node)
+        name = _variable(script, node, aliases)
         if name is None:
             continue
         attribute = _ATTRIBUTES.get(name)
@@ -54,22 +57,60 @@ def convert(edits: Edits) -> None:
             edits.explain(node, f"only some launchers set {name}; the backend determines it under every launcher")
 
 
-def _variable(script: Script, node: cst.CSTNode) -> str | None:
+def _find_aliases(script: Script) -> set[Binding]:
+    """Return the variables that hold `os.environ`."""
+    assignments = [
+        node
+        for node in script.nodes
+        if (value := assigned_value(node)) is not None and _is_environ(script, value, set())
+    ]
+    return distributed_variables(script, [target for statement in assignments for target in targets(statement)])
+
+
+def _is_environ(script: Script, node: cst.CSTNode, aliases: set[Binding]) -> bool:
+    return script.imported_name(node) == "os.environ" or script.binding(node) in aliases
+
+
+def reads_rank(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether `node` is converted to an attribute of the backend, such as `int(os.environ["RANK"])`."""
+    if not isinstance(node, cst.Call) or len(node.args) != 1:
+        return False
+    value = node.args[0].value
+    return _integer_around(script, value) is node and _variable(script, value, _find_aliases(script)) in _ATTRIBUTES
+
+
+def _variable(script: Script, node: cst.CSTNode, aliases: set[Binding]) -> str | None:
     """Return the variable of the launcher that `node` reads, sets or looks for, or None."""
     value: object = None
-    if isinstance(node, cst.Subscript) and script.imported_name(node.value) == "os.environ":
+    if isinstance(node, cst.Subscript) and _is_environ(script, node.value, aliases):
         element = node.slice[0].slice
         value = literal(cst.Arg(element.value)) if isinstance(element, cst.Index) else None
-    elif isinstance(node, cst.Call) and script.called_name(node) in _READS and node.args:
+    elif isinstance(node, cst.Call) and _is_access(script, node, aliases) and node.args:
         value = literal(node.args[0])
+    elif isinstance(node, cst.Call) and script.called_name(node) == "os.environ.update":
+        return next((name for name in _updated_variables(node) if name in (*_ATTRIBUTES, *_ADDRESSES)), None)
     elif isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
         comparison = node.comparisons[0]
-        if (
-            isinstance(comparison.operator, cst.In | cst.NotIn)
-            and script.imported_name(comparison.comparator) == "os.environ"
-        ):
+        if isinstance(comparison.operator, cst.In | cst.NotIn) and _is_environ(script, comparison.comparator, aliases):
             value = literal(cst.Arg(node.left))
     return value if isinstance(value, str) and value in (*_ATTRIBUTES, *_ADDRESSES) else None
+
+
+def _is_access(script: Script, call: cst.Call, aliases: set[Binding]) -> bool:
+    """Return whether `call` is a function of the os module or a method of `os.environ` for one variable."""
+    if script.called_name(call) in _FUNCTIONS:
+        return True
+    func = call.func
+    return isinstance(func, cst.Attribute) and func.attr.value in _METHODS and _is_environ(script, func.value, aliases)
+
+
+def _updated_variables(call: cst.Call) -> list[object]:
+    """Return the variables that `os.environ.update` sets, if they are keywords or keys of a dict in the call."""
+    names: list[object] = [argument.keyword.value for argument in call.args if argument.keyword is not None]
+    for argument in call.args:
+        elements = argument.value.elements if isinstance(argument.value, cst.Dict) else ()
+        names += [literal(cst.Arg(element.key)) for element in elements if isinstance(element, cst.DictElement)]
+    return names
 
 
 def _defines_local_rank(node: cst.CSTNode) -> bool:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unitrain.migrate.calls import arguments, build_call, literal
+from unitrain.migrate.calls import arguments, build_call, is_repeatable, literal, quote
 from unitrain.migrate.edits import Edits, Statement, parse_statement
-from unitrain.migrate.models import convert_reads, distributed_variables
+from unitrain.migrate.models import convert_reads, distributed_variables, variables_with_other_values
 from unitrain.migrate.script import Script, assigned_value, targets
 
 MODULE = "horovod.torch"
 INIT, SHUTDOWN = f"{MODULE}.init", f"{MODULE}.shutdown"
 _PROPERTIES = ("rank", "size", "local_rank", "local_size")
 _OPERATIONS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
-_COMPRESSIONS = {"Compression.fp16": '"fp16"', "Compression.none": '"none"'}
+_COMPRESSIONS = {"Compression.fp16": "fp16", "Compression.none": "none"}
+_NO_QUOTE = "Assign the value to a variable before this line, and use the variable in the f-string"
 _WRAPPERS = ("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state")
 # The first positional parameters of Horovod's collectives, in order.
 _COLLECTIVES = {
@@ -44,8 +45,12 @@ def convert(edits: Edits) -> None:
         member = name.removeprefix(MODULE + ".")
         call = script.parent(node)
         if member in _COMPRESSIONS:
-            edits.replace(node, _COMPRESSIONS[member], uses_backend=False)
-            edits.explain(node, "unitrain names compressions by strings, and defines their arithmetic")
+            mark = quote(script, node)
+            if mark is None:
+                edits.refuse(node, _NO_QUOTE)
+            else:
+                edits.replace(node, f"{mark}{_COMPRESSIONS[member]}{mark}", uses_backend=False)
+                edits.explain(node, "unitrain names compressions by strings, and defines their arithmetic")
             edits.converted.add(node)
         if not isinstance(call, cst.Call) or call.func is not node:
             continue
@@ -80,6 +85,13 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
         text = ", ".join(call_arguments) or "op"
         edits.refuse(call, f"The argument {text} is not supported. Use {edits.backend}.{function}(tensor)")
         return
+    if member.endswith("_") and value is not None and not is_repeatable(value.value):
+        edits.refuse(call, f"Assign the tensor to a variable, and pass the variable to hvd.{member}")
+        return
+    mark = quote(script, call)
+    if mark is None and operation != "mean":
+        edits.refuse(call, _NO_QUOTE)
+        return
     needs_detach = function == "allreduce" and value is not None and _needs_detach(script, call, value)
 
     def build(updated: cst.CSTNode) -> cst.BaseExpression:
@@ -89,7 +101,7 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
             positional = [cst.Call(cst.Attribute(positional[0], cst.Name("detach")))]
         keywords = {"root": updated.args[call.args.index(root)].value} if root is not None else {}
         if operation != "mean":
-            positional.append(cst.SimpleString(f'"{operation}"'))
+            positional.append(cst.SimpleString(f"{mark}{operation}{mark}"))
         result = build_call(f"{edits.backend}.{function}", positional, **keywords)
         if member.endswith("_") and value is not None:
             tensor = updated.args[call.args.index(value)].value
@@ -135,6 +147,12 @@ class _OptimizerWrapping:
     arguments: dict[str, cst.Arg]
     target: cst.BaseExpression  # the variable of the wrapped optimizer
     model: str  # the expression of the model
+
+    def converted_optimizer(self, statement: Statement) -> cst.BaseExpression:
+        """Return the optimizer that is passed in `statement`, which is `self.statement` with converted children."""
+        call = assigned_value(statement)
+        assert isinstance(call, cst.Call)
+        return call.args[self.call.args.index(self.arguments["optimizer"])].value
 
 
 def _convert_optimizer(edits: Edits) -> None:
@@ -185,7 +203,7 @@ def _read_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
     if statement is None or optimizer_arguments is None or "optimizer" not in optimizer_arguments or len(target) != 1:
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
         return None
-    if assigned_value(statement) is not call:
+    if assigned_value(statement) is not call or not is_repeatable(target[0]):
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
         return None
     model = _find_model(script, optimizer_arguments)
@@ -255,9 +273,9 @@ def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str 
 
 
 def _owner(node: cst.CSTNode, method: str) -> str | None:
-    """Return the source of `model` in `model.method()`."""
+    """Return the source of `model` in `model.method()`, or None if `model` cannot be evaluated several times."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == method:
-        return cst.Module([]).code_for_node(node.func.value)
+        return cst.Module([]).code_for_node(node.func.value) if is_repeatable(node.func.value) else None
     return None
 
 
@@ -302,8 +320,10 @@ def _wrap_model_and_optimizer(
     keyword = ""
     if compression is not None:
         name = script.imported_name(compression.value) or ""
-        text = _COMPRESSIONS.get(name.removeprefix(MODULE + "."), script.text(compression.value))
-        if "Compression." in text:
+        known = _COMPRESSIONS.get(name.removeprefix(MODULE + "."))
+        text = f'"{known}"' if known is not None else script.text(compression.value)
+        inside = (compression.value, *_descendants(compression.value))
+        if known is None and any((script.imported_name(node) or "").startswith(MODULE) for node in inside):
             edits.refuse(compression, 'Assign "fp16" or "none" to a variable first', name="compression")
             return
         keyword = f", compression={text}"
@@ -315,28 +335,42 @@ def _wrap_model_and_optimizer(
     # The expression of the compression may be undefined where the parameters are broadcast.
     model_at = parameters if parameters is not None and compression is None else optimizer_at
 
-    optimizer = given if optimizer_at is wrapping.statement else target
-    lines = dict[cst.CSTNode, list[str]]()
+    is_in_place = optimizer_at is wrapping.statement
+    lines = dict[cst.CSTNode, list[Callable[[str], str]]]()  # each function receives the optimizer that is wrapped
     for statement in (wrapping.statement, parameters, state):
         if statement is not None:
             lines[statement] = []
-    if optimizer_at is not wrapping.statement and target != given:
-        lines[wrapping.statement].append(f"{target} = {given}")
-    lines[model_at].append(model_line)
-    lines[optimizer_at].append(f"{target} = {backend}.distributed_optimizer({optimizer}, {wrapping.model})")
-    for place, texts in lines.items():
-        new = [parse_statement(text) for text in texts]
-        edits.replace_statement(place, lambda _, new=new: new)  # type: ignore[misc]
+    if not is_in_place and target != given:
+        lines[wrapping.statement].append(lambda optimizer: f"{target} = {optimizer}")
+    lines[model_at].append(lambda _: model_line)
+    lines[optimizer_at].append(
+        lambda optimizer: (
+            f"{target} = {backend}.distributed_optimizer({optimizer if is_in_place else target}, {wrapping.model})"
+        )
+    )
+    for place, builders in lines.items():
+
+        def build(
+            updated: Statement, place: cst.CSTNode = place, builders: list[Callable[[str], str]] = builders
+        ) -> list[Statement]:
+            optimizer = given
+            if place is wrapping.statement:  # the optimizer may contain converted calls
+                optimizer = script.text(wrapping.converted_optimizer(updated))
+            return [parse_statement(build_line(optimizer)) for build_line in builders]
+
+        edits.replace_statement(place, build)
         edits.backend_uses.append(place)
-        edits.converted.add(place)
+        if place is not wrapping.statement:
+            edits.converted.add(place)
+    edits.converted |= {node for node in wrapping.call.args if node is not wrapping.arguments["optimizer"]}
     edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(
         optimizer_at,
         "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
         "hvd.broadcast_optimizer_state, which applies weight decay",
     )
-    for place, texts in lines.items():
-        if not texts:
+    for place, builders in lines.items():
+        if not builders:
             edits.explain(place, "not needed: the model or the optimizer is wrapped elsewhere")
     function = script.function(wrapping.statement)
     names = [
@@ -350,43 +384,46 @@ def _wrap_model_and_optimizer(
 
 
 def _convert_synchronize(edits: Edits) -> None:
-    """Remove `optimizer.synchronize()` and `with optimizer.skip_synchronize():`."""
+    """Remove `optimizer.synchronize()` and `with optimizer.skip_synchronize():` of optimizers of Horovod.
+
+    Other objects, such as CUDA events, have a method `synchronize` too. Their calls remain.
+    """
     script = edits.script
+    statements = [script.statement(node) for node in script.nodes if _calls(script, node, "DistributedOptimizer")]
+    optimizers = distributed_variables(
+        script, [target for statement in statements if statement is not None for target in targets(statement)]
+    )
+    ambiguous = variables_with_other_values(script, optimizers)
     for node in script.nodes:
         if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or node.args:
             continue
         member = node.func.attr.value
         if script.imported_name(node.func) is not None or member not in ("synchronize", "skip_synchronize"):
             continue
-        if member == "synchronize" and not _may_be_optimizer(script, node.func.value):
-            continue  # such as the stream in torch.cuda.current_stream().synchronize()
+        variable = script.binding(node.func.value)
+        if variable in ambiguous:
+            edits.refuse(node, "It is an optimizer in some calls only. Write a function for each case")
+            continue
+        if member == "synchronize" and variable not in optimizers:
+            if isinstance(node.func.value, cst.Name | cst.Attribute):
+                edits.explain(node, "unchanged: if this object is the optimizer, remove the call")
+            continue
         statement = script.statement(node)
         if member == "synchronize" and statement is not None and assigned_value(statement) is node:
             edits.remove_statement(statement)
             edits.explain(node, "the gradients are already reduced when backward returns")
             continue
         block = next((ancestor for ancestor in script.ancestors(node) if isinstance(ancestor, cst.With)), None)
-        if member == "skip_synchronize" and block is not None and [ancestor.item for ancestor in block.items] == [node]:
+        is_with = member == "skip_synchronize" and block is not None
+        if block is not None and is_with and [item.item for item in block.items] == [node] and variable in optimizers:
             edits.replace_statement(block, _body)
             edits.explain(node, "the gradients are already reduced when backward returns")
         else:
             edits.refuse(node, "The gradients are already reduced when backward returns: remove it")
 
 
-def _may_be_optimizer(script: Script, value: cst.BaseExpression) -> bool:
-    """Return whether `value` may be an optimizer: a variable to which no assignment assigns another object of torch."""
-    if not isinstance(value, cst.Name | cst.Attribute):
-        return False
-    text = script.text(value)
-    assigned = [
-        assigned_value(statement)
-        for statement in {script.statement(node) for node in script.nodes if isinstance(node, cst.Call)}
-        if statement is not None and text in map(script.text, targets(statement))
-    ]
-    names = [script.called_name(call) or "" for call in assigned if isinstance(call, cst.Call)]
-    return not any(name.startswith("torch.") and not name.startswith("torch.optim.") for name in names)
-
-
 def _body(statement: Statement) -> list[Statement]:
     assert isinstance(statement, cst.With)
+    if isinstance(statement.body, cst.SimpleStatementSuite):  # in the line of the with statement
+        return [cst.SimpleStatementLine(statement.body.body)]
     return [child for child in statement.body.body if isinstance(child, Statement)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import libcst as cst
 
@@ -30,19 +33,69 @@ def migrate(source: str) -> Migration:
     libraries.
     """
     try:
-        script = Script(source)
+        _check_syntax(source)  # first, because libcst crashes for deeply nested brackets
+        return _convert(source)
     except cst.ParserSyntaxError as error:
         raise ConfigError(
             f"Line {error.raw_line} is not valid Python: {error.message} Pass a Python 3 script."
         ) from error
+    except RecursionError as error:
+        raise ConfigError(
+            "The script contains an expression with too many nested terms. Move it to a file of its own."
+        ) from error
+
+
+def _check_syntax(source: str) -> None:
+    error = _find_syntax_error(source)
+    if error is not None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ConfigError(
+            f"Line {error.lineno} is not valid Python: {error.msg}. Pass a script for Python {version}, or run "
+            "unitrain migrate with the Python version of the script."
+        )
+
+
+def _convert(source: str) -> Migration:
+    script = Script(source)
     edits = Edits(script)
     libraries = _find_libraries(script)
     _convert_calls(edits, libraries)
     _refuse_unknown(edits)
     _convert_startup(edits, libraries)
     imports.convert(edits)
-    problems = tuple(sorted(edits.problems))
-    return Migration(None if problems else edits.source(), tuple(sorted(edits.reasons)), problems, tuple(libraries))
+    converted = None if edits.problems else edits.source()
+    if converted is not None and (error := _find_syntax_error(converted)) is not None:
+        edits.problems.add(_problem_in_converted(source, converted, error))
+        converted = None
+    return Migration(converted, tuple(sorted(edits.reasons)), tuple(sorted(edits.problems)), tuple(libraries))
+
+
+def _find_syntax_error(source: str) -> SyntaxError | None:
+    """Return the error of the compiler of this Python version, or None if `source` is valid."""
+    if "\0" in source:  # the compiler does not report the line
+        line = source.partition("\0")[0].count("\n") + 1
+        return SyntaxError("it contains a null byte", ("script", line, None, None))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for example, invalid escape sequences
+            compile(source.removeprefix("\ufeff"), "script", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return error
+    return None
+
+
+def _problem_in_converted(source: str, converted: str, error: SyntaxError) -> Problem:
+    """Return the problem for a converted line that is not valid. Its line number refers to the original script."""
+    before, after = source.splitlines(), converted.splitlines()
+    index = (error.lineno or 1) - 1
+    blocks = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    line = next((first + index - start for _, first, _, start, end in blocks if start <= index < end), 0) + 1
+    text = after[index].strip() if index < len(after) else ""
+    return Problem(
+        min(line, len(before)),
+        text,
+        f"The converted line is not valid Python ({error.msg}). Write the original line in a simpler form",
+    )
 
 
 def _find_libraries(script: Script) -> list[str]:

@@ -1,12 +1,12 @@
-"""The variables that hold distributed models, and reads of the members of these models.
+"""The variables that hold distributed models or other wrapped objects, and reads of the members of these models.
 
 A variable holds a distributed model if a wrapped model or another such variable is assigned to it. A parameter of a
-function of this file holds one if such a variable is passed for it.
+function of this file holds one if such a variable is passed for it. Optimizers and Accelerators are followed likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import libcst as cst
@@ -27,12 +27,27 @@ _NOT_SUPPORTED = {
 
 def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set[Binding]:
     """Return the variables that hold a distributed model. `wrapped` are names or attributes that it is assigned to."""
-    bindings = {binding for node in wrapped if (binding := script.binding(node)) is not None}
+    return _follow(script, {binding for node in wrapped if (binding := script.binding(node)) is not None})
+
+
+def variables_with_other_values(script: Script, variables: set[Binding]) -> set[Binding]:
+    """Return the subset of `variables`, which `distributed_variables` returned, that other objects are also passed to:
+    parameters of functions, and the variables that they are assigned to."""
+    mixed = {
+        binding
+        for binding, value in passed_arguments(script)
+        if binding in variables and not _holds_model(script, value, variables)
+    }
+    return _follow(script, mixed)
+
+
+def _follow(script: Script, bindings: set[Binding]) -> set[Binding]:
+    """Return `bindings` and the variables to which they are assigned or passed, directly or not."""
+    bindings = set(bindings)
+    passed = list(passed_arguments(script))
     while True:
-        added = set[Binding]()
+        added = {binding for binding, value in passed if _holds_model(script, value, bindings)}
         for node in script.nodes:
-            if isinstance(node, cst.Call) and (callee := script.called_function(node)) is not None:
-                added |= _parameters(script, node, *callee, bindings)
             value = assigned_value(node)
             if value is not None and _holds_model(script, value, bindings):
                 added |= {binding for target in targets(node) if (binding := script.binding(target)) is not None}
@@ -57,27 +72,26 @@ def _holds_model(script: Script, value: cst.CSTNode, variables: set[Binding]) ->
     )
 
 
-def _parameters(
-    script: Script, call: cst.Call, function: cst.FunctionDef, skipped: int, variables: set[Binding]
-) -> set[Binding]:
-    """Return the parameters of `function` for which `call` passes one of `variables`."""
-    positional = [*function.params.posonly_params, *function.params.params][skipped:]
-    names = {parameter.name.value for parameter in (*positional, *function.params.kwonly_params)}
-    bindings = set[Binding]()
-    for index, argument in enumerate(call.args):
-        if argument.star:
-            break
-        if script.binding(argument.value) not in variables:
+def passed_arguments(script: Script) -> Iterator[tuple[Binding, cst.BaseExpression]]:
+    """Yield each argument of a call of a function of this file, and the variable of the parameter."""
+    for call in script.nodes:
+        callee = script.called_function(call) if isinstance(call, cst.Call) else None
+        if callee is None or not isinstance(call, cst.Call):
             continue
-        name = None
-        if argument.keyword is not None:
-            name = argument.keyword.value
-        elif index < len(positional):
-            name = positional[index].name.value
-        binding = script.parameter(function, name) if name in names and name is not None else None
-        if binding is not None:
-            bindings.add(binding)
-    return bindings
+        function, skipped = callee
+        positional = [*function.params.posonly_params, *function.params.params][skipped:]
+        names = {parameter.name.value for parameter in (*positional, *function.params.kwonly_params)}
+        for index, argument in enumerate(call.args):
+            if argument.star:
+                break
+            name = None
+            if argument.keyword is not None:
+                name = argument.keyword.value
+            elif index < len(positional):
+                name = positional[index].name.value
+            binding = script.parameter(function, name) if name in names and name is not None else None
+            if binding is not None:
+                yield binding, argument.value
 
 
 def convert_reads(

@@ -15,6 +15,11 @@ import libcst as cst
 from unitrain.migrate.edits import Edits, Statement, parse_statement
 from unitrain.migrate.script import Block, Script, assigned_value
 
+# Functions and methods of multiprocessing, torch.multiprocessing and concurrent.futures.
+_STARTS_PROCESSES = (
+    "Process", "start_processes", "spawn", "submit", "map", "imap", "starmap", "apply", "apply_async", "map_async",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Startup:
@@ -47,6 +52,8 @@ def convert(edits: Edits, startup: Startup) -> None:
         if call.args or line is None or assigned_value(line) is not call:
             edits.refuse(call, "Call it without arguments, in a statement of its own")
             return
+    if _refuse_processes(edits, startup.call):
+        return
     function = script.function(statement)
     other_uses = [node for node in edits.backend_uses if node is not startup.call]
     early = [node for node in other_uses if _runs_before(script, node, statement)]
@@ -64,6 +71,31 @@ def convert(edits: Edits, startup: Startup) -> None:
         _start_in_place(edits, startup, statement, first)
     else:
         _wrap_main(edits, startup, statement, function)
+
+
+def _refuse_processes(edits: Edits, start: cst.Call) -> bool:
+    """Refuse calls that start processes with a function that calls `start`, and return whether there are any."""
+    script = edits.script
+    is_found = False
+    for call in script.nodes:
+        if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Name | cst.Attribute):
+            continue
+        name = call.func.value if isinstance(call.func, cst.Name) else call.func.attr.value
+        if name not in _STARTS_PROCESSES:
+            continue
+        function = script.function(start)
+        if any(
+            isinstance(argument.value, cst.Name) and _reaches(script, cst.Call(argument.value), function, set())
+            for argument in call.args
+        ):
+            edits.refuse(
+                call,
+                "The script starts its own ranks. Remove the call, and start the function once per rank with: "
+                "unitrain launch -np 4 train.py",
+                is_structural=True,
+            )
+            is_found = True
+    return is_found
 
 
 def _runs_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
@@ -114,8 +146,7 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
 def _append(edits: Edits, block: Block, statement: Statement) -> None:
     last_statement = block.body[-1]
     assert isinstance(last_statement, Statement)
-    last_call = assigned_value(last_statement)
-    if last_call is not None and edits.script.called_name(last_call) == "sys.exit":
+    if _is_exit(edits.script, last_statement):
         edits.refuse(last_statement, "The shutdown of the backend must be the last statement: remove this call")
         return
     if edits.is_replaced(last_statement):
@@ -123,6 +154,18 @@ def _append(edits: Edits, block: Block, statement: Statement) -> None:
         return
     edits.replace_statement(last_statement, lambda updated: [updated, statement])
     edits.explain(last_statement, "the backend is shut down when training is complete")
+
+
+def _is_exit(script: Script, statement: Statement) -> bool:
+    """Return whether no statement after `statement` is executed."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    call = assigned_value(statement)
+    if isinstance(call, cst.Call) and (
+        script.called_name(call) in ("sys.exit", "os._exit") or script.text(call.func) in ("exit", "quit")
+    ):
+        return True
+    return isinstance(statement.body[-1], cst.Raise | cst.Return)
 
 
 def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | None) -> bool:
@@ -153,6 +196,22 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
     if early:
         _refuse_early(edits, early)
         return
+    functions = {script.function(node) for node in edits.backend_uses}
+    late = [
+        node
+        for node in script.nodes
+        if script.function(node) is None
+        and script.position(node) > script.position(main)
+        and main not in (node, *script.ancestors(node))
+        and (
+            node in edits.backend_uses
+            or (isinstance(node, cst.Call) and any(_reaches(script, node, used, set()) for used in functions))
+        )
+    ]
+    for node in late:
+        edits.refuse(node, f"It is called after the backend is shut down. Move it into {function.name.value}")
+    if late:
+        return
     name = f" as {edits.backend}" if edits.backend_uses else ""
     edits.replace_statement(main, lambda updated: [_wrap_in_with(f"{startup.text}{name}", updated)])
     edits.explain(
@@ -176,7 +235,7 @@ def _wrap_in_with(context: str, statement: Statement) -> Statement:
     return block.with_changes(body=cst.IndentedBlock([statement.with_changes(leading_lines=())]))
 
 
-def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef, seen: set[cst.CSTNode]) -> bool:
+def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef | None, seen: set[cst.CSTNode]) -> bool:
     """Return whether `call` calls `function`, directly or through functions of this file."""
     callee = script.called_function(call)
     if callee is None or callee[0] in seen:

@@ -11,6 +11,7 @@ import libcst as cst
 
 from unitrain.migrate.calls import arguments, literal
 from unitrain.migrate.edits import Edits, parse_statement
+from unitrain.migrate.models import distributed_variables, variables_with_other_values
 from unitrain.migrate.script import assigned_value, targets
 
 ACCELERATE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
@@ -24,18 +25,33 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_p
 def convert(edits: Edits) -> None:
     """Refuse settings that need another process group, add a comparison of the ranks, and remove `end_training`."""
     script = edits.script
+    accelerators = list[cst.CSTNode]()
     for node in script.nodes:
         if not isinstance(node, cst.Call):
             continue
         name = script.called_name(node)
         if name in ACCELERATE:
+            statement = script.statement(node)
+            accelerators += targets(statement) if statement is not None else ()
             _check_accelerator(edits, node)
             _compare_ranks(edits, node, "process_index", _FIX)
         elif name in FABRIC:
             _check_fabric(edits, node)
             _compare_ranks(edits, node, "global_rank", _FABRIC_FIX)
-        elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "end_training" and not node.args:
+    variables = distributed_variables(script, accelerators)
+    ambiguous = variables_with_other_values(script, variables)
+    for node in script.nodes:
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or node.args:
+            continue
+        if node.func.attr.value != "end_training" or script.imported_name(node.func) is not None:
+            continue
+        variable = script.binding(node.func.value)
+        if variable in ambiguous:
+            edits.refuse(node, "It is an Accelerator in some calls only. Write a function for each case")
+        elif variable in variables:
             _convert_end(edits, node)
+        elif accelerators:
+            edits.explain(node, "unchanged: if this object is the Accelerator, remove the call")
 
 
 def _check_accelerator(edits: Edits, call: cst.Call) -> None:
@@ -83,12 +99,10 @@ def _convert_end(edits: Edits, call: cst.Call) -> None:
     """Remove `accelerator.end_training()`, which destroys the process group, if the script has no trackers."""
     script = edits.script
     statement = script.statement(call)
-    if script.imported_name(call.func) is not None or statement is None:
-        return
     has_trackers = any(
         isinstance(node, cst.Name) and node.value in ("log_with", "init_trackers") for node in script.nodes
     )
-    if has_trackers or assigned_value(statement) is not call:
+    if has_trackers or statement is None or assigned_value(statement) is not call:
         edits.refuse(call, "It destroys the process group. Use: for tracker in accelerator.trackers: tracker.finish()")
     else:
         edits.remove_statement(statement)
