@@ -275,3 +275,11 @@ def test_each_exit_before_the_shutdown_of_the_backend_is_refused(end: str) -> No
 def test_name_of_the_backend_differs_from_all_variables() -> None:
     converted = convert(in_horovod("backend = unitrain_backend = 1\nprint(hvd.rank())"))
     assert "unitrain_unitrain_backend = unitrain.init()\n" in converted
+
+
+@pytest.mark.parametrize(("argument", "is_mentioned"), [("", True), (", broadcast_buffers=False", False)])
+def test_running_statistics_of_ddp_models_are_mentioned(argument: str, is_mentioned: bool) -> None:
+    result = migrate(in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net{argument})\nlast = 1"))
+    assert result.source is not None
+    texts = [reason.text for reason in result.reasons if reason.line == 6]
+    assert any("unitrain.broadcast_buffers(model, backend)" in text for text in texts) is is_mentioned

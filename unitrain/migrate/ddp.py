@@ -102,6 +102,13 @@ def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
     edits.replace(call, build)
     edits.converted.add(call.func)
     edits.explain(call, "the backend distributes the model, on the device that its parameters are on")
+    if "broadcast_buffers" not in ddp_arguments or literal(ddp_arguments["broadcast_buffers"]) is not False:
+        edits.explain(
+            call,
+            "if the model contains BatchNorm and all ranks evaluate it, call unitrain.broadcast_buffers(model, "
+            f"{edits.backend}) on all ranks before model.eval(): DDP broadcasts the running statistics of rank 0 in "
+            "each forward pass, the backend does not",
+        )
 
 
 def _convert_sync_batch_norm(edits: Edits, call: cst.Call) -> None:
