@@ -203,6 +203,7 @@ def test_port_in_use_is_an_error_or_is_opened_later(values: RunValues, caplog: p
         (["--metrics-port", "0"], "1<=x<=65535"),
         (["--metrics-address", "0.0.0.0"], "--metrics-port 9400"),
         (["--metrics-port", "9400", "--metrics-address", "192.0.2.1"], "is not available on 192.0.2.1"),
+        (["--metrics-port", "9400", "--metrics-address", "127.0.0..1"], "is not available on 127.0.0..1"),
     ],
 )
 def test_launch_rejects_metrics_options(options: list[str], message: str, tmp_path: Path) -> None:

@@ -334,15 +334,15 @@ def _check_metrics_port(port: int, address: str) -> None:
     """Raise LaunchError if rank 0, which runs on this host, cannot listen on the port of --metrics-port."""
     try:
         check_can_listen(address, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         other_port = max(1024, port + 1) if port < 65535 else port - 1  # only root can listen on a port below 1024
         fix = (
             f"Use another port: --metrics-port {other_port}"
-            if error.errno in (errno.EADDRINUSE, errno.EACCES)
+            if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
             else "Use an address of this host: --metrics-address 127.0.0.1"
         )
         raise LaunchError(
-            f"--metrics-port {port} is not available on {address}: {error.strerror or error}. {fix}"
+            f"--metrics-port {port} is not available on {address}: {getattr(error, 'strerror', None) or error}. {fix}"
         ) from None
 
 
