@@ -87,8 +87,8 @@ class TrainConfig:
 
     # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
-    """Seed of the data order and of each rank's random number generators (dropout, augmentation). DataLoader workers
-    are seeded in every epoch, persistent workers only when they start.
+    """Seed of the data order and of each rank's random number generators (dropout, augmentation), from 0 to 2**64 - 1.
+    DataLoader workers are seeded in every epoch, persistent workers only when they start.
     """
     shuffle: bool = True
     """Shuffle a Dataset in every epoch. A DataLoader keeps the order of its sampler."""
@@ -231,6 +231,11 @@ class TrainConfig:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix)
         for name, minimum, fix in _OPTIONAL_INTEGER_SETTINGS:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix, optional=True)
+        if self.seed > _MAX_SEED:
+            raise ConfigError(
+                f"TrainConfig.seed must be at most {_MAX_SEED} (2**64 - 1, the maximum of torch.manual_seed), got "
+                f"{validation.describe_value(self.seed)}. Use 0."
+            )
         for name, choices in _CHOICE_SETTINGS.items():
             validation.check_choice(_full_name(name), getattr(self, name), get_args(choices))
         for name in _BOOLEAN_SETTINGS:
@@ -419,6 +424,7 @@ def _full_name(name: str) -> str:
     return f"TrainConfig.{name}"
 
 
+_MAX_SEED = 2**64 - 1
 # Integer settings: name, minimum, and the fix in the error message.
 _INTEGER_SETTINGS = (
     ("warmup_steps", 0, "Use 0 to start with the full learning rate"),

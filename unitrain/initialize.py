@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unitrain import validation
 from unitrain.backends import registry
@@ -55,12 +55,7 @@ def init(
     LauncherMismatchError, EnvironmentVariableError, ConfigError for an invalid argument or if a backend is already in
     use, or CollectiveTimeoutError, which names the missing ranks.
     """
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not (is_number and 0 < timeout_seconds <= _MAX_TIMEOUT_SECONDS):
-        raise ConfigError(
-            f"timeout_seconds must be a number above 0 and at most {_MAX_TIMEOUT_SECONDS} (a year), got "
-            f"{validation.describe_value(timeout_seconds)}. Use 300 for five minutes."
-        )
+    check_timeout(timeout_seconds)
     fix = "Use unitrain.init(backend='ddp'), or leave it out"
     validation.check_instance("unitrain.init(backend)", backend, str, "the name of a backend", fix, optional=True)
     fix = "Use unitrain.init(transport='gloo'), or leave it out"
@@ -87,3 +82,13 @@ def init(
         )
     supervisor_client.connect(started.rank)
     return started
+
+
+def check_timeout(timeout_seconds: Any) -> None:
+    """Raise ConfigError unless `timeout_seconds` is a number of seconds above 0 and at most a year."""
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not (is_number and 0 < timeout_seconds <= _MAX_TIMEOUT_SECONDS):
+        raise ConfigError(
+            f"timeout_seconds must be a number above 0 and at most {_MAX_TIMEOUT_SECONDS} (a year), got "
+            f"{validation.describe_value(timeout_seconds)}. Use 300 for five minutes."
+        )

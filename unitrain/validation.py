@@ -17,6 +17,7 @@ from unitrain.errors import ConfigError, did_you_mean
 
 _MAX_SHOWN_CHARACTERS = 60
 _MAX_TEXT_CHARACTERS = 400  # longer than most paths
+_MAX_SHOWN_INTEGER = 10**60  # Python does not format integers of more than 4,300 digits
 
 
 def describe_value(value: object) -> str:
@@ -29,6 +30,8 @@ def describe_value(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, str) and len(value) > _MAX_TEXT_CHARACTERS:
         return f"a string of {len(value)} characters that starts with {value[:_MAX_SHOWN_CHARACTERS]!r}"
+    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INTEGER:
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, str | int | float | bool | Path):
         return repr(value)
     try:
@@ -47,7 +50,7 @@ def check_integer(name: str, value: Any, minimum: int, fix: str, *, optional: bo
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, got {describe_value(value)}. {fix}.")
     if value < minimum:
-        raise ConfigError(f"{name} must be at least {minimum}, got {value}. {fix}.")
+        raise ConfigError(f"{name} must be at least {minimum}, got {describe_value(value)}. {fix}.")
     return value
 
 

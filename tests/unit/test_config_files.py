@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import unitrain
 from unitrain.cli import unitrain as command_line
-from unitrain.config_files.instantiation import build_arguments
+from unitrain.config_files.instantiation import build_arguments, read_command_line
 from unitrain.config_files.parser import parse
 from unitrain.errors import ConfigError
 
@@ -60,6 +60,26 @@ def decay(optimizer: Optimizer, total_steps: int) -> LRScheduler:
 
 def constant(optimizer: Optimizer, **options: float) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1.0)
+
+class Table:
+    """A dataset that is not a subclass of torch's, such as datasets.Dataset."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int):
+        return torch.zeros(3), torch.zeros(1)
+
+def create_table() -> Table:
+    return Table()
+
+def unannotated(optimizer, total_steps):
+    return constant(optimizer)
+
+class FailingLoss(nn.Module):
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        raise ArithmeticError("no loss")
 '''
 CONFIG = """\
 model:
@@ -102,7 +122,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def message_of(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        build_arguments(parse(words))
+        read_command_line(words)
     return str(caught.value)
 
 
@@ -191,7 +211,24 @@ def test_scheduler_classes_and_functions(folder: Path) -> None:
         ),
         ("model:\n  init_args:\n    hiden: 3", r"bad.yaml, line 4: model\.hiden: .*'hiden' is not accepted"),
         ("model: config_parts.Net", r"bad.yaml, line 2: model: config_parts\.Net: module 'config_parts' has no attr"),
-        ("model: config_parts.error", r"bad.yaml, line 2: model: .*config_parts\.error does not correspond to a subcl"),
+        ("model: config_parts.constant", r"bad.yaml, line 2: model: .*\.constant does not correspond to a subcl"),
+        (
+            "model: config_parts.error",
+            r"bad.yaml, line 2: model: the function 'config_parts\.error' has no return annotation\. Add it, as in: "
+            r"def error\(\.\.\.\) -> torch\.nn\.Module:",
+        ),
+        (
+            "scheduler: config_parts.unannotated",
+            r"bad.yaml, line 2: scheduler: the function 'config_parts\.unannotated' has no return annotation\. .* -> "
+            r"torch\.optim\.lr_scheduler\.LRScheduler:",
+        ),
+        (
+            "train_data: {class_path: config_parts.unannotated}",
+            r"bad.yaml, line 2: train_data: the function '.*unannotated' has .* -> torch\.utils\.data\.Dataset:",
+        ),
+        ("val_data:\n  one: config_parts.unannotated", r"bad.yaml, line 3: val_data: the function '.*' has no return"),
+        ("train_data: torch.nn.ReLU", r"bad.yaml, line 2: train_data: .* subclass of Dataset or DataLoader\. Print"),
+        ("scheduler: 3", r"bad.yaml, line 2: scheduler: .*Callable\[\[torch.optim.optimizer.Optimizer, int\], torch"),
         ("precision: fp17", r"bad.yaml, line 2: precision: expected one of 'fp32', 'bf16', 'fp16', got 'fp17'"),
         (
             "callbacks:\n- class_path: unitrain.GradientWatch\n- class_path: unitrain.EarlyStopping\n"
@@ -235,6 +272,82 @@ def test_exceptions_of_a_class_name_its_key(folder: Path) -> None:
     with pytest.raises(ValueError, match="13 is not supported") as caught:
         build("config/run.yaml", "--model.hidden=13")
     assert caught.value.__notes__[0].startswith("config/run.yaml, line 1: model: the exception was raised")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (
+            "train_data: {class_path: config_parts.create_data, init_args: {samples: -1}}",
+            RuntimeError,
+            "negative dimen",
+        ),
+        ("val_data: {class_path: config_parts.create_data, init_args: {samples: -1}}", RuntimeError, "negative"),
+        ("val_data: {a: {class_path: config_parts.create_data, init_args: {samples: -1}}}", RuntimeError, "negative"),
+        ("loss_fn: config_parts.FailingLoss", ArithmeticError, "no loss"),
+    ],
+)
+def test_the_exception_of_a_class_or_function_is_raised_unchanged(
+    text: str, error: type[Exception], message: str, folder: Path
+) -> None:
+    (folder / "failing.yaml").write_text(text)
+    with pytest.raises(error, match=message) as caught:
+        build("config/run.yaml", "failing.yaml")
+    assert caught.value.__notes__[0].startswith(f"failing.yaml, line 1: {text.partition(':')[0]}: the exception was")
+    assert caught.traceback[-1].name in ("create_data", "__init__")
+
+
+def test_a_function_may_return_a_dataset_that_is_not_a_subclass_of_torchs(folder: Path) -> None:
+    arguments = build("config/run.yaml", "--train_data=config_parts.create_table", "--val_data=config_parts.Table")
+    assert [type(arguments[name]).__name__ for name in ("train_data", "val_data")] == ["Table", "Table"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: -8", "batch_size: TrainConfig.batch_size must be at least 1, got -8. Use 32"),
+        ("max_seconds: .nan", "max_seconds: TrainConfig.max_seconds must be a number above 0, got nan. Use None"),
+        ("seed: 18446744073709551616", "seed: TrainConfig.seed must be at most 18446744073709551615 (2**64 - 1"),
+        ("timeout_seconds: -1", "timeout_seconds: timeout_seconds must be a number above 0 and at most 31536000"),
+        ("backend: hovorod", "backend: Unknown backend 'hovorod'. Did you mean 'horovod'?"),
+        ("val_data: {}", "val_data: the mapping contains no dataset. Use val_data: package.module.create_dataset"),
+        ("local_sgd: {steps: 0}", "local_sgd: LocalSGDConfig.steps must be at least 1, got 0"),
+        (
+            "lr_scaling: linear",
+            "lr_scaling: TrainConfig.lr_scaling 'linear' needs the global batch size for which the ",
+        ),
+        ("loggers: [csw]", "loggers: Unknown logger 'csw'. Did you mean 'csv'?"),
+        (
+            "loggers: [csv]",
+            "loggers: the logger 'csv' writes to output_dir, which is not set. Use output_dir: runs/first, or the "
+            "option --output_dir runs/first",
+        ),
+        ("loggers: [unitrain.CSVLogger]", "loggers: the logger 'unitrain.CSVLogger' writes to output_dir"),
+    ],
+)
+def test_invalid_values_are_reported_before_the_backend_starts(
+    text: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unitrain, "init", lambda *arguments, **options: pytest.fail("the backend was started"))
+    (folder / "bad.yaml").write_text(f"{text}\n")
+    done = CliRunner().invoke(command_line, ["train", "config/run.yaml", "bad.yaml"])
+    assert done.exit_code == 2, done.output
+    assert f"Error: bad.yaml, line 1: {message}" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("lr_scaling: linear", "Use reference_batch_size: 256."),
+        ("warmup_steps: 3", "Use lr_scaling: linear, or leave warmup_steps out and give the Trainer a scheduler."),
+        ("resume: true", "Use output_dir: runs/first, resume: true, or pass a checkpoint: resume: runs/first."),
+        ("local_sgd: 4\ncompression: bf16", "Use local_sgd: {steps: 25, compression: bf16}, or leave local_sgd out."),
+        ("preemption_signals: [SIGKILL]", "Use preemption_signals: [SIGTERM, SIGUSR1], or () to handle no signal."),
+    ],
+)
+def test_fixes_are_written_as_in_a_file(text: str, fix: str, folder: Path) -> None:
+    (folder / "bad.yaml").write_text(text)
+    assert message_of("config/run.yaml", "bad.yaml").endswith(fix)
 
 
 def test_without_jsonargparse_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

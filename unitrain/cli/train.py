@@ -42,10 +42,10 @@ def train(words: tuple[str, ...]) -> None:
         raise click.UsageError(
             "unitrain train takes a configuration file. Create one with: unitrain train --print_config > config.yaml"
         )
-    from unitrain.config_files import training
+    from unitrain.config_files import instantiation, training
 
     try:
-        parsed = training.read_command_line(words)
+        parsed = instantiation.read_command_line(words)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     except MissingDependencyError as error:

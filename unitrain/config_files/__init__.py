@@ -2,6 +2,7 @@
 
     sources        reads the files, and finds the line of a key
     parser         the keys and their types, command-line overrides, and errors that name the file, line and key
+    settings       creates TrainConfig, and checks values before the ranks communicate
     instantiation  creates the model, the data and the other arguments of `Trainer` and `fit`
     training       trains, and determines the resolved configuration
 

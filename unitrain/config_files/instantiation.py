@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
-from unitrain.config import TrainConfig
-from unitrain.config_files.parser import ParsedConfig, parse, setting_names
-from unitrain.errors import ConfigError
+from unitrain.config_files.parser import ParsedConfig, parse
+from unitrain.config_files.settings import build_config, check_values
 from unitrain.randomness import seed_generators
 
 _TOTAL_STEPS = "total_steps"
@@ -25,7 +23,7 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     other object. Raises ConfigError for invalid settings. If a user's class raises an exception, a note that names the
     key is added to the exception.
     """
-    config = _build_config(parsed)
+    config = build_config(parsed)
     seed_generators(config.seed)
     model = _build(parsed, "model")
     optimizer = _build(parsed, "optimizer")
@@ -50,23 +48,22 @@ def load_arguments(argv: Sequence[str]) -> Mapping[str, Any]:
 
     Raises ConfigError, or MissingDependencyError without jsonargparse.
     """
-    return build_arguments(parse(argv))
+    return build_arguments(read_command_line(argv))
 
 
-def _build_config(parsed: ParsedConfig) -> TrainConfig:
-    settings = parsed.parser.instantiate(_select_keys(parsed, setting_names()))
-    try:
-        return TrainConfig(**{name: settings[name] for name in setting_names()})
-    except ConfigError as error:
-        setting_words = [word for word in re.findall(r"\w+", str(error)) if word in setting_names()]
-        if not setting_words:
-            raise
-        raise parsed.error(setting_words[:1], str(error)) from None
+def read_command_line(argv: Sequence[str]) -> ParsedConfig:
+    """Parse the command line of `unitrain train`, and check its values, before the ranks communicate.
+
+    Raises ConfigError for invalid values, or MissingDependencyError without jsonargparse. See `parser.parse`.
+    """
+    parsed = parse(argv)
+    check_values(parsed)
+    return parsed
 
 
 def _build(parsed: ParsedConfig, name: str) -> Any:
     """Create the object that the key `name` specifies."""
-    return _call(parsed, name, lambda: parsed.parser.instantiate(_select_keys(parsed, [name]))[name])
+    return _call(parsed, name, lambda: parsed.instantiate(name))
 
 
 def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
@@ -76,13 +73,6 @@ def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         error.add_note(str(parsed.error([name], "the exception was raised while this object was created")))
         raise
-
-
-def _select_keys(parsed: ParsedConfig, names: Sequence[str]) -> Any:
-    selected = type(parsed.values)()
-    for name in names:
-        selected[name] = parsed.values[name]
-    return selected
 
 
 def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

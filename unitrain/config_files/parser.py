@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
+import inspect
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,37 @@ _EXAMPLES = {
     "optimizer": "torch.optim.AdamW",
     "train_data": "package.module.create_dataset",
 }
-_Data: Any = Dataset | DataLoader
+
+
+class _DataMeta(ABCMeta):
+    """Defines which classes count as subclasses of `Data`."""
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if issubclass(subclass, Dataset | DataLoader):
+            return True
+        if subclass.__module__ == "builtins" or issubclass(subclass, Mapping | nn.Module | argparse.Namespace):
+            return False
+        return hasattr(subclass, "__iter__") or (hasattr(subclass, "__getitem__") and hasattr(subclass, "__len__"))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Dataset | DataLoader)
+
+    def __subclasses__(cls) -> list[type]:
+        return [Dataset, DataLoader]
+
+
+class Data(metaclass=_DataMeta):
+    """Type of the data. Its subclasses are the datasets and DataLoaders of torch, and other classes with the methods of
+    a dataset, such as `datasets.Dataset`.
+
+    It is one type instead of a Union, because jsonargparse tries all types of a Union, and replaces the exceptions of
+    the user's class or function by a message about the types.
+    """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 # Name, type, default and help of the keys that are not settings of TrainConfig.
 _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
     ("model", nn.Module, None, "Class of the model, or function that returns it."),
@@ -52,8 +85,8 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
     ),
     ("metrics", dict[str, Callable[..., Any]] | None, None, "Metric functions or torchmetrics classes by name."),
     ("forward", Callable[..., Any] | None, None, "Function forward(model, batch) that returns (output, target)."),
-    ("train_data", _Data, None, "Class of the dataset or DataLoader, or function that returns it."),
-    ("val_data", _Data | dict[str, _Data] | None, None, "Validation data, or several datasets by name."),
+    ("train_data", Data, None, "Class of the dataset or DataLoader, or function that returns it."),
+    ("val_data", Data | dict[str, Data] | None, None, "Validation data, or several datasets by name."),
     ("callbacks", list[Callback], [], "Classes of the callbacks."),
     ("loggers", list[str | Logger], [], "Names or classes of the loggers."),
     ("backend", str | None, None, "ddp, horovod, local or a plug-in. [default: UNITRAIN_BACKEND, or the launcher's]"),
@@ -69,6 +102,18 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
     ),
 )
 _CLASS_KEYS = ("model", "optimizer", "scheduler", "loss_fn", "train_data", "val_data", "callbacks", "loggers")
+# Types of the elements of keys whose type is a Union with classes that the parser instantiates.
+_ELEMENT_TYPES: Mapping[str, Any] = {"val_data": Data, "loggers": Logger}
+# Return annotation of a function that a key names.
+_ANNOTATIONS = {
+    "model": "torch.nn.Module",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "train_data": "torch.utils.data.Dataset",
+    "val_data": "torch.utils.data.Dataset",
+    "callbacks": "unitrain.Callback",
+    "loggers": "unitrain.Logger",
+}
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY_PATTERN = re.compile(r'(?:Parser )?[Kk]ey "([^"]+)"')
 _CLASS_PATTERN = re.compile(r"<class '([\w.]+)'>")
@@ -90,6 +135,46 @@ class ParsedConfig:
             values[name] = value
         text: str = self.parser.dump(values, skip_none=False, skip_validation=True)
         return text
+
+    def instantiate(self, name: str) -> Any:
+        """Return the object that the key `name` specifies.
+
+        An exception of the user's class or function is raised unchanged, also if the type of the key is a Union, in
+        which jsonargparse would replace it by a message about the types.
+        """
+        value = self.values[name]
+        if name not in _ELEMENT_TYPES:
+            return self._instantiate(self.parser, name, value)
+        parser = type(self.parser)(exit_on_error=False)
+        parser.add_argument("--object", type=_ELEMENT_TYPES[name])
+
+        def create(element: Any) -> Any:
+            is_name = element is None or isinstance(element, str)
+            return element if is_name else self._instantiate(parser, "object", element)
+
+        if isinstance(value, list):
+            return [create(element) for element in value]
+        if isinstance(value, dict):
+            return {key: create(element) for key, element in value.items()}
+        return create(value)
+
+    def _instantiate(self, parser: Any, name: str, value: Any) -> Any:
+        raised: list[Exception] = []
+
+        def create(class_type: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return class_type(*args, **kwargs)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        selected = type(self.values)()
+        selected[name] = value
+        try:
+            return parser.instantiate(selected, instantiators=[(create, object, True)])[name]
+        except Exception as error:
+            failure = raised[0] if raised else error
+        raise failure
 
     def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
         """Return an error that begins with the location of the key `names`, such as ("model", "hidden")."""
@@ -230,6 +315,8 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     names = [part for dotted_key in _KEY_PATTERN.findall(text) for part in dotted_key.split(".")]
     if not names:
         return ConfigError(f"{text.strip()}. Print all keys with: unitrain train --help")
+    if (error := _missing_annotation(names[0], text, files, overrides)) is not None:
+        return error
     message, value = _shorten(text)
     if (option := re.search(r"Option '([^']+)' is not accepted", text)) is not None:
         names.append(option[1])
@@ -241,13 +328,36 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     return ConfigError(f"{place}: {message.rstrip('.')}. {fix}")
 
 
+def _missing_annotation(
+    name: str, text: str, files: Sequence[ConfigFile], overrides: Sequence[str]
+) -> ConfigError | None:
+    """Return an error if the key `name` names a function without return annotation, and `text` contains its path."""
+    if name not in _ANNOTATIONS:
+        return None
+    entries = [entry for file in files for entry in file.entries if entry.key[0] == name]
+    paths = [entry.value for entry in entries if "init_args" not in entry.key]
+    paths += [path for word in overrides for path in (word, word.partition("=")[2])]
+    for path in paths:
+        if path is None or path not in text:
+            continue
+        module, _, function_name = path.rpartition(".")
+        function = getattr(sys.modules.get(module), function_name, None)  # jsonargparse has imported the module
+        if inspect.isfunction(function) and "return" not in function.__annotations__:
+            return ConfigError(
+                f"{_locate_key(files, overrides, [name], path)}: the function {path!r} has no return annotation. Add "
+                f"it, as in: def {function_name}(...) -> {_ANNOTATIONS[name]}:"
+            )
+    return None
+
+
 def _shorten(text: str) -> tuple[str, str | None]:
     """Return the message of jsonargparse in one line, and the invalid value if it is known."""
     text = _CLASS_PATTERN.sub(lambda match: "None" if match[1] == "NoneType" else match[1], text)
+    text = re.sub(r"\bunitrain\.config_files\.parser\.Data\b|(?<=subclass of )Data\b", "Dataset or DataLoader", text)
     text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
     types, given = re.search(r"Subtypes: \[(.*)\]$", text, re.MULTILINE), re.search(r"Given value: (.*)", text)
     if text.count(_UNION) == 1 and types and given and "Problem with" not in text:
-        expected = sorted(types[1].split(", "), key=lambda name: name == "None")  # the order differs between versions
+        expected = sorted(_split_types(types[1]), key=lambda name: name == "None")  # the order differs between versions
         return f"expected {' or '.join(expected)}, got {given[1]!r}", given[1]
     last_line = text.strip().splitlines()[-1].strip().removeprefix("- ")
     if (match := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last_line)) is not None:
@@ -257,6 +367,18 @@ def _shorten(text: str) -> tuple[str, str | None]:
         return f"{problem[1]}: {problem[2].strip()}", problem[1]
     lines = text.strip().splitlines()[1:] or text.strip().splitlines()
     return "; ".join(line.strip() for line in lines), None
+
+
+def _split_types(text: str) -> list[str]:
+    """Split types at the commas that are not inside brackets."""
+    types, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            types.append("")
+        else:
+            types[-1] += character
+    return [name.strip() for name in types]
 
 
 def _locate_key(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequence[str], value: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,8 @@ import click
 from unitrain.backends.base import Backend
 from unitrain.checkpoint import files, output_folder
 from unitrain.config_files.instantiation import build_arguments
-from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, describe_versions, parse, search_folders
+from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, describe_versions, search_folders
 from unitrain.factories import FIT_ARGUMENTS
-
-
-def read_command_line(argv: Sequence[str]) -> ParsedConfig:
-    """Parse the command line of `unitrain train`, before the ranks communicate. See `parser.parse`."""
-    return parse(argv)
 
 
 def train(parsed: ParsedConfig) -> dict[str, float]:
