@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -217,6 +218,54 @@ def test_files_without_a_result_are_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "train", "rows": []}')
     with pytest.raises(ReportError, match="is a result of unitrain bench train, not of unitrain bench collectives"):
         results.read(path, "collectives")
+
+
+COLLECTIVE = {"backend": "ddp", "transport": "gloo", "operation": "allreduce", "bytes": 8, "seconds": [0.1, 0.2]}
+TRAINING = {
+    "backend": "ddp",
+    "transport": "gloo",
+    "setting": None,
+    "ranks": 1,
+    "samples": 4,
+    "seconds": [0.1],
+    "phases": {phase: [0.02] for phase in results.PHASES},
+}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"kind": "train", "parameters": 4, "rows": [{}]},
+        {"kind": "train", "parameters": 4, "rows": [{**TRAINING, "seconds": None}]},
+        {"kind": "train", "parameters": 4, "rows": [{**TRAINING, "seconds": []}]},
+        {"kind": "train", "parameters": 4, "rows": [{**TRAINING, "phases": {"data": [1.0]}}]},
+        {"kind": "train", "parameters": "many", "rows": [TRAINING]},
+        {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "seconds": [0.0]}]},
+        {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "bytes": "8"}]},
+        {"kind": "collectives", "rows": [COLLECTIVE]},
+        {"kind": "collectives", "ranks": 2, "rows": [3]},
+    ],
+)
+def test_incomplete_results_are_refused(result: dict[str, Any], tmp_path: Path) -> None:
+    complete = {"kind": "collectives", "ranks": 2, "rows": [COLLECTIVE]}
+    if result["kind"] == "train":
+        complete = {"kind": "train", "parameters": 4, "rows": [TRAINING]}
+    for name, content in (("complete", complete), ("incomplete", result)):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert results.read(tmp_path / "complete") == complete
+    done = CliRunner().invoke(
+        command, ["bench", "compare", *(str(tmp_path / name) for name in ("complete", "incomplete"))]
+    )
+    assert done.exit_code == 1
+    assert f"incomplete' is not a complete result of unitrain bench {result['kind']}: " in " ".join(done.output.split())
+
+
+def test_deeply_nested_files_and_fifos_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "fifo")
+    for name, reason in (("deep", "it is nested too deeply"), ("fifo", "is not a regular file")):
+        with pytest.raises(ReportError, match=f"{name}' cannot be read as JSON: .*{reason}"):
+            results.read(tmp_path / name)
 
 
 def test_a_missing_package_of_the_charts_is_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

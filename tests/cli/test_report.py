@@ -303,6 +303,26 @@ def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) 
     assert "Cannot write" in error_output(trained, "--output", tmp_path / "nowhere" / "page.html")
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("history.jsonl", {"step": 1, "loss": 0.5}),
+        ("history.jsonl", {"step": 1, "epoch": 1, "phase": "warm-up"}),
+        ("history.jsonl", {"step": 1, "epoch": 1, "compute_seconds": [1.0]}),
+        ("run.jsonl", {"step": 0, "run": "baseline"}),
+        ("run.jsonl", {"step": 0, "backend": "ddp", "versions": None}),
+        ("steps.jsonl", {"step": 1, "loss": "low"}),
+    ],
+)
+def test_rows_of_another_program_are_refused(name: str, row: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "history.jsonl", [{"step": 1, "epoch": 1, "train_loss": 0.5}])
+    write(tmp_path, name, [row])
+    for arguments in ([tmp_path], ["--png", tmp_path], ["--goodput", tmp_path]):
+        result = run(*arguments)
+        assert result.exit_code == 1, result.output
+        assert f"Error: Line 1 of '{tmp_path}/{name}' is not a row of a run's record: " in result.output
+
+
 @pytest.mark.parametrize("name", ["history.jsonl", "goodput.json"])
 def test_an_unreadable_history_is_not_reported_as_a_failed_write(trained: Path, tmp_path: Path, name: str) -> None:
     write(tmp_path, "history.jsonl", rows(trained))

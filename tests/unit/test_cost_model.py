@@ -424,6 +424,15 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     assert f"ddp gloo on 2 ranks: measured 400 ms per step, predicted {seconds[2].seconds * 1000:.3g} ms" in output
 
 
+def test_the_command_predicts_from_the_stored_results() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    code, output = predict(
+        str(folder / "bench_collectives.json"), "--train", str(folder / "bench_train_25M.json"), "--ranks", "1,2"
+    )
+    assert code == 0, output
+    assert "on 2 ranks: measured" in output
+
+
 def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     given = ["--latency", "10e-6", "--bandwidth", "2.5", "--parameters", "138e6", "--step-seconds", "0.42"]

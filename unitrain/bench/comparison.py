@@ -108,5 +108,5 @@ def _measurement_name(row: dict[str, Any], result: dict[str, Any]) -> str:
     """Return a unique name for a row of a result."""
     if result["kind"] == "train":
         ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
-        return f"{result['target']}, {row_name(row)}, {ranks}"
+        return f"{result.get('target', 'model')}, {row_name(row)}, {ranks}"
     return f"{row['operation']} of {row['bytes']:,} B, {row_name(row)}, {result['ranks']} ranks"

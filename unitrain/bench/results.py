@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ReportError
+from unitrain.regular_files import read_regular_file
+from unitrain.validation import is_finite_number, is_positive_integer
 
+_MAX_BYTES = 256 << 20
 KINDS = ("collectives", "train")
 OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast")
 # The phases of a training step, in chronological order.
@@ -27,18 +30,59 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     result."""
     remedy = f"Create one with: unitrain bench {kind or 'train'} --json {path}"
     try:
-        result: Any = json.loads(path.read_text())
+        result: Any = json.loads(read_regular_file(path, _MAX_BYTES))
     except FileNotFoundError:
         raise ReportError(f"There is no file '{path}'. {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise ReportError(f"'{path}' cannot be read as JSON: {error}. {remedy}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ReportError(f"'{path}' cannot be read as JSON: {reason}. {remedy}") from error
     if not isinstance(result, dict) or result.get("kind") not in KINDS or not isinstance(result.get("rows"), list):
         raise ReportError(f"'{path}' is not a result of unitrain bench. {remedy}")
     if kind is not None and result["kind"] != kind:
         raise ReportError(
             f"'{path}' is a result of unitrain bench {result['kind']}, not of unitrain bench {kind}. {remedy}"
         )
+    if result["kind"] == "train":
+        has_columns, is_valid = _is_number(result.get("parameters", 1)), _is_training_row
+    else:
+        has_columns, is_valid = is_positive_integer(result.get("ranks")), _is_collective_row
+    if not has_columns or not all(map(is_valid, result["rows"])):
+        raise ReportError(
+            f"'{path}' is not a complete result of unitrain bench {result['kind']}: a measurement is missing or is not "
+            f"a positive number. {remedy}"
+        )
     return result
+
+
+def _is_number(value: Any) -> bool:
+    return is_finite_number(value) and value > 0
+
+
+def _is_measurement(row: Any) -> bool:
+    """Return whether `row` names its backend, and has one positive number of seconds per round."""
+    if not (isinstance(row, dict) and isinstance(row.get("backend"), str) and isinstance(row.get("transport"), str)):
+        return False
+    seconds = row.get("seconds")
+    return isinstance(seconds, list) and bool(seconds) and all(map(_is_number, seconds))
+
+
+def _is_training_row(row: Any) -> bool:
+    if not _is_measurement(row):
+        return False
+    phases = row.get("phases")
+    return (
+        is_positive_integer(row.get("ranks"))
+        and isinstance(row.get("setting", False), str | None)
+        and isinstance(phases, dict)
+        and all(
+            isinstance(phases.get(phase), list) and phases[phase] and all(map(is_finite_number, phases[phase]))
+            for phase in PHASES
+        )
+    )
+
+
+def _is_collective_row(row: Any) -> bool:
+    return _is_measurement(row) and row.get("operation") in OPERATIONS and is_positive_integer(row.get("bytes"))
 
 
 def row_name(row: dict[str, Any]) -> str:

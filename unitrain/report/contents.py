@@ -8,7 +8,7 @@ from dataclasses import replace
 from unitrain.progress.goodput import CATEGORIES
 from unitrain.report import run_statistics
 from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
-from unitrain.report.record import RunRecord
+from unitrain.report.record import PHASES, RunRecord
 
 _MAX_BARS, _MAX_MEMORY_LINES = 24, 4
 _GIB, _MIN_MEMORY_GROWTH = 2**30, 1.1
@@ -79,14 +79,13 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
         return []
     if len(records) > 1:
         seconds = {
-            phase: [rank_times.mean(phase) / rank_times.num_epochs for _, rank_times in times]
-            for phase in run_statistics.PHASES
+            phase: [rank_times.mean(phase) / rank_times.num_epochs for _, rank_times in times] for phase in PHASES
         }
         title = "time per epoch, mean over ranks"
         return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")]
     record, rank_times = times[0]
     ranks = shown_ranks(rank_times)
-    seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in run_statistics.PHASES}
+    seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in PHASES}
     charts = [TimeChart("time of each rank", [f"rank {rank}" for rank in ranks], seconds, x_label="seconds")]
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if len({row["epoch"] for row in rows}) > 1:
@@ -98,7 +97,7 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
                 sum(sum(row[f"{phase}_seconds"]) / len(row[f"{phase}_seconds"]) for row in group)
                 for group in by_epoch.values()
             ]
-            for phase in run_statistics.PHASES
+            for phase in PHASES
         }
         labels = [str(epoch) for epoch in by_epoch]
         charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, is_vertical=True, x_label="epoch"))

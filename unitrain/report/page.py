@@ -13,7 +13,7 @@ from unitrain.progress.goodput import GoodputSummary
 from unitrain.report import run_statistics
 from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
-from unitrain.report.record import RunRecord, read_records
+from unitrain.report.record import PHASES, START_SETTINGS, RunRecord, read_records
 
 # Above these fractions of the training time, the report mentions the time spent waiting for data and for other ranks.
 _DATA_SHARE_THRESHOLD, _WAIT_SHARE_THRESHOLD = 0.15, 0.15
@@ -226,7 +226,7 @@ def _to_sentence(text: str) -> str:
 
 def _time_rows(times: run_statistics.RankTimes) -> dict[str, Any]:
     ranks = shown_ranks(times)
-    phases = [phase for phase in run_statistics.PHASES if any(times.seconds[phase])]
+    phases = [phase for phase in PHASES if any(times.seconds[phase])]
     rows = [
         (
             f"rank {rank}",
@@ -256,12 +256,8 @@ def _epoch_rows(record: RunRecord) -> dict[str, Any]:
 
 def _settings(records: list[RunRecord]) -> list[tuple[str, list[str], bool]]:
     """Return (name, value per run, whether they differ) for all settings, differing settings first."""
-    described = [
-        "model", "parameters", "optimizer", "scheduler", "samples_per_epoch", "steps_per_epoch", "batch_size",
-        "global_batch_size",
-    ]  # fmt: skip
     configs = [
-        {**{name: record.start[name] for name in described}, **record.start["config"]} if record.start else {}
+        {**{name: record.start[name] for name in START_SETTINGS}, **record.start["config"]} if record.start else {}
         for record in records
     ]
     settings = []

@@ -12,8 +12,37 @@ from typing import Any
 from unitrain.errors import ReportError, did_you_mean
 from unitrain.progress.goodput import GOODPUT_FILE, AttemptRecord, read_attempts
 from unitrain.progress.history import EPOCHS, STARTS, STEPS
+from unitrain.progress.stragglers import TRAINING
 
 Row = dict[str, Any]
+# Phases for which the history has the seconds of each rank, in columns named PHASE_seconds.
+PHASES = (*TRAINING, "validation", "checkpoint")
+# The columns of each file that a report requires, and their types.
+_COLUMNS: dict[str, dict[str, type]] = {
+    STARTS: {
+        "started": str,
+        "backend": str,
+        "transport": str,
+        "size": int,
+        "num_nodes": int,
+        "device": str,
+        "versions": dict,
+        "config": dict,
+    },
+    EPOCHS: {"epoch": int},
+    STEPS: {},
+}
+# The columns of a start that are settings, which may be None.
+START_SETTINGS = (
+    "model",
+    "parameters",
+    "optimizer",
+    "scheduler",
+    "samples_per_epoch",
+    "steps_per_epoch",
+    "batch_size",
+    "global_batch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +123,33 @@ def _read_rows(path: Path) -> list[Row]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+        if not _is_row(row, path.name):
             line_start = line if len(line) <= 60 else f"{line[:57]}..."
             raise ReportError(
                 f"Line {number} of '{path}' is not a row of a run's record: {line_start!r}. Remove it: "
-                f"sed -i {number}d '{path}'"
+                f"sed -i {number}d '{path}', or, if another program wrote the file, pass the output_dir of a run."
             )
         rows.append(row)
     return rows
+
+
+def _is_row(row: Any, file: str) -> bool:
+    """Return whether `row` has the columns of `file`, and, except in a start, only numbers, None and lists."""
+    if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+        return False
+    if not all(isinstance(row.get(name), kind) for name, kind in _COLUMNS[file].items()):
+        return False
+    if file == STARTS:
+        return all(name in row for name in START_SETTINGS)
+    if not all(value is None or isinstance(value, int | float | list) for value in row.values()):
+        return False
+    seconds = [row.get(f"{phase}_seconds") for phase in PHASES]
+    if not any(seconds):
+        return True
+    return (
+        all(
+            isinstance(ranks, list) and ranks and all(isinstance(value, int | float) for value in ranks)
+            for ranks in seconds
+        )
+        and len({len(ranks or ()) for ranks in seconds}) == 1
+    )

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from unitrain.progress.stragglers import TRAINING, Straggler, find_stragglers
-from unitrain.report.record import Row, RunRecord
+from unitrain.report.record import PHASES, Row, RunRecord
 
-PHASES = (*TRAINING, "validation", "checkpoint")
 _OTHER_COLUMNS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
 Points = list[tuple[float, float | None]]
 
