@@ -49,7 +49,7 @@ class _DataMeta(ABCMeta):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, Dataset | DataLoader)
 
-    def __subclasses__(cls) -> list[type]:
+    def __subclasses__(cls) -> list[Any]:
         return [Dataset, DataLoader]
 
 
