@@ -322,13 +322,15 @@ def test_a_function_may_return_a_dataset_that_is_not_a_subclass_of_torchs(folder
             "loggers: the logger 'csv' writes to output_dir, which is not set. Use output_dir: runs/first, or the "
             "option --output_dir runs/first",
         ),
-        ("loggers: [unitrain.CSVLogger]", "loggers: the logger 'unitrain.CSVLogger' writes to output_dir"),
+        ("loggers: [{class_path: unitrain.CSVLogger}]", "loggers: the logger 'unitrain.CSVLogger' writes to output_dir"),
     ],
 )
 def test_invalid_values_are_reported_before_the_backend_starts(
     text: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unitrain, "init", lambda *arguments, **options: pytest.fail("the backend was started"))
+    without_validation = re.sub(r"val_data:\n(  .*\n)+", "", CONFIG)
+    (folder / "config" / "run.yaml").write_text(without_validation)
     (folder / "bad.yaml").write_text(f"{text}\n")
     done = CliRunner().invoke(command_line, ["train", "config/run.yaml", "bad.yaml"])
     assert done.exit_code == 2, done.output

@@ -55,7 +55,7 @@ def check_values(parsed: ParsedConfig) -> None:
     _check(parsed, "timeout_seconds", lambda: check_timeout(values.timeout_seconds))
     if values.backend is not None:
         _check(parsed, "backend", lambda: check_backend_name(values.backend))
-    if isinstance(values.val_data, dict) and not values.val_data:
+    if values.val_data is not None and not values.val_data:
         raise parsed.error(
             ["val_data"],
             "the mapping contains no dataset. Use val_data: package.module.create_dataset, or remove the key.",
