@@ -322,7 +322,7 @@ def test_a_function_may_return_a_dataset_that_is_not_a_subclass_of_torchs(folder
             "loggers: the logger 'csv' writes to output_dir, which is not set. Use output_dir: runs/first, or the "
             "option --output_dir runs/first",
         ),
-        ("loggers: [{class_path: unitrain.CSVLogger}]", "loggers: the logger 'unitrain.CSVLogger' writes to output_dir"),
+        ("loggers: [{class_path: unitrain.CSVLogger}]", "loggers: the logger 'unitrain.CSVLogger' writes to output"),
     ],
 )
 def test_invalid_values_are_reported_before_the_backend_starts(
