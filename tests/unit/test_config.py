@@ -209,7 +209,9 @@ def test_unusual_values_of_every_field_are_accepted_or_raise_a_config_error(kind
 
 
 def test_numbers_above_the_range_of_floats_and_unprintable_values_are_described() -> None:
-    with pytest.raises(ConfigError, match=r"^TrainConfig\.max_grad_norm must be a number above 0, got an integer of 1329 bits"):
+    with pytest.raises(
+        ConfigError, match=r"^TrainConfig\.max_grad_norm must be a number above 0, got an integer of 1329 bits"
+    ):
         TrainConfig(max_epochs=1, max_grad_norm=10**400)
     with pytest.raises(ConfigError, match=r"^TrainConfig\.seed must be a whole number, got an object of class list\. "):
         TrainConfig(max_epochs=1, seed=[_Unprintable()])  # type: ignore[arg-type]

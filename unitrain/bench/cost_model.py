@@ -11,8 +11,11 @@ the logarithm to base 2. Sources:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -20,6 +23,9 @@ import numpy as np
 
 from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
+
+# Points that differ by a larger factor from a network through two other points are not used to fit a network.
+_MAX_DEVIATION = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +199,10 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
     `name`.
 
-    The fit minimizes squared relative errors, so that large messages do not dominate. alpha and beta are >= 0. beta
-    includes the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer
-    than two sizes.
+    The fit minimizes squared relative errors, so that large messages do not dominate. Points that differ by a factor of
+    more than 2 from most others are ignored: for example, small messages are faster than the bandwidth if the network
+    permits bursts. alpha and beta are >= 0. beta includes the cost of the reduction, because the measurements do not
+    separate the two. Raises ReportError for fewer than two sizes.
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
     num_ranks = result["ranks"]
@@ -209,13 +216,26 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
-    alpha, beta = _positive_least_squares(coefficients / measured_seconds[:, None])
+    relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
+    alpha, beta = _positive_least_squares(relative[_are_consistent(relative)])
     network = Network(alpha=alpha, beta=beta)
     points = [
         FittedPoint(size, float(seconds), cost(num_ranks, size, network))
         for size, seconds in zip(sizes, measured_seconds, strict=True)
     ]
     return Calibration(network, points)
+
+
+def _are_consistent(relative: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return which points agree with the network through one or two of them for which the sum of the logarithmic errors
+    is smallest. Return all points if it agrees with at most two."""
+    networks = [np.array([0.0, 1 / beta]) for beta in relative[:, 1]]
+    for pair in combinations(relative, 2):
+        with suppress(np.linalg.LinAlgError):
+            networks.append(np.linalg.solve(np.array(pair), np.ones(2)))
+    errors = [np.abs(np.log(relative @ network)) for network in networks if (network >= 0).all()]
+    consistent = min(errors, key=lambda error: float(error.sum())) <= math.log(_MAX_DEVIATION)
+    return consistent if consistent.sum() > 2 else np.ones(len(relative), dtype=bool)
 
 
 def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:
