@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import PREEMPTED_EXIT_CODE, LaunchError
+from unitrain.launchers.spec import CONFIG_SUFFIXES
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.srun import rendezvous_variables
@@ -93,9 +95,12 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         "fi",
         'exit "$code"',
     ]
-    remarks.append(
-        'To resume from the newest checkpoint, the training script needs TrainConfig(resume="auto", output_dir=...).'
+    needs = (
+        'the training script needs TrainConfig(resume="auto", output_dir=...)'
+        if _config_file(job) is None
+        else "the configuration needs the keys resume: auto and output_dir"
     )
+    remarks.append(f"To resume from the newest checkpoint, {needs}.")
     if job.max_restarts:
         remarks.append(f"--max-restarts {job.max_restarts} is left out: Slurm does not requeue a job that fails.")
     return Translation(text="\n".join(lines) + "\n", remarks=[*job.remarks, *remarks])
@@ -107,9 +112,16 @@ def _task_options(job: Job) -> list[str]:
 
 
 def job_name(job: Job) -> str:
-    """Return a name for the job, derived from the script."""
+    """Return a name for the job, derived from the script, or from the configuration file."""
     names = [word for word in job.program[1:] if not word.startswith("-")] or [job.program[0]]
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", names[0].rpartition("/")[2].removesuffix(".py")).strip("-") or "job"
+    path = PurePosixPath(_config_file(job) or names[0])
+    name = path.stem if path.suffix in (".py", *CONFIG_SUFFIXES) else path.name
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "job"
+
+
+def _config_file(job: Job) -> str | None:
+    """Return the first configuration file of `unitrain train` in the program, or None."""
+    return next((word for word in job.program if PurePosixPath(word).suffix in CONFIG_SUFFIXES), None)
 
 
 def _format_directive(option: str) -> str:

@@ -345,6 +345,14 @@ def test_default_kind_is_a_trainjob_in_the_runtime_that_trainer_installs(backend
     assert ("For MPI, use: unitrain submit --mpi-runtime NAME, or --kind MPIJob." in notes) == (backend == "horovod")
 
 
+def test_job_of_a_configuration_file_has_its_name_and_names_the_keys_to_resume(script: Path) -> None:
+    file = script.with_name("digits.yaml")
+    file.write_text("model: digits_parts.create_network\n")
+    result = submit("--dry-run", "--to", "slurm", "--nodes", "2", "--gpus-per-node", "2", file.name)
+    assert "#SBATCH --job-name=digits\n" in result.stdout
+    assert "the configuration needs the keys resume: auto and output_dir." in result.stderr
+
+
 KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-0-{}-abcde"}
 
 
