@@ -502,9 +502,12 @@ def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": [], "gain": 1, "spread": [1, 1]}]',
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {"A": 1}, "gain": 1, "spread": [1]}]',
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": "x", "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "args": [1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "num_nodes": "x"}]',
+        '[{"script": "a\\u0000", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "spread": [1, 1]}]',
         "[" * 100_000,
     ],
-    ids=["object", "strings", "script", "variables", "variable", "gain", "deep"],
+    ids=["object", "strings", "script", "variables", "variable", "gain", "args", "nodes", "null character", "deep"],
 )
 def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "unitrain-tuned.json"

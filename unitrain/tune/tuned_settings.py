@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from unitrain.errors import ConfigError
 from unitrain.processes import cpu_model_name, usable_cores
 from unitrain.regular_files import read_regular_file, replace_file
+from unitrain.validation import is_positive_integer
 
 TUNED_FILE = Path("unitrain-tuned.json")
 _MAX_BYTES = 1 << 24
@@ -89,7 +91,7 @@ class TunedEntry:
 
     def may_apply_to(self, run: TunedRun) -> bool:
         """Return whether script, backend and number of ranks match `run`."""
-        same_script = Path(self.script).resolve() == Path(run.script).resolve()
+        same_script = os.path.realpath(self.script) == os.path.realpath(run.script)
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
     def describe_differences(self, run: TunedRun) -> list[str]:
@@ -116,7 +118,7 @@ class TunedEntry:
 
     @property
     def _identity(self) -> tuple[object, ...]:
-        script = Path(self.script).resolve()
+        script = os.path.realpath(self.script)
         return (script, self.backend, self.num_processes, self.args, self.num_nodes, self.machine)
 
 
@@ -231,5 +233,12 @@ def _parse_entry(entry: Any) -> TunedEntry:
         raise TypeError("'variables' of an entry is not an object with strings")
     if not isinstance(entry.get("gain"), int | float):
         raise TypeError("'gain' of an entry is not a number")
+    if "\0" in entry["script"]:
+        raise ValueError("'script' of an entry contains a null character")
+    for name in ("num_processes", "num_nodes"):
+        if entry.get(name) is not None and not is_positive_integer(entry[name]):
+            raise TypeError(f"{name!r} of an entry is not a positive integer")
+    if not all(isinstance(word, str) for word in entry.get("args") or ()):
+        raise TypeError("'args' of an entry contains a value that is not a string")
     tuple_fields = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
     return TunedEntry(**{**entry, **tuple_fields})
