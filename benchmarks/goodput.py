@@ -112,7 +112,9 @@ def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str
 @click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--in-memory", type=click.IntRange(min=1), default=40, show_default=True, help="Steps per checkpoint.")
-@click.option("--waiting-ms", "waits", multiple=True, default=[0.0, 20.0], show_default=True, help="See above.")
+@click.option(
+    "--waiting-ms", "waits", multiple=True, default=[0.0, 20.0], show_default=True, help="Idle time per step."
+)
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
     backends: tuple[str, ...],

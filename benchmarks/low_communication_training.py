@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,10 @@ def losses_by_method(
     """Return the runs of each method by its best peak learning rate, which is found with seed 0."""
     found: dict[str, Any] = {}
     for name, method in chosen.items():
-
-        def run(peak_lr: float, seed: int, method: Method = method) -> list[tuple[int, float]]:
-            return losses(backend, method, steps=steps, evaluate_every=evaluate_every, peak_lr=peak_lr, seed=seed)
-
-        by_lr = {peak_lr: run(peak_lr, 0) for peak_lr in peak_lrs}
+        run = partial(losses, backend, method, steps=steps, evaluate_every=evaluate_every)
+        by_lr = {peak_lr: run(peak_lr=peak_lr, seed=0) for peak_lr in peak_lrs}
         best = min(by_lr, key=lambda peak_lr: by_lr[peak_lr][-1][1])
-        curves = [by_lr[best], *(run(best, seed) for seed in range(1, seeds))]
+        curves = [by_lr[best], *(run(peak_lr=best, seed=seed) for seed in range(1, seeds))]
         found[name] = {"tried": {str(lr): curve[-1][1] for lr, curve in by_lr.items()}, "best": best, "curves": curves}
         if backend.rank == 0:
             print(name, found[name]["tried"], [curve[-1] for curve in curves], flush=True)

@@ -296,6 +296,13 @@ def test_calibration_does_not_return_a_negative_latency() -> None:
         calibrate(result, "horovod mpi", ring_allreduce)
 
 
+@pytest.mark.filterwarnings("error")
+def test_allreduces_of_one_rank_cost_nothing() -> None:
+    result = result_of(Network(alpha=1e-6, beta=1e-9), 2)
+    result["ranks"] = 1
+    assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0)
+
+
 def test_small_messages_that_are_faster_than_the_bandwidth_do_not_change_the_fitted_bandwidth() -> None:
     """A token bucket transfers the first bytes after a pause at a higher rate."""
     result = result_of(Network(alpha=0, beta=8e-7), 2)

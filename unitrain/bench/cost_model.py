@@ -229,13 +229,16 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
 def _are_consistent(relative: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return which points agree with the network through one or two of them for which the sum of the logarithmic errors
     is smallest. Return all points if it agrees with at most two."""
+    everything = np.ones(len(relative), dtype=bool)
+    if not relative.all():  # the allreduces of one rank cost nothing
+        return everything
     networks = [np.array([0.0, 1 / beta]) for beta in relative[:, 1]]
     for pair in combinations(relative, 2):
         with suppress(np.linalg.LinAlgError):
             networks.append(np.linalg.solve(np.array(pair), np.ones(2)))
     errors = [np.abs(np.log(relative @ network)) for network in networks if (network >= 0).all()]
     consistent = min(errors, key=lambda error: float(error.sum())) <= math.log(_MAX_DEVIATION)
-    return consistent if consistent.sum() > 2 else np.ones(len(relative), dtype=bool)
+    return consistent if consistent.sum() > 2 else everything
 
 
 def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:

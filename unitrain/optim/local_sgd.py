@@ -134,14 +134,11 @@ class LocalSGD:
         Call it after the last backward pass of each step, before gradients are clipped. If this rank trains
         independently after the warm-up, the method does nothing.
         """
-        if self._backend.size == 1:
+        ranks = self.synchronous_ranks
+        if ranks is None or self._backend.size == 1:
             return
-        if self.is_warming_up:
-            for bucket in self._buckets:
-                bucket.reduce_gradients(self._backend.allreduce)
-        elif self._groups.synchronous is not None:
-            for bucket in self._buckets:
-                bucket.reduce_gradients(self._groups.synchronous.mean)
+        for bucket in self._buckets:
+            bucket.reduce_gradients(ranks.allreduce if isinstance(ranks, Communicator) else ranks.mean)
 
     @torch.no_grad()
     def step(self) -> int:

@@ -42,9 +42,9 @@ class ModelLoss:
     With "auto", `average` and `shift_labels` follow from the class of the output, as transformers names it: language
     models and token classification have a mean over tokens if the labels are integers of two or more dimensions. A few
     causal language models, such as BartForCausalLM, do not shift the labels; to find them, the loss of the first batch
-    is compared with the cross-entropy of the logits. With other labels, or none, the mean is over
-    samples. For integer labels of two or more dimensions and an output of
-    another class, "auto" raises ModelError, unless `shift_labels` is set: the mean is then over tokens.
+    is compared with the cross-entropy of the logits. With other labels, or none, the mean is over samples. For integer
+    labels of two or more dimensions and an output of another class, "auto" raises ModelError, unless `shift_labels` is
+    set: the mean is then over tokens.
 
     Raises ConfigError for invalid arguments, and ModelError for an output without a loss. With "tokens", also raises
     ModelError for a batch without labels, and if `shift_labels` is None and does not follow from the class.

@@ -22,8 +22,7 @@ def check_sparse_allreduce(tensor: Tensor, op: object) -> None:
         )
     if op != dist.ReduceOp.SUM:
         raise CollectiveArgumentError(
-            f"Horovod's allreduce got an unsupported reduction operation for a sparse tensor: "
-            f"{getattr(op, 'op', op)}. "
+            f"Horovod's allreduce got an unsupported reduction operation for a sparse tensor: {getattr(op, 'op', op)}. "
             "Use ReduceOp.SUM, or tensor.to_dense() first."
         )
 
