@@ -82,9 +82,9 @@ def command_lines() -> Iterator[set[str]]:
 
     def collect() -> None:
         while not ended.is_set():
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    found.add(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            for folder in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # the process has ended
+                    found.add((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
             time.sleep(0.01)
 
     thread = threading.Thread(target=collect)
