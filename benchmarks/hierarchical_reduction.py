@@ -1,4 +1,4 @@
-"""Step time with a hierarchical reduction of gradients (examples/hierarchical.py), compared with a plain allreduce.
+"""Step time with the hierarchical allreduce of gradients, compared with an allreduce over all ranks.
 
 The ranks are on two hosts with a slow network, which are simulated as in slow_network.py. Both ways run in turns in the
 same processes. The benchmark needs root.
@@ -22,15 +22,16 @@ import torch
 from hierarchical_reduction_steps import HIERARCHICAL, PLAIN
 from slow_network import HERE, hosts, slow_down
 from slow_network_training import PARAMETERS
-from tables import RESULTS, ratio, save_results
+from tables import BACKENDS, RESULTS, ratio, save_results
 
 
-def measure(rate: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
+def measure(rate: str, backend: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
     """Return the seconds and megabytes per step, by way and round, at a bandwidth of `rate`."""
     with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder)) as both:
         for host in both:
             slow_down(host, rate)
-        launch = [sys.executable, "-m", "unitrain", "launch", "-H", f"h1:{ranks // 2},h2:{ranks // 2}"]
+        slots = f"h1:{ranks // 2},h2:{ranks // 2}"
+        launch = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-H", slots]
         script = str(HERE / "hierarchical_reduction_steps.py")
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         done = both[0].run([*launch, script, str(rounds), str(steps)], variables, 1000, fresh=True)
@@ -44,30 +45,36 @@ def measure(rate: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 @click.option("--rate", "rates", multiple=True, default=["1gbit", "200mbit"], show_default=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--ranks", type=int, default=4, show_default=True, help="Ranks on both hosts together.")
 @click.option("--rounds", type=click.IntRange(min=2), default=10, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps per round.")
-def main(output: Path, rates: list[str], ranks: int, rounds: int, steps: int) -> None:
-    """Measure at each bandwidth, and save the table."""
-    found = {rate: measure(rate, ranks, rounds, steps) for rate in rates}
+def main(output: Path, rates: list[str], backends: list[str], ranks: int, rounds: int, steps: int) -> None:
+    """Measure at each bandwidth and on each backend, and save the table."""
+    found = {
+        f"{rate}, {backend}": measure(rate, backend, ranks, rounds, steps) for rate in rates for backend in backends
+    }
     lines = [
-        "# Hierarchical reduction of gradients on two hosts with a slow network",
+        "# Hierarchical allreduce of gradients on two hosts with a slow network",
         "",
-        f"{ranks // 2} ranks on each of two hosts, ddp over Gloo, one thread per rank, without a GPU; a model of "
+        f"{ranks // 2} ranks on each of two hosts, over Gloo, one thread per rank, without a GPU; a model of "
         f"{PARAMETERS:,} parameters ({4 * PARAMETERS / 1e6:.1f} MB of gradients); torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} CPU cores for all ranks. Both ways alternate. Medians of "
         f"{rounds} rounds of {steps} steps; in brackets the interquartile range of all rounds. Command: "
         f"`python benchmarks/hierarchical_reduction.py --rounds {rounds} --steps {steps}`.",
         "",
-        "| bandwidth per host | way | MB sent per host and step | step | time relative to the allreduce |",
-        "|---|---|---|---|---|",
+        "| bandwidth per host | backend | way | MB sent per host and step | step | time relative to the first way |",
+        "|---|---|---|---|---|---|",
     ]
-    for rate, measured in found.items():
+    for key, measured in found.items():
+        rate, backend = key.split(", ")
         seconds, megabytes = measured["seconds"], measured["megabytes"]
         for way in (PLAIN, HIERARCHICAL):
             relative = "1" if way == PLAIN else ratio(seconds[way], seconds[PLAIN])
             step = f"{statistics.median(seconds[way]) * 1000:.1f} ms"
-            lines.append(f"| {rate} | {way} | {statistics.median(megabytes[way]):.1f} | {step} | {relative} |")
+            lines.append(
+                f"| {rate} | {backend} | {way} | {statistics.median(megabytes[way]):.1f} | {step} | {relative} |"
+            )
     save_results(lines, "hierarchical_reduction", output, **found)
 
 

@@ -1,8 +1,9 @@
-"""Time steps with a plain and with a hierarchical reduction, in turns; see hierarchical_reduction.py."""
+"""Time steps with a plain and with a hierarchical allreduce, in turns; see hierarchical_reduction.py."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -16,10 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import unitrain
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from hierarchical import HierarchicalReduction
-
-PLAIN, HIERARCHICAL = "allreduce over all ranks", "hierarchical reduction"
+PLAIN, HIERARCHICAL = "allreduce over all ranks", "hierarchical allreduce"
 
 
 def sent_bytes() -> int:
@@ -33,16 +31,14 @@ def sent_bytes() -> int:
 
 def main(rounds: int, steps: int) -> None:
     """Print the seconds and the megabytes sent by the first host per step, by way and round."""
-    with unitrain.init("ddp", device="cpu") as backend:
+    with unitrain.init(device="cpu") as backend:
         models: dict[str, nn.Module] = {}
         optimizers = {}
         for way in (PLAIN, HIERARCHICAL):
             torch.manual_seed(1)
             model = network(HIDDEN)
+            os.environ["UNITRAIN_HIERARCHICAL_ALLREDUCE"] = str(int(way == HIERARCHICAL))
             models[way] = distributed = backend.distributed_model(model)
-            if way == HIERARCHICAL:
-                hook = HierarchicalReduction(backend, backend.allgather_object(backend.node_rank))
-                distributed.register_comm_hook(None, hook)  # type: ignore[operator]
             optimizers[way] = backend.distributed_optimizer(sgd(model), distributed)
         inputs, targets = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
 

@@ -4,9 +4,10 @@ The losses of a method do not depend on the network or the backend, so they are 
 The times and bytes are measured on two simulated hosts with one rank each (tests/support/hosts.py; requires root), with
 limited bandwidth and, optionally, a delay. The times are compared with the predictions of `unitrain bench predict`.
 The table and the chart combine both: the time until the validation loss is that of synchronous training is the number
-of steps multiplied by the time of a step.
+of steps multiplied by the time of a step. The methods with local steps begin with a warm-up of synchronous steps.
 
-    python benchmarks/low_communication.py losses            # 400 steps of each method, for three seeds
+    python benchmarks/low_communication.py losses            # 1,000 steps of each method, for three seeds
+    python benchmarks/low_communication.py outer             # 400 steps of DiLoCo with each outer optimizer
     python benchmarks/low_communication.py speeds --rate 10mbit --rate 100mbit
     python benchmarks/low_communication.py speeds --rate 10mbit --delay 0.025
 
@@ -27,7 +28,17 @@ from typing import Any
 
 import click
 import torch
-from low_communication_training import ALONE, BATCH, LENGTH, SYNCHRONOUS, Method, build, methods
+from low_communication_training import (
+    ALONE,
+    BATCH,
+    LENGTH,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    SYNCHRONOUS,
+    Method,
+    build,
+    methods,
+)
 from slow_network import HERE, hosts, slow_down
 from tables import BACKENDS, RESULTS, save_results
 
@@ -105,6 +116,34 @@ def spread(values: list[float], digits: int) -> str:
     return middle if len(values) == 1 else f"{middle} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
+def train(names: list[str], local_steps: int, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Return the runs of each method with two ranks on this machine, and show the progress on standard error.
+
+    `settings` are keyword arguments of `methods`, and `arguments` those of `losses_by_method`.
+    """
+    given = {
+        "measure": "losses",
+        "methods": names,
+        "local_steps": local_steps,
+        "settings": settings,
+        "arguments": arguments,
+    }
+    process = subprocess.Popen(
+        [*LAUNCH, "--backend", "ddp", "-np", str(RANKS), SCRIPT, json.dumps(given)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        click.echo(line[:200], nl=not line[:200].endswith("\n"), err=True)
+        printed.append(line)
+    if process.wait():
+        raise click.ClickException(f"the training ended with exit code {process.returncode}.")
+    return results_in("".join(printed))
+
+
 def steps_to_target(losses: dict[str, Any], name: str, target: float) -> float | None:
     """Return the median number of steps until the validation loss is at most `target` times the final loss of
     synchronous training with the same seed, or None if a run does not reach it."""
@@ -129,11 +168,13 @@ def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     lines = [
         "## Losses",
         "",
-        f"{RANKS} ranks, {settings['steps']} steps of AdamW, {settings['local_steps']} local steps. The peak learning "
-        f"rate {choice}. The loss is that of the validation texts at the end: the median of {settings['seeds']} seeds "
-        "and the range; the change is relative to synchronous training with the same seed. The last column is the "
-        f"number of steps until the loss is at most {settings['target']:g} times the final loss of synchronous "
-        f"training, in units of {settings['evaluate_every']} steps.",
+        f"{RANKS} ranks, {settings['steps']:,} steps of AdamW. The methods with local steps begin with "
+        f"{settings['warmup_steps']} synchronous steps, and then synchronize after every {settings['local_steps']} "
+        f"steps. DiLoCo has the outer learning rate {OUTER_LR:g} and the outer momentum {OUTER_MOMENTUM:g}. The peak "
+        f"learning rate {choice}. The loss is that of the validation texts at the end: the median of "
+        f"{settings['seeds']} seeds and the range; the change is relative to synchronous training with the same seed. "
+        f"The last column is the number of steps until the loss is at most {settings['target']:g} times the final loss "
+        f"of synchronous training, in units of {settings['evaluate_every']} steps.",
         "",
         "| method | peak learning rate | final loss | change | steps to the target |",
         "|---|---|---|---|---|",
@@ -148,8 +189,29 @@ def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) -> list[str]:
+def outer_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the outer optimizers of DiLoCo."""
+    lines = [
+        "## Outer optimizers",
+        "",
+        "The validation loss of DiLoCo at the end of a run, for one seed, by the settings of the outer optimizer and "
+        "the number of synchronous steps at the beginning. The change is relative to synchronous training.",
+        "",
+        "| steps | warm-up | outer learning rate | outer momentum | final loss | change |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        chosen = row["settings"]
+        lines.append(
+            f"| {row['steps']:,} | {chosen['warmup_steps']} | {chosen['outer_lr']:g} | {chosen['outer_momentum']:g} | "
+            f"{row['final']:.3f} | {100 * (row['final'] / row['synchronous'] - 1):.1f} % |"
+        )
+    return [*lines, ""]
+
+
+def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """Return the table of the times and bytes, with a row per network, backend and method."""
+    target, warmup_steps = settings.get("target", 1.0), settings.get("warmup_steps", 0)
     lines = [
         "## Times",
         "",
@@ -157,8 +219,8 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) ->
         "the first host sent over its network interface. They include headers, acknowledgements and consistency "
         "checks, which the expected number does not. The predicted time is that of `unitrain bench predict --methods`, "
         "with the time without communication and a network that is fitted to allreduces between the hosts. The last "
-        f"column is the number of steps until the loss is at most {target:g} times the final loss of synchronous "
-        "training (see above), multiplied by the time of a step.",
+        f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
+        "training (see above), including the synchronous steps at the beginning.",
         "",
         "| network | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
         "speed relative to synchronous | time to the target |",
@@ -172,6 +234,8 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) ->
             sent, expected = statistics.median(found["bytes"]), expected_bytes(method)
             predicted = predicted_seconds(method, seconds[ALONE], Network(**cell["network"]), cell["local_steps"])
             steps = steps_to_target(losses, name, target) if name in losses else None
+            warmup = min(warmup_steps, steps or 0) if method.local is not None else 0
+            total = None if steps is None else warmup * seconds[SYNCHRONOUS] + (steps - warmup) * seconds[name]
             lines.append(
                 f"| {network_name} | {backend} | {name} | {sent / 1e3:,.1f} | "
                 f"{'' if expected is None else f'{expected / 1e3:,.1f}'} | "
@@ -179,7 +243,7 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], target: float) ->
                 f"{spread([1000 * one for one in found['seconds']], 1)} ms | "
                 f"{'' if predicted is None else f'{predicted / seconds[name]:.2f}'} | "
                 f"{seconds[SYNCHRONOUS] / seconds[name]:.2f} | "
-                f"{'' if steps is None else f'{steps * seconds[name]:.0f} s'} |"
+                f"{'' if total is None else f'{total:.0f} s'} |"
             )
     return lines
 
@@ -229,23 +293,27 @@ def save(output: Path, figures: dict[str, Any]) -> None:
         + ".",
         "",
         *(loss_lines(figures["losses"], settings) if figures["losses"] else []),
-        *speed_lines(figures["speeds"], figures["losses"], settings.get("target", 1.0)),
+        *(outer_lines(figures["outer"]) if figures["outer"] else []),
+        *speed_lines(figures["speeds"], figures["losses"], settings),
     ]
     save_results(lines, NAME, output, **figures)
     draw(figures["speeds"], output / f"{NAME}.svg")
 
 
 def load(output: Path, command: str) -> dict[str, Any]:
-    """Return the saved figures, with `command` added."""
+    """Return the saved figures, with `command` added to the list of commands."""
     path = output / f"{NAME}.json"
-    empty: dict[str, Any] = {"losses": {}, "settings": {}, "speeds": {}, "commands": []}
-    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
+    empty: dict[str, Any] = {"losses": {}, "settings": {}, "outer": [], "speeds": {}, "commands": []}
+    figures: dict[str, Any] = empty | (json.loads(path.read_text()) if path.exists() else {})
+    if command.startswith("losses"):  # the losses of earlier commands are replaced
+        figures["commands"] = [earlier for earlier in figures["commands"] if not earlier.startswith("losses")]
     figures["commands"] = list(dict.fromkeys([*figures["commands"], command]))
     return figures
 
 
 method_option = click.option("--method", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
 local_steps_option = click.option("--local-steps", type=click.IntRange(min=6), default=25, show_default=True)
+warmup_steps_option = click.option("--warmup-steps", type=click.IntRange(min=0), default=200, show_default=True)
 output_option = click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 
 
@@ -258,8 +326,9 @@ def main() -> None:
 @output_option
 @method_option
 @local_steps_option
-@click.option("--steps", type=click.IntRange(min=1), default=400, show_default=True)
-@click.option("--evaluate-every", type=click.IntRange(min=1), default=25, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True)
+@warmup_steps_option
+@click.option("--evaluate-every", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--peak-lr", "peak_lrs", type=float, multiple=True, default=[1e-3, 2e-3, 4e-3], show_default=True)
 @click.option("--target", default=1.02, show_default=True, help="Loss to reach, relative to synchronous training.")
@@ -268,32 +337,62 @@ def losses_command(
     names: tuple[str, ...],
     local_steps: int,
     steps: int,
+    warmup_steps: int,
     evaluate_every: int,
     seeds: int,
     peak_lrs: tuple[float, ...],
     target: float,
 ) -> None:
     """Train with each method on this machine, and save the validation losses."""
-    command = f"losses --steps {steps} --local-steps {local_steps} --seeds {seeds}"
+    command = f"losses --steps {steps} --warmup-steps {warmup_steps} --local-steps {local_steps} --seeds {seeds}"
+    command += "".join(f" --peak-lr {peak_lr:g}" for peak_lr in peak_lrs)
     figures = load(output, command)
     arguments = {"peak_lrs": peak_lrs, "seeds": seeds, "steps": steps, "evaluate_every": evaluate_every}
     chosen = list(dict.fromkeys([SYNCHRONOUS, *(name for name in names if name != ALONE)]))
-    given = {"measure": "losses", "methods": chosen, "local_steps": local_steps, "arguments": arguments}
-    process = subprocess.Popen(
-        [*LAUNCH, "--backend", "ddp", "-np", str(RANKS), SCRIPT, json.dumps(given)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    printed = []
-    for line in process.stdout:
-        click.echo(line[:200], nl=not line[:200].endswith("\n"), err=True)
-        printed.append(line)
-    if process.wait():
-        raise click.ClickException(f"the training ended with exit code {process.returncode}.")
-    figures["losses"] = results_in("".join(printed))
-    figures["settings"] = {**arguments, "local_steps": local_steps, "target": target}
+    figures["losses"] = train(chosen, local_steps, {"warmup_steps": warmup_steps}, arguments)
+    figures["settings"] = {**arguments, "local_steps": local_steps, "warmup_steps": warmup_steps, "target": target}
+    save(output, figures)
+
+
+@main.command("outer")
+@output_option
+@local_steps_option
+@click.option("--steps", type=click.IntRange(min=1), default=400, show_default=True)
+@warmup_steps_option
+@click.option("--peak-lr", default=4e-3, show_default=True)
+@click.option(
+    "--outer",
+    "outer_optimizers",
+    type=(float, float),
+    multiple=True,
+    default=[(0.7, 0.9), (0.7, 0.5), (1.0, 0.5), (1.0, 0.6)],
+    show_default=True,
+    help="Learning rate and momentum of the outer optimizer.",
+)
+def outer_command(
+    output: Path,
+    local_steps: int,
+    steps: int,
+    warmup_steps: int,
+    peak_lr: float,
+    outer_optimizers: tuple[tuple[float, float], ...],
+) -> None:
+    """Train with DiLoCo and each outer optimizer on this machine, and add the validation losses for one seed."""
+    command = f"outer --steps {steps} --warmup-steps {warmup_steps} --local-steps {local_steps} --peak-lr {peak_lr:g}"
+    command += "".join(f" --outer {lr:g} {momentum:g}" for lr, momentum in outer_optimizers)
+    arguments = {"peak_lrs": [peak_lr], "seeds": 1, "steps": steps, "evaluate_every": steps}
+    chosen = [
+        {"warmup_steps": warmup_steps, "outer_lr": lr, "outer_momentum": momentum} for lr, momentum in outer_optimizers
+    ]
+    finals = []
+    for name, settings in [(SYNCHRONOUS, {}), *(("DiLoCo", settings) for settings in chosen)]:
+        found = train([name], local_steps, settings, arguments)
+        finals.append(found[name]["curves"][0][-1][1])
+    figures = load(output, command)
+    rows = [row for row in figures["outer"] if row["settings"] not in chosen or row["steps"] != steps]
+    for settings, final in zip(chosen, finals[1:], strict=True):
+        rows.append({"settings": settings, "steps": steps, "final": final, "synchronous": finals[0]})
+    figures["outer"] = rows
     save(output, figures)
 
 
@@ -325,7 +424,13 @@ def speeds_command(
     command = "speeds" + "".join(f" --rate {rate}" for rate in rates) + (f" --delay {delay:g}" if delay else "")
     arguments = {"seconds": seconds, "rounds": rounds, "local_steps": local_steps}
     chosen = list(dict.fromkeys([ALONE, SYNCHRONOUS, *names]))
-    given = {"measure": "speeds", "methods": chosen, "local_steps": local_steps, "arguments": arguments}
+    given = {
+        "measure": "speeds",
+        "methods": chosen,
+        "local_steps": local_steps,
+        "settings": {},
+        "arguments": arguments,
+    }
     for rate in rates:
         for backend in backends:
             cell = measure_speeds(rate, delay, backend, given, timeout_seconds)

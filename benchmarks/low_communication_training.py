@@ -24,12 +24,12 @@ import unitrain
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, LENGTH, loss_per_character, paragraphs
 
-__all__ = ["ALONE", "BATCH", "LENGTH", "SYNCHRONOUS", "Method", "build", "methods"]
+__all__ = ["ALONE", "BATCH", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Method", "build", "methods"]
 
 WIDTH, LAYERS, BATCH = 128, 3, 16  # samples per rank
 ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
-DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
+OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best that were tried, see the guide
 # Synchronous training is timed after `WARMUP_STEPS` steps, for a multiple of `MIN_STEPS` steps.
 WARMUP_STEPS, MIN_STEPS = 4, 4
 
@@ -47,23 +47,30 @@ class Method:
     communicates: bool = True
 
 
-def methods(steps: int) -> dict[str, Method]:
-    """Return the methods by name, with `steps` local steps."""
+def methods(
+    steps: int, *, warmup_steps: int = 0, outer_lr: float = OUTER_LR, outer_momentum: float = OUTER_MOMENTUM
+) -> dict[str, Method]:
+    """Return the methods by name, with `steps` local steps after `warmup_steps` synchronous steps.
+
+    `outer_lr` and `outer_momentum` are those of DiLoCo.
+    """
+    local = partial(_local, steps=steps, warmup_steps=warmup_steps)
+    diloco = partial(local, outer_lr=outer_lr, outer_momentum=outer_momentum)
     return {
         ALONE: Method(communicates=False),
         SYNCHRONOUS: Method(prediction="synchronous"),
         "synchronous, bf16": Method("bf16", prediction="bf16"),
         "synchronous, PowerSGD": Method(unitrain.PowerSGD(rank=4, start_step=20)),
-        "local SGD": _local("local-sgd", steps),
-        "DiLoCo": _local("local-sgd", steps, **DILOCO),
-        "DiLoCo, bf16": _local("local-sgd-bf16", steps, compression="bf16", **DILOCO),
-        "DiLoCo, int8": _local("local-sgd-int8", steps, compression="int8", **DILOCO),
-        "DiLoCo, streaming": _local("streaming", steps, fragments=5, overlap_steps=5, **DILOCO),
+        "local SGD": local("local-sgd"),
+        "DiLoCo": diloco("local-sgd"),
+        "DiLoCo, bf16": diloco("local-sgd-bf16", compression="bf16"),
+        "DiLoCo, int8": diloco("local-sgd-int8", compression="int8"),
+        "DiLoCo, streaming": diloco("streaming", fragments=5, overlap_steps=5),
     }
 
 
-def _local(prediction: str, steps: int, **settings: Any) -> Method:
-    return Method(local=unitrain.LocalSGDConfig(steps=steps, **settings), prediction=prediction)
+def _local(prediction: str, **settings: Any) -> Method:
+    return Method(local=unitrain.LocalSGDConfig(**settings), prediction=prediction)
 
 
 def build() -> nn.Module:
@@ -110,6 +117,8 @@ class Training:
         for _ in range(steps):
             chosen = torch.randint(len(self._texts), (BATCH,), generator=self._generator)
             mean_loss(self._distributed, self._texts[chosen]).backward()
+            if self._local is not None:
+                self._local.reduce_gradients()  # in the warm-up only
             nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -210,7 +219,8 @@ def main() -> None:
     """Measure losses or speeds, and print the results. The arguments are a JSON object; see low_communication.py."""
     given = json.loads(sys.argv[1])
     measure = {"losses": losses_by_method, "speeds": speeds}[given["measure"]]
-    chosen = {name: methods(given["local_steps"])[name] for name in given["methods"]}
+    available = methods(given["local_steps"], **given["settings"])
+    chosen = {name: available[name] for name in given["methods"]}
     with unitrain.init(device="cpu") as backend:
         results = measure(backend, chosen, **given["arguments"])
         if backend.rank == 0:

@@ -172,6 +172,11 @@ def test_only_tunables_of_the_backend_are_searched() -> None:
     of_horovod = {one.variable: one for one in list_tunables(registry.load("horovod").tunables, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].alternatives == ("1", "4", "8")
+    # On GPUs, or with one rank per host, a hierarchical allreduce has no effect.
+    on_hosts = {one.variable for one in list_tunables(registry.load("ddp").tunables, 4, 4, shares_hosts=True)}
+    assert on_hosts == {*names, "OMP_NUM_THREADS", "UNITRAIN_HIERARCHICAL_ALLREDUCE"}
+    of_gpus = {one.variable for one in list_tunables(registry.load("ddp").tunables, None, 4, shares_hosts=True)}
+    assert of_gpus == names
     for one in of_horovod.values():
         assert one.default not in one.alternatives
 
@@ -228,6 +233,18 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
         EnvironmentVariableError, match=r"MiB of the first gradient bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"
     ):
         read_bucket_settings()
+
+
+def test_an_invalid_hierarchical_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unitrain.backends.gradients.hierarchical_group import is_hierarchical
+
+    monkeypatch.setenv("UNITRAIN_HIERARCHICAL_ALLREDUCE", "yes")
+    with pytest.raises(EnvironmentVariableError, match=r"must be 1 or 0, got 'yes'. Use UNITRAIN_HIERARCHICAL"):
+        is_hierarchical(torch.device("cpu"))
+    monkeypatch.setenv("UNITRAIN_HIERARCHICAL_ALLREDUCE", "1")
+    assert is_hierarchical(torch.device("cpu"))
+    with pytest.raises(EnvironmentVariableError, match=r"requires ranks that compute on CPUs, but this rank uses cuda"):
+        is_hierarchical(torch.device("cuda"))
 
 
 def tuned(script: Path | str, size: int = 2, **others: object) -> TunedEntry:

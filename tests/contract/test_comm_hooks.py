@@ -1,11 +1,13 @@
-"""Communication hooks of users on the module that `distributed_model` returns."""
+"""Communication hooks of users on the module that `distributed_model` returns, and the hierarchical allreduce."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.gradients.hierarchical_group import HierarchicalGroup
+from unitrain.bootstrap.rendezvous import NodePosition
 from unitrain.errors import ModelError
 from unitrain.testing import RankGroup
 
@@ -72,6 +76,26 @@ def train(backend: Backend, register: Register | None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
+def train_hierarchically(backend: Backend) -> tuple[list[Tensor], int]:
+    """Return the parameters with the hierarchical allreduce, as if the last rank ran on another host, and the number of
+    buckets that it reduced."""
+    allreduce, buckets = HierarchicalGroup.allreduce, []
+
+    def count(group: HierarchicalGroup, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        buckets.append(len(tensors))
+        return allreduce(group, tensors, opts)
+
+    rendezvous: Any = vars(backend)["_rendezvous"]
+    positions = [NodePosition(rank % 2, 2 - rank // 2, rank // 2, 2) for rank in range(backend.size)]
+    with (
+        patch.dict(os.environ, {"UNITRAIN_HIERARCHICAL_ALLREDUCE": "1"}),
+        patch.dict(vars(rendezvous), {"node_positions": positions}),
+        patch.object(backend, "num_nodes", 2),
+        patch.object(HierarchicalGroup, "allreduce", count),
+    ):
+        return train(backend, None), len(buckets)
+
+
 def compare_hooks(backend: Backend) -> dict[str, Any]:
     state: dict[str, int] = {}
     results = {
@@ -81,6 +105,7 @@ def compare_hooks(backend: Backend) -> dict[str, Any]:
     }
     hook = hierarchical_hook(backend)
     results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
+    results["hierarchical allreduce"], results["hierarchical buckets"] = train_hierarchically(backend)
     return results
 
 
@@ -128,6 +153,16 @@ def test_hook_of_a_user_reduces_the_gradients(results: list[dict[str, Any]]) -> 
 def test_hierarchical_reduction_computes_the_mean_over_all_ranks(results: list[dict[str, Any]]) -> None:
     for result in results:
         torch.testing.assert_close(result["hierarchical"], results[0]["without"], rtol=0, atol=1e-12)
+
+
+def test_hierarchical_allreduce_computes_the_mean_over_all_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        torch.testing.assert_close(result["hierarchical allreduce"], results[0]["without"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            result["hierarchical allreduce"], results[0]["hierarchical allreduce"], rtol=0, atol=0
+        )
+        # With two ranks on two hosts, all ranks are reduced at once.
+        assert (result["hierarchical buckets"] > STEPS) == (len(results) == 3)
 
 
 def test_invalid_hooks_are_reported(results: list[dict[str, Any]]) -> None:

@@ -77,7 +77,14 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[H
 
 
 def check(
-    folder: Path, launcher: str, backend: str, transport: str, shares: tuple[int, ...], numbers: list[float]
+    folder: Path,
+    launcher: str,
+    backend: str,
+    transport: str,
+    shares: tuple[int, ...],
+    numbers: list[float],
+    *,
+    hierarchical: bool = False,
 ) -> None:
     """Check the reports of all ranks against the expected placement and the reference."""
     rank_results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -87,7 +94,7 @@ def check(
     places = [(node, local) for node, share in enumerate(shares) for local in range(share)]
     common = {
         "launcher": launcher, "backend": backend, "transport": transport, "size": size, "num_nodes": len(shares),
-        "total": [size * (size + 1) / 2, 10.0 * size],
+        "total": [size * (size + 1) / 2, 10.0 * size], "hierarchical": hierarchical,
     }  # fmt: skip
     assert [{key: value for key, value in one.items() if key != "numbers"} for one in rank_results] == [
         {
@@ -179,6 +186,17 @@ def test_torchrun_started_on_each_host(
     outputs = [agent.communicate(timeout=100)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * count, outputs
     check(tmp_path, "torchrun", backend, "gloo", SHARES[count], reference)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("horovodrun", "horovod")])
+def test_hierarchical_allreduce_on_hosts_with_different_numbers_of_ranks(
+    launcher: str, backend: str, both: list[Host], tmp_path: Path, reference: list[float]
+) -> None:
+    options = ["--backend", backend, "-H", "h1:2,h2:1", "-x", "UNITRAIN_HIERARCHICAL_ALLREDUCE=1"]
+    command = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
+    done = both[0].run(command, VARIABLES)
+    assert done.returncode == 0, done.stdout
+    check(tmp_path, launcher, backend, "gloo", SHARES[2], reference, hierarchical=True)
 
 
 @needs_slurm

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def main(folder: Path, name: str) -> None:
             "rank": backend.rank, "size": backend.size, "local_rank": backend.local_rank,
             "local_size": backend.local_size, "node_rank": backend.node_rank, "num_nodes": backend.num_nodes,
             "host": socket.gethostname(), "launcher": environment.detect().launcher, "backend": backend.name,
+            "hierarchical": any("hierarchical" in thread.name for thread in threading.enumerate()),
             "total": total.tolist(), "numbers": flatten_parameters(model), "transport": backend.transport,
         }  # fmt: skip
         (folder / f"{backend.rank}.part").write_text(json.dumps(rank_results))

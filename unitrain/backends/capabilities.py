@@ -25,12 +25,17 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class Tunable:
-    """An environment variable that affects the speed of a backend. It changes results only by rounding errors."""
+    """An environment variable that affects the speed of a backend. It changes results only by rounding errors.
+
+    A variable with `needs_ranks_on_several_hosts` has an effect only if several ranks run on a host of a job with
+    several hosts, and compute on CPUs.
+    """
 
     variable: str
     description: str
     default: str
     alternatives: tuple[str, ...]
+    needs_ranks_on_several_hosts: bool = False
 
 
 class CompressionState(ABC):

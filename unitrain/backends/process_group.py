@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import DTYPE_BY_COMPRESSION, CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_mebibytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
+from unitrain.backends.gradients.hierarchical_group import HIERARCHICAL, HierarchicalGroup, is_hierarchical
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
@@ -75,7 +77,7 @@ class ProcessGroupBackend(
 ):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
-    tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
+    tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW, HIERARCHICAL)
     _uses_all_to_all = True  # whether an all-to-all reduces tensors to their owners faster than an allreduce
     _waits_on_stream = False  # whether a GPU stream, rather than the host, waits for gradients
 
@@ -100,6 +102,7 @@ class ProcessGroupBackend(
         self._parameter_collective_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
+        self._hierarchical_group: HierarchicalGroup | None = None
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
@@ -153,6 +156,7 @@ class ProcessGroupBackend(
         call_on_all_ranks(self, check)
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
         bucket_mebibytes = call_on_all_ranks(self, read_bucket_mebibytes)
+        hierarchical = call_on_all_ranks(self, partial(is_hierarchical, self.device))
         checks.check_same_settings(
             self,
             "distributed_model",
@@ -162,7 +166,11 @@ class ProcessGroupBackend(
             broadcast_buffers=broadcast_buffers,
             compression=compression,
             logical_ranks=logical_ranks,
-            **{environment.DEBUG_VARIABLE: is_debugging, BUCKETS.variable: bucket_mebibytes},
+            **{
+                environment.DEBUG_VARIABLE: is_debugging,
+                BUCKETS.variable: bucket_mebibytes,
+                HIERARCHICAL.variable: hierarchical,
+            },
         )
         checks.check_same_model(self, model)
         checks.forbid_embedding_renorm(model)
@@ -196,8 +204,9 @@ class ProcessGroupBackend(
                 set_transport_timeout(self._unused_parameters_group, self.device, timeout)
         group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
+        uses_hierarchical_group = hierarchical and shard != "gradients" and compressor == "none"
         reducer_group = ReducerGroup(
-            group or default_process_group(),
+            (self._get_hierarchical_group() if uses_hierarchical_group else None) or group or default_process_group(),
             self._monitor,
             check_bucket,
             waits_on_stream=self._waits_on_stream,
@@ -235,6 +244,19 @@ class ProcessGroupBackend(
             distributed.sharding_mode = shard
         self._models.add(distributed)
         return distributed
+
+    def _get_hierarchical_group(self) -> HierarchicalGroup | None:
+        """Return the group for hierarchical allreduces, or None unless several ranks run on a host of several hosts.
+        All ranks call it. The first call creates the group."""
+        if self._hierarchical_group is None and 1 < self.num_nodes < self.size:
+            ranks_by_host = [
+                [rank for rank, position in enumerate(self._rendezvous.node_positions) if position.node_rank == number]
+                for number in range(self.num_nodes)
+            ]
+            self._hierarchical_group = HierarchicalGroup(
+                default_process_group(), ranks_by_host, self.create_rank_groups
+            )
+        return self._hierarchical_group
 
     def _shard_model(
         self,
@@ -365,6 +387,9 @@ class ProcessGroupBackend(
         # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
+        if self._hierarchical_group is not None:
+            self._hierarchical_group.leave()
+            self._hierarchical_group = None
         for group in self._rank_groups:
             group.leave()
         self._unused_parameters_group = self._mesh = None

@@ -66,12 +66,19 @@ class SearchResult:
     seconds_needed: float = 0.0
 
 
-def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
-    """Return the backend's tunables and, if ranks compute on the CPU, a tunable for the number of threads per rank.
+def list_tunables(
+    backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int, *, shares_hosts: bool = False
+) -> list[Tunable]:
+    """Return the backend's tunables that have an effect and, if ranks compute on the CPU, a tunable for the number of
+    threads per rank.
 
-    `threads` is the default number of threads per rank, or None on a GPU.
+    `threads` is the default number of threads per rank, or None on a GPU. `shares_hosts` is True if the job runs on
+    several hosts, with several ranks on one of them.
     """
-    tunables = list(backend_tunables)
+    has_host_tunables = shares_hosts and threads is not None
+    tunables = [
+        tunable for tunable in backend_tunables if has_host_tunables or not tunable.needs_ranks_on_several_hosts
+    ]
     if threads is not None:
         counts = {count for count in (1, cores_per_rank // 2, cores_per_rank, 2 * cores_per_rank) if count > 0}
         alternatives = tuple(str(count) for count in sorted(counts - {threads}))

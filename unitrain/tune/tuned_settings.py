@@ -29,6 +29,7 @@ BUILT_IN_VARIABLES = frozenset(
         "OMP_NUM_THREADS",
         "UNITRAIN_BUCKETS_MB",
         "UNITRAIN_BUCKET_VIEW",
+        "UNITRAIN_HIERARCHICAL_ALLREDUCE",
     }
 )
 

@@ -83,7 +83,12 @@ class Tuner:
 
         # The tunables of a backend affect communication only, and a single rank does not communicate.
         backend_tunables = registry.load(default_result.backend).tunables if default_result.size > 1 else ()
-        tunables = list_tunables(backend_tunables, default_result.threads, default_result.cores_per_rank)
+        tunables = list_tunables(
+            backend_tunables,
+            default_result.threads,
+            default_result.cores_per_rank,
+            shares_hosts=1 < default_result.num_nodes < default_result.size,
+        )
         search_result = search(measure, tunables, search_seconds, run_seconds=run_seconds)
         report(
             save_and_describe(
