@@ -10,14 +10,18 @@ job without faults. Steps that are repeated count once. The ways of restarting:
     standby    unitrain launch --max-restarts --standby, with a checkpoint in memory every few steps
 
 Each rank uses a core of this machine completely. On a machine with accelerators, the cores of a rank are idle for a
-part of each step, in which standby ranks can start and checkpoints can be written. The benchmark is therefore repeated
-with steps that also wait for `--waiting-ms` milliseconds.
+part of each step, in which standby ranks can start and checkpoints can be written. The benchmark can therefore be
+repeated with steps that also wait for `--waiting-ms` milliseconds.
 
-    python benchmarks/goodput.py    # writes benchmarks/results/goodput.md
+    python benchmarks/goodput.py
+    python benchmarks/goodput.py --waiting-ms 100 --in-memory 5
+
+Each command writes benchmarks/results/goodput.md and .json, and keeps the figures of earlier commands.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
@@ -89,8 +93,8 @@ def run(way: Way, backend: str, both: list[Host], seconds: float, *, has_faults:
             job.end()
 
 
-def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str:
-    """Return a line of the table."""
+def row(name: str, found: list[Goodput]) -> str:
+    """Return a line of the table. `name` contains the first cells."""
     recoveries = [recovery for one in found for recovery in one.recoveries]
     times = [recovery.seconds for recovery in recoveries]
     lost = [recovery.lost_steps for recovery in recoveries]
@@ -99,11 +103,26 @@ def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str
     disturbed = statistics.median(one.disturbed for one in found)
     spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
     return (
-        f"| {backend} | {name} | {waiting_ms:g} ms | {undisturbed:.1f} | {disturbed:.1f} | "
-        f"**{statistics.median(ratios):.1f} %**{spread} | "
+        f"| {name} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
         f"{len(recoveries)} | {statistics.median(times):.1f} s [{min(times):.1f}, {max(times):.1f}] | "
         f"{statistics.median(lost):.0f} [{min(lost)}, {max(lost)}] |"
     )
+
+
+def row_name(backend: str, way: str, waiting_ms: float, in_memory: int) -> str:
+    """Return the first cells of a line of the table."""
+    interval = f"{in_memory} steps" if way == "standby" else "-"
+    return f"{backend} | {way} | {waiting_ms:g} ms | {interval}"
+
+
+def load_rows(output: Path) -> dict[str, list[Goodput]]:
+    """Return the saved figures by the first cells of their lines."""
+    path = output / "goodput.json"
+    saved = json.loads(path.read_text())["rows"] if path.exists() else {}
+    return {
+        name: [Goodput(plain, rate, [Recovery(*one) for one in recoveries]) for plain, rate, recoveries in goodputs]
+        for name, goodputs in saved.items()
+    }
 
 
 @click.command()
@@ -112,9 +131,7 @@ def row(backend: str, name: str, waiting_ms: float, found: list[Goodput]) -> str
 @click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--in-memory", type=click.IntRange(min=1), default=40, show_default=True, help="Steps per checkpoint.")
-@click.option(
-    "--waiting-ms", "waits", multiple=True, default=[0.0, 20.0], show_default=True, help="Idle time per step."
-)
+@click.option("--waiting-ms", "waits", multiple=True, default=[0.0], show_default=True, help="Idle time per step.")
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
     backends: tuple[str, ...],
@@ -134,6 +151,7 @@ def main(
         if name in names and backend in way.backends
     }
     found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
+    rows = load_rows(output)  # before the measurements, which take long
     with started_hosts(len(RANKS)) as both:
         for _ in range(rounds):
             for (backend, name, waiting_ms), way in chosen.items():
@@ -143,30 +161,30 @@ def main(
                 rate, recoveries = run(way, backend, list(both), 60 * minutes, has_faults=True)
                 found[backend, name, waiting_ms].append(Goodput(plain, rate, recoveries))
                 click.echo(f"{backend} {name} {waiting_ms}: {found[backend, name, waiting_ms][-1]}", err=True)
+    for (backend, name, waiting_ms), goodputs in found.items():
+        rows[row_name(backend, name, waiting_ms, in_memory)] = goodputs
     lines = [
         "# Goodput with one fault per minute",
         "",
         "One rank on each of two hosts, which are on this machine, with one thread and without a GPU; a model of 1 "
         f"million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, {os.cpu_count()} "
-        f"CPU cores. In {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
+        f"CPU cores. For {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
         "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
-        f"ranks and copies in memory. All write a checkpoint per epoch; standby also keeps each {in_memory}th step "
-        "in memory. Recovery is the time from SIGKILL until all ranks have completed a step, with the minimum and "
-        "the maximum. Waiting per step is the time that a rank waits after each step without using the CPU, as for an "
-        f"accelerator. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
-        f"--in-memory {in_memory}`.",
+        "ranks and copies in memory. All ways write a checkpoint per epoch; standby also keeps a checkpoint in memory "
+        "at the interval in the table. Recovery is the time from SIGKILL until all ranks have completed a step, with "
+        "the minimum and the maximum. Waiting per step is the time that a rank waits after each step without using the "
+        "CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py --minutes "
+        f"{minutes:g} --rounds {rounds} --backend BACKEND --way WAY --waiting-ms WAITING --in-memory INTERVAL`.",
         "",
-        "| backend | restart | waiting per step | steps/s without faults | steps/s with faults | goodput | faults | "
-        "recovery | steps lost per fault |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(row(*key, goodputs) for key, goodputs in found.items()),
+        "| backend | restart | waiting per step | checkpoint in memory | steps/s without faults | "
+        "steps/s with faults | goodput | faults | recovery | steps lost per fault |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(row(name, goodputs) for name, goodputs in rows.items()),
+        "",
+        "Without waiting, the two ranks use both cores of the machine, so the standby ranks, which import torch after "
+        "each restart, and the checkpoints in memory take time from training.",
     ]
-    figures = [
-        {"backend": backend, "way": name, "waiting_ms": waiting_ms, "ratio": one.ratio, **one._asdict()}
-        for (backend, name, waiting_ms), goodputs in found.items()
-        for one in goodputs
-    ]
-    save_results(lines, "goodput", output, goodputs=figures)
+    save_results(lines, "goodput", output, rows=rows)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def measure(rate: str, backend: str, ranks: int, rounds: int, steps: int) -> dic
         done = both[0].run([*launch, script, str(rounds), str(steps)], variables, 1000, fresh=True)
     if done.returncode:
         raise click.ClickException(done.stdout)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    measured: dict[str, Any] = json.loads(line)
+    (line,) = [line for line in done.stdout.splitlines() if '{"seconds"' in line]  # the launcher may add a prefix
+    measured: dict[str, Any] = json.loads(line[line.index("{") :])
     return measured
 
 

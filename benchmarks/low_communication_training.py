@@ -123,8 +123,12 @@ class Training:
             self._optimizer.step()
             self._optimizer.zero_grad()
             self._scheduler.step()
-            if self._local is not None:
-                self._local.step()
+            self.after_step()
+
+    def after_step(self) -> None:
+        """Count a step, and synchronize the weights of the ranks if it is due."""
+        if self._local is not None:
+            self._local.step()
 
     def synchronize(self) -> None:
         """Synchronize the weights of the ranks."""

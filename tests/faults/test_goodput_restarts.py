@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import sys
@@ -84,7 +85,7 @@ class Scraper:
         while not self._stop.wait(0.2):
             try:
                 text = urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10).read().decode()
-            except OSError:
+            except (OSError, http.client.HTTPException):  # the rank is killed while it answers
                 continue
             self.samples.append(
                 {
