@@ -346,12 +346,17 @@ def losses_command(
     """Train with each method on this machine, and save the validation losses."""
     command = f"losses --steps {steps} --warmup-steps {warmup_steps} --local-steps {local_steps} --seeds {seeds}"
     command += "".join(f" --peak-lr {peak_lr:g}" for peak_lr in peak_lrs)
-    figures = load(output, command)
-    arguments = {"peak_lrs": peak_lrs, "seeds": seeds, "steps": steps, "evaluate_every": evaluate_every}
-    chosen = list(dict.fromkeys([SYNCHRONOUS, *(name for name in names if name != ALONE)]))
-    figures["losses"] = train(chosen, local_steps, {"warmup_steps": warmup_steps}, arguments)
-    figures["settings"] = {**arguments, "local_steps": local_steps, "warmup_steps": warmup_steps, "target": target}
-    save(output, figures)
+    command += "".join(f' --method "{name}"' for name in names if names != tuple(NAMES))
+    arguments = {"peak_lrs": list(peak_lrs), "seeds": seeds, "steps": steps, "evaluate_every": evaluate_every}
+    settings = {**arguments, "local_steps": local_steps, "warmup_steps": warmup_steps, "target": target}
+    saved = load(output, command)
+    if saved["settings"] != settings:  # the losses of other settings are replaced
+        saved["losses"] = {}
+    for name in dict.fromkeys([SYNCHRONOUS, *(name for name in names if name != ALONE)]):
+        if name not in saved["losses"] or name in names:
+            saved["losses"] |= train([name], local_steps, {"warmup_steps": warmup_steps}, arguments)
+            saved["settings"] = settings
+            save(output, saved)  # the next method takes minutes
 
 
 @main.command("outer")
