@@ -43,8 +43,9 @@ class WithAccelerate(PeerTraining):
     def __init__(self, backend: unitrain.Backend, steps: int, local_steps: int) -> None:
         super().__init__(backend, steps)
         accelerator = Accelerator(cpu=True)
+        self._distributed = accelerator.prepare(self._model)
         self._synchronizer = self.exits.enter_context(
-            AccelerateLocalSGD(accelerator=accelerator, model=self._model, local_sgd_steps=local_steps)
+            AccelerateLocalSGD(accelerator=accelerator, model=self._distributed, local_sgd_steps=local_steps)
         )
 
     def after_step(self) -> None:
@@ -70,6 +71,7 @@ class WithTorchft(PeerTraining):
             world_size=1,
             lighthouse_addr=lighthouse,
             hostname="127.0.0.1",
+            init_sync=False,  # the replicas have equal weights
             timeout=LIMIT,
             quorum_timeout=LIMIT,
             connect_timeout=LIMIT,
