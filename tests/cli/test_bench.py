@@ -240,6 +240,7 @@ TRAINING = {
         {"kind": "train", "parameters": 4, "rows": [{**TRAINING, "seconds": []}]},
         {"kind": "train", "parameters": 4, "rows": [{**TRAINING, "phases": {"data": [1.0]}}]},
         {"kind": "train", "parameters": "many", "rows": [TRAINING]},
+        {"kind": "train", "rows": [TRAINING]},
         {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "seconds": [0.0]}]},
         {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "bytes": "8"}]},
         {"kind": "collectives", "rows": [COLLECTIVE]},

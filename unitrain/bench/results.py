@@ -43,10 +43,10 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
             f"'{path}' is a result of unitrain bench {result['kind']}, not of unitrain bench {kind}. {remedy}"
         )
     if result["kind"] == "train":
-        has_columns, is_valid = _is_number(result.get("parameters", 1)), _is_training_row
+        is_header_valid, is_row_valid = _is_number(result.get("parameters")), _is_training_row
     else:
-        has_columns, is_valid = is_positive_integer(result.get("ranks")), _is_collective_row
-    if not has_columns or not all(map(is_valid, result["rows"])):
+        is_header_valid, is_row_valid = is_positive_integer(result.get("ranks")), _is_collective_row
+    if not is_header_valid or not all(map(is_row_valid, result["rows"])):
         raise ReportError(
             f"'{path}' is not a complete result of unitrain bench {result['kind']}: a measurement is missing or is not "
             f"a positive number. {remedy}"
