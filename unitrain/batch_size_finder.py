@@ -96,7 +96,7 @@ def find_batch_size(
 
     Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward or backward pass communicates
     (`sync_batch_norm`, and `shard` "gradients" and "parameters") or uses `local_sgd` or PowerSGD, and if not even
-    `initial` samples fit.
+    `initial` samples fit. Raises UnsupportedError on every rank if the memory of the device cannot be measured.
     """
     check_trial(trainer, _NAME)
     backend = trainer.backend

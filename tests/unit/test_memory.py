@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from unitrain.backends.base import ShardingMode
 from unitrain.errors import UnsupportedError
 from unitrain.memory import process_memory, report
-from unitrain.memory.record import BlockRecord, RankMemory
+from unitrain.memory.record import BlockRecord, RankMemory, read_records
 from unitrain.memory.saved_tensors import SavedStorage, SavedTensorTracker, checkpointing_by_class
 from unitrain.memory.savings import Usage, list_savings, persistent_bytes
 from unitrain.memory.tensor_bytes import (
@@ -284,6 +284,14 @@ def test_savings_are_differences_of_the_peak() -> None:
                                                      (7, "batch_size=1, gradient_accumulation_steps=7")])  # fmt: skip
 def test_smaller_batch_keeps_the_global_batch_size(batch_size: int, setting: str) -> None:
     assert setting in savings(4, record(settings={"precision": "fp32", "batch_size": batch_size, "shard": "none"}))
+
+
+def test_smaller_batch_scales_a_schedule_of_accumulation(tmp_path: Path) -> None:
+    settings = {"precision": "fp32", "batch_size": 8, "shard": "none", "gradient_accumulation_steps": {0: 1, 4: 4}}
+    record(size=1, settings=settings).write(tmp_path)
+    records = read_records(tmp_path)
+    assert records is not None
+    assert "batch_size=4, gradient_accumulation_steps={0: 2, 4: 8}" in savings(4, *records)
 
 
 def test_activations_save_nothing_beyond_the_peak_in_the_optimizer_step() -> None:

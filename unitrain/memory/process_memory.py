@@ -35,7 +35,7 @@ def process_memory(device: torch.device) -> ProcessMemory:
         return CudaMemory(device)
     if device.type != "cpu":
         raise UnsupportedError(
-            f"unitrain memory measures CPUs and NVIDIA GPUs, got the device {device.type!r}. "
+            f"Memory can be measured on CPUs and NVIDIA GPUs only, got the device {device.type!r}. "
             'Use unitrain.init(device="cpu").'
         )
     return HostMemory()
@@ -90,7 +90,7 @@ def check_host_memory() -> None:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except (OSError, LookupError) as error:
         raise UnsupportedError(
-            f"unitrain memory resets the peak memory of a process in {_CLEAR_REFS}, which failed: {error}. "
+            f"The peak memory of a process is measured with {_CLEAR_REFS}, which failed: {error}. "
             "Run it on Linux, in a container with a writable /proc."
         ) from error
 

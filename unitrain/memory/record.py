@@ -97,8 +97,13 @@ class RankMemory:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankMemory:
-        """Return the record with the values in `fields`."""
-        return cls(**fields | {"blocks": [BlockRecord(**block) for block in fields["blocks"]]})
+        """Return the record with the values in `fields`, which may have been converted to JSON and back."""
+        settings = dict(fields["settings"])
+        accumulation = settings.get("gradient_accumulation_steps")
+        if isinstance(accumulation, dict):  # a schedule by epoch; JSON has no integer keys
+            settings["gradient_accumulation_steps"] = {int(epoch): steps for epoch, steps in accumulation.items()}
+        blocks = [BlockRecord(**block) for block in fields["blocks"]]
+        return cls(**fields | {"settings": settings, "blocks": blocks})
 
     @property
     def peak(self) -> int:
