@@ -41,9 +41,24 @@ def build(spec: LaunchSpec) -> Command:
     commands = list(zip(hosts, commands_per_host(spec), strict=True))
     names = {*names_forwarded_by_default(), *spec.forwarded}
     return Command(
-        agents.build_command(commands, names, spec.python, through_slurm=job is not None),
+        agents.build_command(
+            [(host, _without_forwarded_values(command, spec)) for host, command in commands],
+            names,
+            spec.python,
+            through_slurm=job is not None,
+        ),
         per_host=tuple((host.name, command) for host, command in commands),
     )
+
+
+def _without_forwarded_values(command: Command, spec: LaunchSpec) -> Command:
+    """Return `command` without variables that are forwarded by name, because every user of this host can read the
+    command line."""
+    names = set(spec.forwarded) - spec.environment.keys()
+    environment = {
+        name: value for name, value in command.environment.items() if name not in names or value != os.environ.get(name)
+    }
+    return replace(command, environment=environment)
 
 
 def commands_per_host(spec: LaunchSpec) -> list[Command]:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_launcher_args
+from unitrain.launchers.agents import read_plan
 from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.torchrun import commands_per_host
 
@@ -106,6 +107,23 @@ def test_torchrun_on_several_hosts_shows_values_except_secrets(monkeypatch: pyte
     command = build("torchrun", launch_spec)
     assert "abc" not in command.shell()
     assert "abc" not in " ".join(command.argv)
+
+
+def test_torchrun_on_several_hosts_receives_forwarded_values_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEVEL", "my-level")
+    monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
+    command = build(
+        "torchrun",
+        LaunchSpec(
+            script="t.py", num_processes=2, hosts=parse_hosts("a:1,b:1"), forwarded=("LEVEL", "A"), backend="horovod",
+            environment={"A": "b"},
+        ),
+    )  # fmt: skip
+    assert "my-level" not in " ".join(command.argv)
+    plan = read_plan(command.argv[4:])
+    assert "LEVEL" in plan["forwarded"]
+    for host in plan["hosts"]:
+        assert {"A": "b", "UNITRAIN_BACKEND": "horovod"}.items() <= host["variables"].items()
 
 
 def test_printed_commands_contain_no_forwarded_values(monkeypatch: pytest.MonkeyPatch) -> None:
