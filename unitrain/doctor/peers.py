@@ -75,17 +75,17 @@ def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, s
         gathered = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
         own_rank = rendezvous.rank_info.rank
         others = [
-            (host, other, port)
-            for rank, (host, other, port) in enumerate(gathered)
+            (host, peer_address, port)
+            for rank, (host, peer_address, port) in enumerate(gathered)
             if is_first_on_host and port and rank != own_rank
         ]
         failed: dict[str, str] = {}
         # In sequence, unreachable hosts would take longer than the timeout of the rendezvous.
         with ThreadPoolExecutor(_MAX_CONCURRENT_CONNECTIONS) as pool:
             errors = pool.map(lambda listener: _try_connection(*listener[1:]), others)
-            for (host, other, port), error in zip(others, errors, strict=True):
+            for (host, peer_address, port), error in zip(others, errors, strict=True):
                 if error is not None:
-                    failed[host] = f"{other}:{port}: {error}"
+                    failed[host] = f"{peer_address}:{port}: {error}"
         rendezvous.allgather("doctor/tried", None)
     return failed
 
