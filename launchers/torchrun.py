@@ -20,8 +20,8 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def build(spec: LaunchSpec) -> Command:
     """Return the command, which runs on this host. It is torchrun itself if all ranks run here.
 
-    Otherwise, it starts torchrun on each host over ssh. Inside a Slurm allocation with several hosts, and if the spec
-    names no hosts, the command starts torchrun through srun on all hosts of the allocation. On this host alone, the
+    Otherwise, it starts torchrun over ssh on each host that runs ranks. If the spec does not name hosts and a Slurm
+    allocation has several hosts, the hosts are those of the allocation, and srun replaces ssh. On this host alone, the
     rendezvous uses a free port, so that two jobs do not collide. On several hosts, the rendezvous is at MASTER_ADDR or
     else on the first host. Its port is MASTER_PORT, or else the spec's port, or else `slurm.Allocation.port` in a Slurm
     allocation, or else 29500. Raises LaunchError for an elastic job on other hosts.
@@ -148,7 +148,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         for host, command in zip(spec.hosts, commands, strict=False)
     )
     secrets = ", ".join(_secret_names(spec))
-    prerequisite = f", with {secrets} set in its environment," if secrets else ""
+    prerequisite = f", with {secrets} set in its environment" if secrets else ""
     lines += (
         "\n  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
     )
@@ -156,7 +156,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         lines += ", and is_host=false instead of is_host=true"
     return (
         "An elastic job under torchrun must be started by hand on each of its hosts. "
-        f"On each host, run its command{prerequisite} or use --launcher horovodrun:\n{lines}"
+        f"Use --launcher horovodrun, or run on each host its command{prerequisite}:\n{lines}"
     )
 
 

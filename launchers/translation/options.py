@@ -153,8 +153,9 @@ class Options:
 
 
 def arity_table(flags: str, with_value: str, optional: str = "") -> dict[str, int]:
-    """Return the arity of each option, by name. The arguments are names, separated by spaces: `flags` take no value,
-    options `with_value` one, and `optional` ones an optional value (-1)."""
+    """Return the arity of each option, by name. The arguments are option names, separated by spaces: options in `flags`
+    take no value (0), options in `with_value` take one value (1), and the value of options in `optional` is optional
+    (-1)."""
     return dict.fromkeys(flags.split(), 0) | dict.fromkeys(with_value.split(), 1) | dict.fromkeys(optional.split(), -1)
 
 

@@ -4,9 +4,8 @@ Text that a shell would expand, such as "$HOME/data" or *.txt, must appear in th
 that the shell still expands it. `split` encloses it in two private-use characters within its word, and `quote` writes
 it unchanged.
 
-The standard library's `shlex` quotes the literal text. It cannot split the line: shlex.split returns the same word for
-$HOME and '$HOME', so the result does not distinguish text that the shell would expand; nor does it support $'...' and
-braces.
+Literal text is quoted by `shlex.quote` of the standard library. `shlex.split` is not used, because it returns the same
+word for $HOME and '$HOME', although a shell expands only the first, and because it does not support $'...' and braces.
 """
 
 from __future__ import annotations

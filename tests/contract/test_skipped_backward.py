@@ -107,7 +107,7 @@ def test_counts_are_compared_at_the_same_backward() -> None:
     _count(other, 10)
     found = other.compare(store, 3)
     assert found is not None
-    assert "before the end of backward #5000, rank 0 had run 4999 optimizer steps and rank 3 had run 5000" in found
+    assert "before the end of backward #4999, rank 0 had run 4999 optimizer steps and rank 3 had run 5000" in found
 
 
 def test_only_additional_and_unused_forwards_together_are_a_difference() -> None:

@@ -415,6 +415,12 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
             lambda: pipeline.load_optimizer_state_dict(optimizer, other if is_last else state),  # noqa: B023
         )
         assert_same_on_every_rank(backend, found)
+    found = raises(
+        unitrain.ModelError,
+        "load_optimizer_state_dict(optimizer) must be a torch.optim.Optimizer, got ",
+        lambda: pipeline.load_optimizer_state_dict(state if is_last else optimizer, state),
+    )
+    assert_same_on_every_rank(backend, found)
     pipeline.load_optimizer_state_dict(optimizer, state)
 
 

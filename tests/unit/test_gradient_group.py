@@ -38,6 +38,18 @@ def test_rank_that_is_ahead_is_not_missing() -> None:
     assert ranks_without(None, [1, 2], records) == [1, 2]
 
 
+def test_a_rank_before_a_phase_is_missing_if_another_model_had_a_phase_with_the_same_number() -> None:
+    waiting, stopped = FlightRecorder(), FlightRecorder()
+    discriminator, generator = GradientPhase("backward", 3), GradientPhase("backward", 3)
+    for flight_recorder in (waiting, stopped):
+        flight_recorder.record(discriminator)
+    waiting.record(generator)
+    records = {1: waiting.records(), 2: stopped.records()}
+    assert ranks_without(generator, [1, 2], records, waiting.position_of(generator)) == [2]
+    assert ranks_without(discriminator, [1, 2], records, waiting.position_of(discriminator)) == []
+    assert waiting.position_of(GradientPhase("backward", 3)) is None
+
+
 class SimulatedMonitor:
     """Records the deadlines that are set."""
 

@@ -1,4 +1,5 @@
-"""Parts of Horovod's process group that do not require several ranks: completion of works, process sets, mismatches."""
+"""Parts of Horovod's process group that do not require several ranks: completion of works, process sets, mismatches,
+monitored barriers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from unitrain.backends.horovod import mismatches
 from unitrain.backends.horovod import work as horovod_work
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
+from unitrain.backends.horovod.monitored_barrier import MonitoredBarrier
 from unitrain.backends.horovod.process_sets import remove_process_set
 
 CPU = torch.device("cpu")
@@ -189,3 +191,17 @@ def test_ranks_that_have_not_written_an_operation_are_missing() -> None:
     for detector in detectors[2:]:
         detector.find()
     assert detectors[0].find_missing_ranks(operation) == []
+
+
+def test_a_failed_monitored_barrier_keeps_the_result_of_the_previous_barrier() -> None:
+    """A rank that is missing in a barrier may not have read the result of the previous barrier."""
+    store = dist.HashStore()
+    keys, barrier = dist.PrefixStore("monitored_barrier", store), MonitoredBarrier(store, 0, 2)
+    keys.set("1/1", "")  # rank 1 reaches the first barrier
+    barrier.wait(timedelta(seconds=5), wait_all_ranks=False)
+    with pytest.raises(dist.DistBackendError, match="Rank 1 failed to pass monitoredBarrier in 50 ms"):
+        barrier.wait(timedelta(milliseconds=50), wait_all_ranks=False)
+    assert keys.get("1") == b"passed"
+    keys.set("3/1", "")
+    barrier.wait(timedelta(seconds=5), wait_all_ranks=False)
+    assert not keys.check(["2"])

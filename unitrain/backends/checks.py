@@ -347,8 +347,8 @@ def check_same_settings(communicator: Communicator, method: str, **settings: obj
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:
-    """Raise ModelError on every rank if parameters or buffers differ in name, shape or dtype between ranks, or
-    parameters in stride or requires_grad. All ranks call it."""
+    """Raise ModelError on every rank if the names, shapes, dtypes or order of the parameters and buffers differ between
+    ranks, or if the strides or requires_grad of the parameters differ. All ranks call it."""
     tensors = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
     parameters = dict(model.named_parameters())
     strides = {name: _stride_of(parameter) for name, parameter in parameters.items()}

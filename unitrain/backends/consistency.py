@@ -26,7 +26,7 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatc
 from unitrain.monitoring.monitor import FailureMonitor
 
 MAX_GATHERING_RANKS = 64
-# Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
+# Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1 without a payload.
 _ROW_HEADER = struct.Struct("=qqq")
 # Maximum number of elements that are summed together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128

@@ -64,9 +64,9 @@ class LocalSGDConfig:
     of each group. Backends without subgroups raise UnsupportedError.
 
     With `fragments`, the parameters are divided into this number of fragments, which are synchronized in different
-    steps. With `overlap_steps`, a transfer of outer gradients is overlapped with this number of steps. The rank's own
-    weights then contribute the fraction `mixing` to the synchronized weights (Streaming DiLoCo; Douillard et al., arXiv
-    2501.18512). Raises ConfigError for an invalid value.
+    steps. With `overlap_steps`, a transfer of outer gradients is overlapped with this number of steps. After the
+    transfer, each rank merges the synchronized weights into its own weights, of which it keeps the fraction `mixing`
+    (Streaming DiLoCo; Douillard et al., arXiv 2501.18512). Raises ConfigError for an invalid value.
     """
 
     steps: int

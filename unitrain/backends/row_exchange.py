@@ -1,7 +1,7 @@
 """Exchange of messages over direct TCP connections of a few ranks, for consistency checks and tensors up to 12 MiB.
 
-Gloo transfers each message in a separate thread, and Horovod negotiates each operation in a background thread. If this
-thread and the waiting thread share a core, waking them takes 0.2 to 1 ms. In this module, the waiting thread itself
+Gloo transfers each message in a separate thread, and Horovod negotiates each operation in a background thread. If such
+a thread and the waiting thread share a core, waking them takes 0.2 to 1 ms. In this module, the waiting thread itself
 sends its message and polls for the messages of the other ranks, which takes less than 0.1 ms.
 """
 
@@ -27,9 +27,11 @@ from unitrain.errors import AuthenticationError
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
-# Waking a sleeping core takes longer than a small exchange. Longer waits sleep, so that other processes use the core.
+# A wait first polls for this time without sleeping, because waking a sleeping core takes longer than a small exchange.
+# Longer waits sleep, so that other processes can use the core.
 _BUSY_POLL_SECONDS = 0.005
-# A yield may give the core to another process for milliseconds. A row usually arrives within this time.
+# Time before the first yield, which may give the core to another process for milliseconds. A row usually arrives within
+# this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 

@@ -84,9 +84,9 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
 
     If `host` is "localhost" or a loopback address, the socket listens only there. It listens on all interfaces if
-    `host` is another name that does not resolve to an address of this machine that other hosts can reach. For example,
-    the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps the host
-    name to a loopback address. Raises OSError if the port is in use.
+    `host` does not resolve to an address of this machine, or is another name that resolves to a loopback address. For
+    example, the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps the
+    host name to a loopback address. Raises OSError if the port is in use.
     """
     name = host.strip("[]")
     try:

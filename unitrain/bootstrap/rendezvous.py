@@ -100,8 +100,8 @@ class Rendezvous:
         """Add this rank's JSON-serializable `value` to the list under `key`. A second call has no effect.
 
         The store appends all values to one entry. The last rank to post verifies them and publishes the complete list
-        as one message. The numbers of requests and signatures of each other rank therefore do not depend on the number
-        of ranks.
+        as one message. Every other rank therefore sends and verifies a number of messages that does not depend on the
+        number of ranks.
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
@@ -287,7 +287,7 @@ def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta
     """Return the store at an address. If `is_server`, this process serves the store. Does not wait for other ranks.
 
     A served store listens on one address, or on all interfaces if `host` does not determine the address; see
-    `network.listen`. Raises ConfigError if rank 0 cannot listen there, CollectiveTimeoutError if no store responds
+    `network.listen`. Raises ConfigError if rank 0 cannot listen there, and CollectiveTimeoutError if no store responds
     within the timeout.
     """
     if not is_server:

@@ -24,7 +24,8 @@ class StoreNotRespondingError(dist.DistNetworkError):
 
 
 class ResponsiveStore:
-    """A connection to a store. A request raises StoreNotRespondingError without a response within `timeout_seconds`.
+    """A connection to a store. A request raises StoreNotRespondingError if there is no response within
+    `timeout_seconds`.
 
     A daemon thread sends the requests, one at a time. After a request has exceeded the limit, further requests also
     raise the error until its late response arrives. `get` must only be called for existing keys.

@@ -79,8 +79,9 @@ class CollectiveCall:
 
 class GradientPhase(NamedTuple):
     """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
-    "gradient reducescatter", "outer gradient", "pipeline step" or "pipeline forward". `kind` and `number` together
-    identify a phase."""
+    "gradient reducescatter", "outer gradient", "pipeline step" or "pipeline forward". Backward passes, bucket
+    rebuilds and runs of a pipeline are numbered separately for each model, so phases of different models may be
+    equal."""
 
     kind: str
     number: int
@@ -192,6 +193,10 @@ class FlightRecorder:
         entry = self._entries[-1]
         return f"{entry.operation}, at {describe_line(entry.file, entry.line)}"
 
+    def position_of(self, phase: GradientPhase) -> int | None:
+        """Return the position of `phase`, compared by identity, or None if no recent entry contains it."""
+        return next((entry.position for entry in reversed(self.entries()) if entry.operation is phase), None)
+
     def entries(self) -> list[FlightEntry]:
         """Return all recorded entries, oldest first."""
         return list(self._entries)
@@ -236,12 +241,21 @@ def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) 
 
 
 def ranks_without(
-    phase: GradientPhase | None, ranks: Sequence[int], records_by_rank: Mapping[int, Sequence[FlightRecord]]
+    phase: GradientPhase | None,
+    ranks: Sequence[int],
+    records_by_rank: Mapping[int, Sequence[FlightRecord]],
+    position: int | None = None,
 ) -> list[int]:
     """Return the `ranks` without `phase` among their latest records, or all `ranks` if it is None.
 
-    The records of a rank that has started `phase` and then a few later operations still contain `phase`.
+    The records of a rank that has started `phase` and then a few later operations still contain `phase`. `position` is
+    the position of `phase` in the records, which distinguishes it from a phase of another model with the same number.
     """
     if phase is None:
         return list(ranks)
-    return [rank for rank in ranks if all(record.key.strip() != phase.key for record in records_by_rank.get(rank, ()))]
+    key = phase.key
+
+    def is_phase(record: FlightRecord) -> bool:
+        return record.key.strip() == key and position in (None, record.position)
+
+    return [rank for rank in ranks if not any(map(is_phase, records_by_rank.get(rank, ())))]

@@ -113,8 +113,9 @@ def _describe_difference(rank_zero_counts: LoopCounts, local_counts: LoopCounts,
             "forwards without a backward",
             (rank_zero_counts.unused_forwards, local_counts.unused_forwards),
         )
+    number = local_counts.backwards - 1  # backward passes are numbered from 0, as in the flight recorder
     return (
-        f"The ranks are not in the same step: before the end of backward #{local_counts.backwards}, rank 0 had run "
+        f"The ranks are not in the same step: before the end of backward #{number}, rank 0 had run "
         f"{counts[0]} {quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of "
         "different steps are averaged. Run every backward on every rank, with a loss of (output * 0).sum() if a rank "
         "has no data, and other forwards inside torch.no_grad()."

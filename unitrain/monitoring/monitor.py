@@ -200,7 +200,8 @@ class FailureMonitor:
         if self._watchdog is not None and missing_ranks:
             statuses = self._watchdog.request_statuses(missing_ranks)
         records = {other: status.records for other, status in statuses.items()}
-        missing_ranks = ranks_without(phase, missing_ranks, records)
+        position = None if phase is None else self._recorder.position_of(phase)
+        missing_ranks = ranks_without(phase, missing_ranks, records, position)
         names = ", ".join(map(str, missing_ranks)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
         if not missing_ranks:

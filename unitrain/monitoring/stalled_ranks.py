@@ -60,7 +60,7 @@ class StalledRanks:
         records = {0: self._recorder.records()}
         for rank, key in enumerate(keys, start=1):
             records[rank] = [FlightRecord(*record) for record in json.loads(store.get(key))]
-            if not records[rank]:  # this rank has continued
+            if not records[rank]:  # that rank does not wait any more
                 return None
         return describe_stall(records)
 

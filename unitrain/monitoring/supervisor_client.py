@@ -1,9 +1,9 @@
 """A rank's connection to the supervisor: the `unitrain launch` process that restarts its job.
 
 Through this connection, the supervisor detects failures of the rank's process or host. It requests a checkpoint and
-exit when the job's hosts change, and terminates the remaining ranks of a failed attempt. A background thread receives
-its messages, so training is not delayed. Standby ranks of the next attempt connect early, and wait until the supervisor
-starts them.
+an exit when the job's hosts change, and terminates the remaining ranks of a failed attempt. A background thread
+receives its messages, so training is not delayed. Standby ranks of the next attempt connect early, and wait until the
+supervisor starts them.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class _PendingForwards:
 class _MonitoredHook:
     """Calls the user's communication hook, and waits for its futures at the end of the backward pass.
 
-    The watchdog monitors this wait. Without this class, DDP would wait in C++, and an error after a timeout would name
-    no rank.
+    The watchdog monitors this wait. Without this class, DDP would wait in C++, and an error after a timeout would not
+    name the missing ranks.
     """
 
     def __init__(self, hook: CommHook, model: DistributedModel) -> None:

@@ -33,8 +33,10 @@ class BackwardStage(IntEnum):
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so the buckets that contain them cannot complete before this stage.
     REDUCE_BUCKETS: start deferred allreduces. On CPUs, also wait for the first collective of every bucket; on GPUs, the
-        CUDA stream waits instead. With logical ranks, reduce the gradients.
-    COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
+        CUDA stream waits instead. With logical ranks, reduce the gradients; with sharded gradients, reduce the
+        remaining buckets.
+    COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for. With a
+        communication hook of the user, wait for its futures.
     WAIT_FOR_WORK_OBJECTS: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++
         code waited for them first, their errors would lose their type.
     MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.

@@ -1,6 +1,6 @@
 """Exact sums of gradients: the result does not depend on the number of processes, on the transport, or on the order.
 
-Gradients are divided into blocks. For each block, the processes agree on a quantum, a power of two, from the largest
+Gradients are divided into blocks. All processes compute the same quantum for a block, a power of two, from the largest
 absolute value that the block has on any logical rank. Each element is rounded to an integer multiple of the quantum,
 and the integers are added. Integer addition is exact, so neither the grouping of the gradients nor the algorithm of the
 allreduce affects the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if

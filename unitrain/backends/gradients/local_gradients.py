@@ -90,8 +90,8 @@ class LocalGradientTracker:
         """Record whether the current backward pass reduces gradients, and return whether it accumulates the gradient of
         the parameter with the id `key` without reducing it.
 
-        If the parameter is shared and only some of its models are inside `no_sync`, the pass reduces the gradient if it
-        has reached a parameter that belongs to the other models only.
+        If several models share the parameter and only some of them are inside `no_sync`, the pass reduces the gradient
+        if it has already reached a parameter that belongs only to models outside `no_sync`.
         """
         trackers = [self]
         if self._has_shared_parameters:

@@ -38,10 +38,10 @@ class MonitoredBarrier:
             return
         error = self._find_error(prefix, timeout, wait_all_ranks)
         self._store.set(prefix, error or _NO_ERROR)
-        if self._barrier_index > 1:  # all ranks have read the result of the previous barrier, or have raised its error
-            self._store.delete_key(str(self._barrier_index - 1))
         if error:
             raise dist.DistBackendError(error)
+        if self._barrier_index > 1:  # all ranks have called `wait` again, so they have read the previous result
+            self._store.delete_key(str(self._barrier_index - 1))
         for rank in range(1, self._size):
             self._store.delete_key(f"{prefix}/{rank}")
 

@@ -72,7 +72,7 @@ def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device:
 
 
 def create_time_cost(costs: Sequence[BlockCost]) -> StageCost:
-    """Return the cost function of stages by seconds per micro-batch."""
+    """Return the function that computes the cost of a stage, in seconds per micro-batch."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]
@@ -82,8 +82,8 @@ def create_time_cost(costs: Sequence[BlockCost]) -> StageCost:
 
 
 def create_memory_cost(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
-    """Return the cost function of stages by peak bytes. A stage holds the activations of several micro-batches
-    concurrently; their number depends on the schedule."""
+    """Return the function that computes the cost of a stage, its peak memory in bytes. A stage holds the activations of
+    several micro-batches at the same time, and their number depends on the schedule."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]
@@ -173,12 +173,12 @@ def _restoring_state(block: nn.Module) -> Iterator[None]:
 
 class _LiveStorages(TorchDispatchMode):
     """Counts the bytes of the tensors that are created inside the context and still exist. Tensors that share memory
-    with a tensor in `known_storages` are not counted."""
+    with a tensor in `known_tensors` are not counted."""
 
-    def __init__(self, known_storages: Iterable[Any]) -> None:
+    def __init__(self, known_tensors: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
-        self._addresses = {value.untyped_storage().data_ptr() for value in known_storages if isinstance(value, Tensor)}
+        self._addresses = {value.untyped_storage().data_ptr() for value in known_tensors if isinstance(value, Tensor)}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))

@@ -287,8 +287,11 @@ class Pipeline:
         """Load this stage's part of `state`, an optimizer state dict for the complete model, into `optimizer`. All
         ranks call it.
 
-        Raises CheckpointError on every rank if the numbers of parameters differ.
+        Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
         """
+        call_on_all_ranks(
+            self._backend, lambda: checks.check_is_optimizer("load_optimizer_state_dict(optimizer)", optimizer)
+        )
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
     def _check(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:

@@ -12,8 +12,8 @@ state_chunks        the optimizer state of one rank as chunks of tensors, withou
 
 Stage 3, with torch's fully_shard (FSDP2):
 
-parameters              applies fully_shard to a model, and the module that distributed_model returns
-parameter_collectives   all-gathers parameters and reduces gradients, on any process group
+parameters              application of fully_shard to a model, and the module that distributed_model returns
+parameter_collectives   allgathers of parameters and reductions of gradients, on any process group
 optimizer_shards        hooks for an optimizer of sharded parameters
 shards                  conversion of DTensors to complete tensors, and the state dicts of sharded models
 checks                  validation of models and settings, and selection of the blocks

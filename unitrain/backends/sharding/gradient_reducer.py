@@ -55,7 +55,7 @@ class _Bucket:
     """Gradients of the same dtype that are reduced together. `parameters` are indices of trainable parameters.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
-    `total` contains the mean of this rank's elements. `num_missing` is the number of gradients that the current
+    `mean` contains the mean of this rank's elements. `num_missing` is the number of gradients that the current
     backward pass has not computed yet.
     """
 
@@ -63,7 +63,7 @@ class _Bucket:
     parameters: list[int]
     shards: list[ParameterShard]
     splits: list[int]
-    total: Tensor
+    mean: Tensor
     num_missing: int = 0
 
 
@@ -219,20 +219,20 @@ class GradientReducer:
             splits[shard.owner] += shard.stop - shard.start
         first = self._parameters[parameters[0]]
         bucket = _Bucket(bucket_index, parameters, shards, splits, first.detach().new_empty(splits[rank]))
-        for parameter_index, own_elements in self._own_shards(bucket, bucket.total):
+        for parameter_index, own_elements in self._own_shards(bucket, bucket.mean):
             gradient = self._gradients[parameter_index]
             if gradient.local.numel() == own_elements.numel() and self._is_attached(parameter_index):
                 own_elements.copy_(gradient.local)
             gradient.local = own_elements
         return bucket
 
-    def _own_shards(self, bucket: _Bucket, total: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the parameter, elements in `total`) of each shard that this rank owns."""
+    def _own_shards(self, bucket: _Bucket, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index of the parameter, elements in `values`) of each shard that this rank owns."""
         start = 0
         for shard in bucket.shards:
             if shard.owner == self._communicator.rank:
                 count = shard.stop - shard.start
-                yield shard.index, total[start : start + count]
+                yield shard.index, values[start : start + count]
                 start += count
 
     def _is_attached(self, index: int) -> bool:
@@ -334,8 +334,8 @@ class GradientReducer:
             if shard.index in values:
                 parts.append(values[shard.index][shard.start : shard.stop])
             else:
-                parts.append(bucket.total.new_zeros(shard.stop - shard.start))
-        sent = torch.cat(parts) if parts else bucket.total.new_empty(0)
+                parts.append(bucket.mean.new_zeros(shard.stop - shard.start))
+        sent = torch.cat(parts) if parts else bucket.mean.new_empty(0)
         values.clear()
         parts.clear()
         size, rank = self._communicator.size, self._communicator.rank
@@ -397,15 +397,15 @@ class GradientReducer:
         """Wait for a bucket, and store its mean over ranks in the shards of this rank, or add it to their gradients."""
         self._reducer_group.wait_for_ranks(transfer.work)
         bucket, size = transfer.bucket, self._communicator.size
-        width = 2 if bucket.total.is_complex() else 1
-        count = bucket.total.numel() * width
+        width = 2 if bucket.mean.is_complex() else 1
+        count = bucket.mean.numel() * width
         if transfer.received is not None:
             values_by_rank = transfer.received.view(transfer.sent.dtype).view(size, count).unbind()
         else:
             start = sum(bucket.splits[: self._communicator.rank]) * width
             values_by_rank = (transfer.sent[start : start + count],)
         is_new = not transfer.attached
-        target = bucket.total if is_new else torch.empty_like(bucket.total)
+        target = bucket.mean if is_new else torch.empty_like(bucket.mean)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
         is_half = values_by_rank[0].dtype in HALF_DTYPES
         total = torch.empty_like(elements, dtype=torch.float32) if is_half else elements
