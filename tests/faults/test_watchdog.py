@@ -13,6 +13,7 @@ import pytest
 from groups import ci, nightly
 from launches import running_launcher, running_ranks
 
+import unitrain
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks, format_statuses
 from unitrain.monitoring.stack_inspection import call_site
@@ -407,6 +408,13 @@ def test_packages_of_another_environment_are_not_user_code(folder: str) -> None:
     library: dict[str, Any] = {"call_site": call_site, "sys": sys}
     exec(compile("def call():\n    return call_site(sys._getframe())", f"{folder}/library/module.py", "exec"), library)
     assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*", library["call"]())
+
+
+def test_a_folder_whose_name_begins_with_the_name_of_the_package_contains_user_code() -> None:
+    user: dict[str, Any] = {"call_site": call_site, "sys": sys}
+    folder = f"{Path(unitrain.__file__).parent}_experiments"
+    exec(compile("def call():\n    return call_site(sys._getframe())", f"{folder}/train.py", "exec"), user)
+    assert user["call"]() == "train.py:2"
 
 
 def test_equal_statuses_are_grouped() -> None:

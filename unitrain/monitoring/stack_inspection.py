@@ -16,8 +16,8 @@ from types import FrameType
 
 from unitrain.torch_compat import awaited_loader_iterator, next_batch_number, worker_of_next_batch
 
-_UNITRAIN_FOLDER = str(Path(__file__).parent.parent)
-_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_UNITRAIN_FOLDER = f"{Path(__file__).parent.parent}/"  # with a slash, because "unitrain_experiments/" is not part of it
+_LIBRARY_FOLDERS = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # Folders of packages in any environment. A virtual environment can also use the packages of the system.
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 _MAX_FRAMES = 14
