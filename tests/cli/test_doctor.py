@@ -25,7 +25,7 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import own_addresses
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.cli import unitrain
-from unitrain.doctor import examination
+from unitrain.doctor import display, examination
 from unitrain.doctor.facts import Facts, Gpu
 from unitrain.doctor.findings import RankReport, find_problems
 from unitrain.doctor.peers import PeerCheckResults, check_peers
@@ -242,6 +242,23 @@ def test_doctor_reports_this_host() -> None:
     shown = CliRunner().invoke(unitrain, ["doctor"], env={"COLUMNS": "80"})
     assert shown.exit_code == result.exit_code
     assert rank["facts"]["torch"] in shown.output
+
+
+def test_a_fix_is_printed_below_its_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    findings = [
+        {"level": "warning", "what": "The disk is full.", "fix": "TrainConfig(keep_last=1)"},
+        {"level": "note", "what": "mpirun listens.", "fix": "unitrain launch --interface eth0 ..."},
+    ]
+    display.show({"ranks": [{"facts": VALID.as_dict(), "peer_checks": None}], "findings": findings})
+    assert capsys.readouterr().out.endswith(
+        "warning  The disk is full.\n  Fix: TrainConfig(keep_last=1)\n"
+        "note  mpirun listens.\n  Fix: unitrain launch --interface eth0 ...\n0 errors, 1 warning.\n"
+    )
 
 
 def test_a_large_limit_of_locked_memory_is_sufficient() -> None:

@@ -48,7 +48,7 @@ def show(report: Mapping[str, Any]) -> None:
     for finding in report["findings"]:
         level = finding["level"]
         console.print(f"[bold {_COLORS[level]}]{level}[/]  {escape(finding['what'])}")
-        console.print(f"  $ {finding['fix']}" if level != "note" else f"  {finding['fix']}", markup=False, style="dim")
+        console.print(f"  Fix: {finding['fix']}", markup=False, style="dim")
     counts = [sum(finding["level"] == level for finding in report["findings"]) for level in ("error", "warning")]
     if any(counts):
         console.print(f"{_count(counts[0], 'error')}, {_count(counts[1], 'warning')}.", style="bold")
