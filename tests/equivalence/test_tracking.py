@@ -401,7 +401,7 @@ def test_unusable_loggers_are_rejected(loggers: Any, kind: type[Exception], mess
 def test_invalid_logged_values_are_rejected() -> None:
     made = trainer(LOCAL, [], max_steps=1)
     made.fit(data())
-    for value in ("high", None, torch.zeros(2)):
+    for value in ("high", None, torch.zeros(2), torch.tensor(1j)):
         with pytest.raises(ConfigError, match=r"^trainer\.log takes numbers by name, got accuracy="):
             made.log(accuracy=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'unitrain adds "step" itself\.$'):

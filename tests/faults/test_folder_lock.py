@@ -231,6 +231,13 @@ def test_lock_file_removed_by_another_host_is_created_again(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_run_starts_in_a_folder_in_which_a_killed_process_with_the_same_id_left_its_probe(tmp_path: Path) -> None:
+    probe = tmp_path / f".probe-{os.getpid()}.unfinished"
+    probe.mkdir()
+    trainer(tmp_path)
+    assert not probe.exists()
+
+
 def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
     users = [".mine.unfinished", ".step-1.unfinished", ".step-000000001x.unfinished", "step-000000004.old"]
     ours = [".step-000000009.unfinished", ".step-000000009.replaced.unfinished", ".probe-77.unfinished"]

@@ -411,6 +411,12 @@ def test_data_with_fewer_samples_than_logical_ranks_is_rejected() -> None:
         TrainingShard(Numbers(5), simulate_rank(0, 2), ShardSettings(batch_size=2, logical_ranks=4, drop_last=True))
 
 
+def test_global_batch_that_the_logical_ranks_do_not_divide_is_rejected_with_their_number() -> None:
+    settings = ShardSettings(batch_size=2, global_batch_size=10, logical_ranks=4)
+    with pytest.raises(ConfigError, match=r"10 is not divisible by 4 logical ranks x batch_size 2 = 8\."):
+        TrainingShard(Numbers(30), simulate_rank(0, 2), settings)
+
+
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="

@@ -374,3 +374,20 @@ def test_labels_are_shifted_if_the_loss_is_another_one_than_cross_entropy() -> N
     loss_fn = ModelLoss()
     for _ in range(5):
         assert int(loss_fn(output, {"input_ids": labels, "labels": labels})[1]) == 8  # type: ignore[index]
+
+
+def test_a_loss_that_is_not_finite_does_not_determine_whether_labels_are_shifted() -> None:
+    labels = torch.randint(0, 7, (2, 5))
+    output = CausalLMOutput(torch.tensor(torch.nan), torch.empty(0))
+    output.logits = torch.randn(2, 5, 7)  # type: ignore[attr-defined]
+    loss_fn = ModelLoss()
+    for loss in (torch.nan, torch.inf):
+        output.loss = torch.tensor(loss)
+        assert int(loss_fn(output, {"input_ids": labels, "labels": labels})[1]) == 8  # type: ignore[index]
+
+
+def test_labels_of_one_sequence_without_a_batch_dimension_are_counted() -> None:
+    labels = torch.randint(0, 7, (5,))
+    output = CausalLMOutput(torch.tensor(70.0), torch.empty(0))
+    output.logits = torch.randn(5, 7)  # type: ignore[attr-defined]
+    assert int(ModelLoss("tokens")(output, {"input_ids": labels, "labels": labels})[1]) == 4  # type: ignore[index]

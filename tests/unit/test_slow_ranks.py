@@ -194,7 +194,8 @@ def test_cpu_stat_files_of_both_cgroup_versions_are_found(version: int, tmp_path
         mounts = f"31 23 0:27 /docker/c1 {mount} rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
     else:
         membership = "0::/docker/c1/pod/rank\n"
-        mounts = f"29 1 8:1 / / rw - ext4 /dev/sda rw\n30 23 0:26 /docker/c1 {mount} rw - cgroup2 none rw\n"
+        # A mount may have an empty source.
+        mounts = f"29 1 0:5 / / rw - tmpfs  rw\n30 23 0:26 /docker/c1 {mount} rw - cgroup2 none rw\n"
     files = find_cpu_stat_files(membership, mounts)
     assert files == [str(pod / "rank" / "cpu.stat"), str(pod / "cpu.stat")]
 
@@ -231,6 +232,13 @@ def test_throttled_time_and_quota_are_read(
     assert reader.read().throttled == pytest.approx(1.5)
     assert reader.read().throttled == 0
     assert reader.quota_cores() == cores
+
+
+def test_files_that_the_kernel_returns_in_several_parts_are_read_completely() -> None:
+    """The list of mounts of a host with many containers, like this list of memory areas, is longer than 4 KiB."""
+    text = cpu_evidence._read_all("/proc/self/maps")
+    assert text.find("[stack]") > 4096
+    assert cpu_evidence._read_all("/proc/missing") == ""
 
 
 def spin(seconds: float) -> None:

@@ -111,7 +111,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     def prepare() -> tuple[bool, list[ElasticBatchSize]]:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}.unfinished"
-        probe.mkdir()
+        probe.mkdir(exist_ok=True)  # a killed process with the same ID may have left it
         probe.rmdir()
         checkpoints, continues = files.list_checkpoints(folder), resume or belongs_to_this_job(folder)
         if checkpoints and not continues:
@@ -146,7 +146,7 @@ def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
     return [ElasticBatchSize(*batch) for batch in stored]
 
 
-def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> None:
+def store_batch_size(folder: Path, fit_index: int, batch_size: ElasticBatchSize) -> None:
     """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks.
 
     Does nothing if it is already stored.
@@ -154,7 +154,7 @@ def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> N
     record_job(folder)
     batches = stored_batch_sizes(folder)
     if fit_index == len(batches):
-        _write(folder, [*batches, batch])
+        _write(folder, [*batches, batch_size])
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def resolve_batch_sizes(
         if is_elastic and (fixed_batch_size or global_batch_size):
             batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
         else:
-            batch_sizes = derive_batch_sizes(size, **settings)
+            kind_of_ranks = "ranks" if logical_ranks is None else "logical ranks"
+            batch_sizes = derive_batch_sizes(size, **settings, kind_of_ranks=kind_of_ranks)
         return batch_sizes._replace(batch_size=batch_size) if isinstance(data, DataLoader) else batch_sizes
 
     return call_on_all_ranks(communicator, derive)
@@ -122,9 +123,14 @@ def elastic_batch_sizes(
 
 
 def derive_batch_sizes(
-    size: int, *, batch_size: int | None, gradient_accumulation_steps: int | None, global_batch_size: int | None
+    size: int,
+    *,
+    batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+    global_batch_size: int | None,
+    kind_of_ranks: str = "ranks",
 ) -> BatchSizes:
-    """Return the batch sizes on `size` ranks.
+    """Return the batch sizes on `size` ranks. Error messages call them `kind_of_ranks`, such as "logical ranks".
 
     Two of the three arguments determine the third. If only `global_batch_size` is set, it is divided by the number of
     ranks; if only `batch_size` is set, gradients are not accumulated. Raises ConfigError if the arguments contradict
@@ -138,17 +144,17 @@ def derive_batch_sizes(
             _raise_not_divisible(
                 global_batch_size,
                 micro_batches,
-                f"{size} ranks x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
+                f"{size} {kind_of_ranks} x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
             )
         return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
     if global_batch_size % (size * batch_size):
-        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} ranks x batch_size {batch_size}")
+        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} {kind_of_ranks} x batch_size {batch_size}")
     needed_accumulation = global_batch_size // (size * batch_size)
     if gradient_accumulation_steps not in (None, needed_accumulation):
         raise ConfigError(
-            f"TrainConfig.global_batch_size {global_batch_size} is not {size} ranks x batch_size {batch_size} x "
-            f"gradient_accumulation_steps {gradient_accumulation_steps}. Leave out gradient_accumulation_steps, which "
-            f"is then {needed_accumulation}, or global_batch_size."
+            f"TrainConfig.global_batch_size {global_batch_size} is not {size} {kind_of_ranks} x "
+            f"batch_size {batch_size} x gradient_accumulation_steps {gradient_accumulation_steps}. Leave out "
+            f"gradient_accumulation_steps, which is then {needed_accumulation}, or global_batch_size."
         )
     return BatchSizes(batch_size, needed_accumulation)
 

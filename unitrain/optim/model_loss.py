@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,8 @@ LossAverage = Literal["auto", "samples", "tokens"]
 _UNSHIFTED_OUTPUTS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
 # The float32 copy of logits with which the loss is compared contains at most this number of positions.
 _POSITIONS_PER_CHUNK = 256
-# The loss is that of one kind of labels if its difference is at most this fraction of that for the other kind.
+# Labels are shifted, or not shifted, if the difference between the loss and the cross-entropy with these labels is at
+# most this fraction of the difference with the other labels.
 _MAX_ERROR_RATIO = 0.1
 _MAX_COMPARISONS = 3  # batches in which neither kind is found, after which labels are assumed to be shifted
 _ADD_LOSS_FN = (
@@ -144,9 +146,12 @@ def _predicts_next_token(name: str, batch: Mapping[str, Any]) -> bool | None:
 @torch.no_grad()
 def _compare_with_cross_entropy(logits: Any, labels: Tensor, loss: Tensor, ignore_index: int) -> bool | None:
     """Return whether `loss` is the mean cross-entropy of `logits`, [..., positions, classes], with the label of the
-    next position (True) or of the same position (False). Return None if it is neither, or if both are nearly equal."""
+    next position (True) or of the same position (False). Return None if it is neither, if both are nearly equal, or if
+    `loss` is not finite."""
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or labels.device != logits.device:
         return None
+    if labels.dim() == 1:  # a single sequence
+        logits, labels = logits.unsqueeze(0), labels.unsqueeze(0)
     sums, counts = [0.0, 0.0], [0, 0]
     for row_logits, row_labels in zip(logits.flatten(0, -3), labels.flatten(0, -2), strict=True):
         for start in range(0, len(row_labels), _POSITIONS_PER_CHUNK):  # limits the memory of the float32 copy
@@ -160,9 +165,8 @@ def _compare_with_cross_entropy(logits: Any, labels: Tensor, loss: Tensor, ignor
     if 0 in counts:
         return None
     shifted, unshifted = (abs(total / count - float(loss)) for total, count in zip(sums, counts, strict=True))
-    if min(shifted, unshifted) > _MAX_ERROR_RATIO * max(shifted, unshifted):
-        return None
-    return shifted < unshifted
+    is_distinct = min(shifted, unshifted) <= _MAX_ERROR_RATIO * max(shifted, unshifted)
+    return shifted < unshifted if is_distinct and math.isfinite(shifted + unshifted) else None
 
 
 def _find_loss(output: Any, batch: Any) -> Tensor:

@@ -78,10 +78,10 @@ class CpuReader:
         return max((seconds - before.get(path, seconds) for path, seconds in self._throttled.items()), default=0.0)
 
     def _find_stat_files(self) -> None:
-        membership = _read("/proc/self/cgroup")
+        membership = _read_all("/proc/self/cgroup")
         if membership != self._membership:
             self._membership = membership
-            self._stat_files = find_cpu_stat_files(membership, _read("/proc/self/mountinfo"))
+            self._stat_files = find_cpu_stat_files(membership, _read_all("/proc/self/mountinfo"))
 
 
 def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
@@ -97,7 +97,7 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
         for mount in mounts.splitlines():
             before, _, after = mount.partition(" - ")
             root, folder = before.split()[3:5]
-            kind, _, options = after.split()[:3]
+            kind, _, options = after.split(" ")[:3]  # the source, in between, may be empty
             if kind != ("cgroup2" if is_v2 else "cgroup") or (not is_v2 and "cpu" not in options.split(",")):
                 continue
             # In a container, the mount shows only the subtree of the container.
@@ -200,7 +200,17 @@ class ProcessTimes:
         )
 
 
+def _read_all(path: str) -> str:
+    """Return the content of a file of any length; empty if it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _read(path: str) -> str:
+    """Return the content of a short file; empty if it cannot be read. Of a file in /proc, the kernel returns at most
+    about 4 KiB at once."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

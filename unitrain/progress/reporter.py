@@ -109,7 +109,9 @@ class RunReporter:
         the other methods for the user's values, before the first `fit` call."""
         self._check_fit_called("log")
         for name, value in values.items():
-            is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+            is_number = isinstance(value, Real) or (
+                isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+            )
             if not is_number or name == "step":
                 raise ConfigError(
                     f"trainer.log takes numbers by name, got {name}={value!r}. "
