@@ -16,10 +16,11 @@ _FIX = "Use gradient_accumulation_steps={0: 1, 4: 4} for 1 micro-batch per step,
 
 
 def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | dict[int, int] | None:
-    """Return `value`. A schedule is returned as a dictionary that is sorted by epoch and contains epoch 0.
+    """Return `value`, the setting `name`. A schedule is returned as a dictionary that is sorted by epoch and contains
+    epoch 0.
 
-    A schedule without epoch 0 starts with 1 micro-batch per step. Raises ConfigError if `value` is not an integer, None
-    or a schedule, or if it is a schedule and `global_batch_size` is not None.
+    A schedule without epoch 0 starts with 1 micro-batch per step. Raises ConfigError unless `value` is None, an integer
+    of at least 1 or a schedule of such integers, and for a schedule if `global_batch_size` is not None.
     """
     if not isinstance(value, Mapping):
         validation.check_integer(name, value, 1, "Use 1 to step after every batch", optional=True)

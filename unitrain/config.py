@@ -70,7 +70,8 @@ class TrainConfig:
     """Samples per optimizer step over all ranks. If neither of the other two settings is set, `batch_size` is this
     number divided by the number of ranks."""
     eval_batch_size: int | None = None
-    """Samples per rank and batch in evaluation. The default is the batch size of the DataLoader, or of training."""
+    """Samples per rank and batch in the evaluation of a Dataset. The default is the batch size of training. A
+    DataLoader is evaluated with its own batch size."""
 
     # --- Logical ranks ------------------------------------------------------------------------------------------------
     logical_ranks: int | None = None

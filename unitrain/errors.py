@@ -23,7 +23,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── CallbackError               (RuntimeError)  a callback failed
     ├── AuthenticationError         (RuntimeError)  a message does not come from a process of this job
     ├── LoggerError                 (RuntimeError)  a logger cannot be used
-    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result contains no numbers
+    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result is not numeric
     ├── DataError                   (ValueError)    invalid or failing dataset, or predictions that cannot be written
     ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
     ├── ReportError                 (ValueError)    folder without the record of a run, or with a corrupt one
@@ -128,7 +128,7 @@ class LoggerError(UnitrainError, RuntimeError):
 
 
 class MetricError(UnitrainError, RuntimeError):
-    """A torchmetrics object failed, or its result does not consist of numbers."""
+    """A torchmetrics object failed, or its result is not a number, a vector or a dictionary of these."""
 
 
 class DataError(UnitrainError, ValueError):

@@ -36,7 +36,7 @@ class OutputSpec:
 class Outputs:
     """Collects this rank's outputs per batch on the CPU, and gathers the outputs of all ranks.
 
-    An output is a tensor whose first dimension indexes the samples, None, or any nesting of these in lists, tuples,
+    An output is None, a tensor whose first dimension indexes the samples, or any nesting of these in lists, tuples,
     named tuples, mappings and dataclasses.
     """
 
@@ -70,9 +70,9 @@ class Outputs:
         ranks call it, including ranks without batches. Raises on all ranks: DataError if there are no samples, and
         ModelError if the structure of the outputs differs between ranks.
         """
-        rows = self._samples if self._specs or not self._batches else []
-        rows = rows if stride_unit == "batches" else [sum(rows)]
-        summary = (bool(self._batches), self._specs, self._layout, rows)
+        row_counts = self._samples if self._specs or not self._batches else []
+        row_counts = row_counts if stride_unit == "batches" else [sum(row_counts)]
+        summary = (bool(self._batches), self._specs, self._layout, row_counts)
         summaries: list[tuple[bool, list[OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
         layouts = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
         if not layouts:
@@ -80,12 +80,12 @@ class Outputs:
         specs, layout = layouts[0]
         for rank_specs, _ in layouts:
             check_same_specs("ranks", specs, rank_specs)
-        lengths = [lengths for _, _, _, lengths in summaries]
-        counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
+        row_counts_by_rank = [row_counts_of_rank for _, _, _, row_counts_of_rank in summaries]
+        counts = [sum(row_counts_of_rank) for row_counts_of_rank in row_counts_by_rank]
         outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
         if stride_unit is not None:
-            rounds = lengths if stride_unit == "batches" else [[1] * count for count in counts]
-            order = strided_order([torch.tensor(own, dtype=torch.int64) for own in rounds])
+            lengths = row_counts_by_rank if stride_unit == "batches" else [[1] * count for count in counts]
+            order = strided_order([torch.tensor(own, dtype=torch.int64) for own in lengths])
             outputs = [output[order] for output in outputs]
         self._batches.clear()
         self._samples.clear()

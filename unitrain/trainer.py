@@ -122,7 +122,7 @@ class Trainer(LoggingMethods):
         self._run_metrics = RunMetrics(
             config, backend, model, self._reporter, self._timer, has_endpoint=overrides is None
         )
-        self._prefetcher = Prefetcher(backend.device, self._timer.measure_fetching, self._timer.measure_copy)
+        self._prefetcher = Prefetcher(backend.device, self._timer.measure_fetching, self._timer.measure_copying)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         has_logical_ranks = config.logical_ranks is not None
@@ -497,7 +497,7 @@ class Trainer(LoggingMethods):
         return [row[4:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
-        """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last sync point."""
+        """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last call."""
         step = self.progress.step
         sums = self._synchronize(self._running_loss.local_sums())
         values = {"loss": self._running_loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}

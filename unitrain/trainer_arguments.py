@@ -1,5 +1,5 @@
 """Validation of the Trainer's arguments, and overrides, with which tools change these arguments without editing the
-user's script (see `unitrain.bootstrap.overrides`). The constructor's arguments are validated before any communication.
+user's script (see `unitrain.bootstrap.overrides`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, result_nam
     """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
 
     `result_names` are the names of the results of an evaluation. Raises ConfigError for an empty mapping, for names
-    that are not strings, and for two results that would have the same name with their prefixes.
+    that are empty or not strings, and for two results that would have the same name with their prefixes.
     """
     if data is None:
         return {}

@@ -84,16 +84,16 @@ class MicroBatchRunner:
 
     def __init__(self, model: nn.Module, forward_backward: Callable[..., Loss], flops: FlopsMeasurement) -> None:
         self._forward_backward, self._flops = forward_backward, flops
-        self._model = model if isinstance(model, InterleavedRanksModel) else None
+        self._interleaved_model = model if isinstance(model, InterleavedRanksModel) else None
         self._collected_functions: list[Callable[[], Loss]] = []
 
     def __call__(self, batch: Any, micro_batch: MicroBatch) -> None:
-        if self._model is None:
+        if self._interleaved_model is None:
             self._flops.with_counting(self._forward_backward)(batch, micro_batch)
-        elif micro_batch.logical_rank != self._model.last_logical_rank:
+        elif micro_batch.logical_rank != self._interleaved_model.last_logical_rank:
             self._collected_functions.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
         else:
-            self._flops.with_counting(partial(self._run_in_turns, self._model))(batch, micro_batch)
+            self._flops.with_counting(partial(self._run_in_turns, self._interleaved_model))(batch, micro_batch)
 
     def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
         """Run the collected micro-batches and the micro-batch of the last logical rank, and return the loss of the last

@@ -64,8 +64,8 @@ class TrainingRun:
 
     Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
     the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
-    stored in the output folder and in checkpoints. `description` is the description of the run for the history and the
-    loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
+    stored in the output folder and in checkpoints. `description` contains class names, settings and versions, for the
+    history and the loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
     `continues_in_folder` states whether this run continues the run in the output folder, if there is one, because of
     `TrainConfig.resume` or because an earlier attempt of this job started it. Raises CheckpointError on every rank if
     the folder is not writable, or contains a run that cannot be resumed.

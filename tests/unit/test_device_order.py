@@ -68,7 +68,12 @@ def test_sync_batch_norm_waits_for_the_device_in_no_forward_after_the_first() ->
 
 def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
     aligner = StepAligner(
-        Ranks(), gradient_accumulation_steps=1, uneven="weight", ahead=2, min_step_items=None, copies_batches=False
+        Ranks(),
+        gradient_accumulation_steps=1,
+        uneven="weight",
+        max_batches_ahead=2,
+        min_step_items=None,
+        copies_batches=False,
     )
     steps = list(
         aligner.micro_batches(lambda: (CountedBatch(4, 4, number) for number in range(3)), start=0, stride=8, skipped=0)

@@ -92,7 +92,7 @@ class Checkpointer:
                 on_written=on_written,
             )
         self._memory = MemoryCheckpoints.create(config, communicator, is_sharded=self.is_sharded)
-        self._last_saved = time.monotonic()
+        self._last_save_time = time.monotonic()
 
     def prepare(self) -> Path | None:
         """Create the output folder. If the run resumes from this folder, return its path, or the path of a newer
@@ -156,7 +156,7 @@ class Checkpointer:
             assert self._memory is not None
             self._memory.save(lambda writer: self._save(writer, state))
             return
-        self._last_saved = time.monotonic()
+        self._last_save_time = time.monotonic()
         self._save(self._writer, state)
 
     def _save(self, writer: CheckpointWriter, state: CheckpointContents) -> None:
@@ -232,7 +232,7 @@ class Checkpointer:
         object was created.
         """
         minutes = self._config.checkpoint_every_minutes
-        return self.is_enabled and minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
+        return self.is_enabled and minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
 
     def lock_folder(self) -> None:
         """Lock the folder, record this job as its owner, and remove incomplete files of killed runs.
@@ -276,15 +276,18 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
 
-    def store_batch_size(self, fit_index: int, batch: ElasticBatchSize) -> None:
+    def store_batch_size(self, fit_index: int, batch_size: ElasticBatchSize) -> None:
         """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder
-        self.stored_batch_sizes.append(batch)
+        self.stored_batch_sizes.append(batch_size)
         task = f"write to output folder '{folder}'"
         run_on_rank_zero(
-            self._communicator, task, CHECK_WRITABLE, lambda: output_folder.store_batch_size(folder, fit_index, batch)
+            self._communicator,
+            task,
+            CHECK_WRITABLE,
+            lambda: output_folder.store_batch_size(folder, fit_index, batch_size),
         )
 
     def find_best(self) -> Path:
@@ -302,17 +305,17 @@ class Checkpointer:
         self.wait()
 
         def find(check: Callable[[Path], str | None]) -> Path:
-            damages: list[str] = []
+            reasons: list[str] = []
             # From the best checkpoint to the first valid one, because verifying all of them may take minutes.
             for path in self._retention.sort_by_result(files.list_checkpoints(folder)):
-                if (damaged := check(path)) is None:
+                if (reason := check(path)) is None:
                     return path
-                damages.append(damaged)
-                _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
-            if damages:
+                reasons.append(reason)
+                _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)
+            if reasons:
                 raise CheckpointError(
-                    f"None of the {len(damages)} checkpoints in '{folder}' with a result {name!r} is valid; in the "
-                    f"best, {damages[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
+                    f"None of the {len(reasons)} checkpoints in '{folder}' with a result {name!r} is valid; in the "
+                    f"best, {reasons[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
                 )
             raise CheckpointError(
                 f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
@@ -339,9 +342,8 @@ def load_checkpoint(
     larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and
     `distributed_optimizer` broadcast them later. With `defers_optimizer_state`, only the hyperparameters of the
     optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises CheckpointError on every rank
-    if no checkpoint is valid, or if it does not match the model, optimizer or scheduler.
+    if no checkpoint is valid, or if the checkpoint does not match the model, optimizer or scheduler.
     """
-
     checkpoint = find_checkpoint(path, communicator, required=required)
     if checkpoint is None:
         return None

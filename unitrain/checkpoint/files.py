@@ -133,17 +133,17 @@ def find_newest_valid(
         if (path_or_folder / MODEL).exists() or (path_or_folder / MANIFEST).exists()
         else list_checkpoints(path_or_folder)
     )
-    damages: list[str | None] = []
+    reasons: list[str | None] = []
     for path in candidates:
         _check_format(path)
-        damages.append(damaged := check(path))
-        if damaged is None:
+        reasons.append(reason := check(path))
+        if reason is None:
             _warn_of_other_run(path, candidates)
             return path
-        _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
+        _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)
     if candidates:
         raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest, {damages[0]}. "
+            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest, {reasons[0]}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:
@@ -192,7 +192,7 @@ def _check_format(path: Path) -> None:
 def has_position(target: Path, manifest_fields: dict[str, Any]) -> bool:
     """Return whether `target` is a checkpoint, possibly corrupt, of the training position in `manifest_fields`.
 
-    For example, a run that resumes from its last checkpoint and has no steps left would save it again.
+    Without this check, a run that resumes from its last checkpoint and has no steps left would write it again.
     """
     manifest = read_manifest(target)
     return bool(manifest) and all(

@@ -61,8 +61,8 @@ class FolderLock:
         while not self._try_acquire():
             now, holder = time.monotonic(), _read(self._path)
             if self._deadline is None:
-                same = holder.get("job") is not None and holder.get("job") == environment.job_description()
-                self._deadline = now + (_SAME_JOB_TIMEOUT_SECONDS if same else _OTHER_JOB_TIMEOUT_SECONDS)
+                is_same_job = holder.get("job") is not None and holder.get("job") == environment.job_description()
+                self._deadline = now + (_SAME_JOB_TIMEOUT_SECONDS if is_same_job else _OTHER_JOB_TIMEOUT_SECONDS)
                 _log.warning("Waiting for output folder '%s', which %s uses.", self._folder, _describe_holder(holder))
             if now > self._deadline:
                 self._deadline = None

@@ -159,7 +159,7 @@ def _check_settings(
     """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint; log a
     warning if values differ.
 
-    Different versions of torch have different names. Therefore, names other than "lr" may be missing from the
+    A new version of torch may add or remove hyperparameters. Therefore, names other than "lr" may be missing from the
     checkpoint, or the checkpoint may have additional names, but not both. The checkpoint's values are used, because
     schedulers and callbacks may have changed them during the run.
     """

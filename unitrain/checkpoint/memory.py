@@ -83,12 +83,12 @@ class MemoryCheckpoints:
                 # The files on disk are verified only if they would hide this checkpoint.
                 if any(check(newer) is None for newer in on_disk if newer.name >= path.name):
                     return None
-                damage = files.find_corruption(path)
-                if damage is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
-                    damage = f"it was written by a different run than the checkpoints in '{disk_folder}'"
-                if damage is None:
+                skip_reason = files.find_corruption(path)
+                if skip_reason is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
+                    skip_reason = f"it was written by a different run than the checkpoints in '{disk_folder}'"
+                if skip_reason is None:
                     return path
-                _log.warning("Checkpoint '%s' is skipped: %s.", path, damage)
+                _log.warning("Checkpoint '%s' is skipped: %s.", path, skip_reason)
             return None
 
         try:

@@ -28,8 +28,8 @@ _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
 def common_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
-    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks
-    call it.
+    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `max_batches_ahead` of StepAligner.
+    All ranks call it.
 
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
@@ -42,9 +42,10 @@ class StepAligner:
 
     With `uneven` "weight", a rank without a batch gets a dummy batch; with "pad", it repeats its batches; with "drop",
     the epoch ends before the first incomplete step. Batch sizes count samples, which may be fewer than the items passed
-    to the `collate_fn`. The ranks load at most `ahead` batches (at least one step) and exchange their sizes in one
-    collective. With `copies_batches`, loaded batches are copied, for datasets that reuse a batch's memory for the next
-    batch. With `min_step_items`, the epoch ends before a step with fewer items. All ranks must make the same calls.
+    to the `collate_fn`. The ranks load at most `max_batches_ahead` batches (at least one step), and exchange the sizes
+    of these batches in one collective. With `copies_batches`, loaded batches are copied, for datasets that reuse a
+    batch's memory for the next batch. With `min_step_items`, the epoch ends before a step with fewer items. All ranks
+    must make the same calls.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class StepAligner:
         *,
         gradient_accumulation_steps: int,
         uneven: Uneven,
-        ahead: int,
+        max_batches_ahead: int,
         min_step_items: int | None,
         copies_batches: bool,
     ) -> None:
         self._communicator, self._uneven, self._min_step_items = communicator, uneven, min_step_items
-        self._ahead, self._may_copy_batches = ahead, copies_batches
+        self._max_batches_ahead, self._may_copy_batches = max_batches_ahead, copies_batches
         self.set_accumulation(gradient_accumulation_steps)
         self.has_ended = False
         # A batch of this rank or of another rank, with at least one sample.
@@ -71,7 +72,7 @@ class StepAligner:
         """Set the number of micro-batches per step. Call it between epochs. `min_step_items` replaces the argument of
         the constructor if it was set."""
         self._gradient_accumulation_steps = gradient_accumulation_steps
-        self._steps = max(1, self._ahead // gradient_accumulation_steps)
+        self._steps = max(1, self._max_batches_ahead // gradient_accumulation_steps)
         self._copies_batches = self._may_copy_batches and self._steps * gradient_accumulation_steps > 1
         if min_step_items is not None:
             self._min_step_items = min_step_items

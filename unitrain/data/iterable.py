@@ -124,8 +124,8 @@ class StreamSource:
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether the next batch may overwrite the memory of this one: the dataset or a custom `collate_fn` creates the
-        batches, in this process.
+        """Whether a batch may overwrite the memory of the preceding batch: the dataset or a custom `collate_fn` creates
+        the batches, in this process.
 
         Batches from workers, and batches that torch collates from items, do not share memory.
         """

@@ -68,7 +68,7 @@ class TrainingStream(TrainingData):
             communicator,
             gradient_accumulation_steps=self._batch_sizes[0].gradient_accumulation_steps,
             uneven=uneven,
-            ahead=common_prefetch_count(source.prefetch_count, communicator),
+            max_batches_ahead=common_prefetch_count(source.prefetch_count, communicator),
             min_step_items=None,
             copies_batches=source.may_reuse_memory,
         )

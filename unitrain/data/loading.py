@@ -123,9 +123,9 @@ class IndexedSource:
         """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers, unless
         they are persistent.
 
-        With `seeds`, each batch is loaded with the random number generators seeded with one of them, in this process or
-        in a worker, and the generators of this process do not change. Indexing tensors uses no random numbers, so
-        `seeds` then has no effect.
+        With `seeds`, the random number generators are seeded with the next seed before each batch is loaded, in this
+        process or in a worker; the RNG state of this process is restored afterwards. Indexing tensors uses no random
+        numbers, so `seeds` then has no effect.
         """
         if seeds is not None and self._seeds_batches:
             positions, ahead = tee(positions)

@@ -54,7 +54,8 @@ class SeededDataset(Dataset[Any]):
 
 
 def isolate_generators(batches: Iterator[ItemT]) -> Iterator[ItemT]:
-    """Yield `batches`, each loaded with a separate RNG state, so that loading does not change the global generators."""
+    """Yield `batches`. They are loaded with a separate RNG state, so that loading does not change the global
+    generators."""
     isolated = IsolatedGenerators(0)
     while True:
         with isolated:

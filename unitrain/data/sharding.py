@@ -100,7 +100,7 @@ class TrainingShard(TrainingData):
                 communicator,
                 gradient_accumulation_steps=self._gradient_accumulation_steps,
                 uneven=settings.uneven,
-                ahead=common_prefetch_count(source.prefetch_count, communicator),
+                max_batches_ahead=common_prefetch_count(source.prefetch_count, communicator),
                 min_step_items=None,
                 copies_batches=source.prefetch_count == 0,
             )

@@ -126,8 +126,8 @@ class TrainingData(ABC):
     _batch_sizes: dict[int, BatchSizes]  # by the first epoch to which they apply
 
     def begin_epoch(self, epoch: int) -> None:
-        """Use the number of micro-batches per step of `epoch`, and compute `global_batch_size` and `steps_in_epoch` for
-        it. Does not communicate.
+        """Use the number of micro-batches per step of `epoch`, to which `global_batch_size` and `steps_in_epoch` then
+        refer. Does not communicate.
         """
         self._use_batch_sizes(self._batch_sizes[schedule_key(self._batch_sizes, epoch)])
 
@@ -176,7 +176,9 @@ class TrainingData(ABC):
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
         Call `begin_epoch` first if the number of micro-batches per step depends on the epoch. All ranks call it; the
-        number of micro-batches is the same on all of them. Raises DataError on every rank.
+        number of micro-batches is the same on all of them. Raises DataError on every rank if a sampler fails. If a
+        batch cannot be loaded on a rank, every rank raises DataError for iterable data and with a custom `collate_fn`;
+        otherwise, and with logical ranks, only that rank raises the error.
         """
 
     @property

@@ -67,8 +67,8 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. It is at most about
-        one second old, or older if the worker holds the GIL."""
+        """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. The activity is at
+        most about one second old, unless code in the worker holds the GIL for longer."""
         if worker >= self.num_workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")

@@ -62,20 +62,20 @@ class RunningLoss:
         the device."""
         return self._means.local_sums().tolist()
 
-    def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
-        """Return the mean since the last call, given the `local_sums` of all `ranks`; 0 if there were no tokens.
+    def mean_since_sync(self, sums_by_rank: Sequence[Sequence[float]], epoch: int, step: int) -> float:
+        """Return the mean since the last call, given the `local_sums` of every rank; 0 if there were no tokens.
 
         Raises, on every rank, NonFiniteLossError if the mean is not finite, and ModelError if the number of tokens is
         negative, or is 0 although the sum is not.
         """
-        total, count = _sum_over_ranks(ranks)
+        total, count = _sum_over_ranks(sums_by_rank)
         self.count_at_sync = count - self._synced_totals[1]
         total_at_sync = total - self._synced_totals[0]
         if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
             total_at_sync = 0.0  # a resumed run may add up the same losses in another order
         mean = _compute_mean(total_at_sync, self.count_at_sync)
         if not math.isfinite(mean):
-            raise _non_finite_error(mean, epoch, step, ranks)
+            raise _non_finite_error(mean, epoch, step, sums_by_rank)
         self._synced_totals = (total, count)
         return mean
 
@@ -117,9 +117,9 @@ class RunningLoss:
             self._means.load_sum(ranks)
 
 
-def _sum_over_ranks(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the sum and the count over `ranks`, given the parts of the sum and the count of each rank."""
-    return sum_exactly(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
+def _sum_over_ranks(sums_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the sum and the count over all ranks, given the parts of the sum and the count of each rank."""
+    return sum_exactly(part for row in sums_by_rank for part in row[:-1]), sum(row[-1] for row in sums_by_rank)
 
 
 def _compute_mean(total: float, count: float) -> float:
@@ -132,13 +132,15 @@ def _compute_mean(total: float, count: float) -> float:
     return total / count if count else 0.0  # there were no tokens
 
 
-def _non_finite_error(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
-    """Return the error, which names the ranks with a non-finite sum. `ranks` are the `local_sums` of each rank."""
-    failed_ranks = [rank for rank, row in enumerate(ranks) if not all(map(math.isfinite, row[:-1]))]
+def _non_finite_error(
+    mean: float, epoch: int, step: int, sums_by_rank: Sequence[Sequence[float]]
+) -> NonFiniteLossError:
+    """Return the error, which names the ranks with a non-finite sum, given the `local_sums` of every rank."""
+    failed_ranks = [rank for rank, row in enumerate(sums_by_rank) if not all(map(math.isfinite, row[:-1]))]
     where = ""
-    if failed_ranks and len(ranks) > 1:  # the sum of finite values can be infinite
+    if failed_ranks and len(sums_by_rank) > 1:  # the sum of finite values can be infinite
         ranks_text = f"rank{'s' if len(failed_ranks) > 1 else ''} {', '.join(map(str, failed_ranks))}"
-        where = " on every rank" if len(failed_ranks) == len(ranks) else f" on {ranks_text}"
+        where = " on every rank" if len(failed_ranks) == len(sums_by_rank) else f" on {ranks_text}"
     return NonFiniteLossError(
         f"The mean loss became {mean}{where} in epoch {epoch}, by step {step}. "
         "Lower the learning rate, or clip the gradients with TrainConfig(max_grad_norm=1.0)."

@@ -231,7 +231,7 @@ class LocalSGD:
 
         It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
         and each rank's optimizer state, error and, between two synchronizations, weights and buffers. Each rank
-        broadcasts its own part. For a sharded checkpoint, it does not: the entry "own" contains this part instead.
+        broadcasts its own part, except for a sharded checkpoint: the entry "own" then contains this rank's part.
         """
         own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
         if not self._are_weights_equal:
@@ -317,7 +317,7 @@ class LocalSGD:
             own = broadcast_with_tensors(backend, mean_of_ranks(ranks) if is_rank_zero else None)
         self._load(outer, own, header.get("merges_in", {}))
         if begins_warmup:
-            self.synchronize()  # the mean of the weights of streams that were not merged
+            self.synchronize()  # every rank has loaded the same mean of the weights
         if was_warming_up != self.is_warming_up:
             self.restart()  # the outer gradients are the changes of the weights from now on
 

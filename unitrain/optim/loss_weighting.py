@@ -113,14 +113,14 @@ class LossWeighting:
     divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
     step (in the first step, in its first micro-batch), because sums over many tokens may overflow in half precision.
 
-    `ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the default
-    is the number of ranks of the communicator. With local steps, `synchronous_ranks` is the group of ranks that average
-    their gradients, or None if this rank trains independently: gradients are then divided by the number of tokens of
-    these ranks.
+    `num_ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the
+    default is the number of ranks of the communicator. With local steps, `synchronous_ranks` is the group of ranks that
+    average their gradients, or None if this rank trains independently: gradients are then divided by the number of
+    tokens of these ranks.
     """
 
-    def __init__(self, communicator: Communicator, ranks: int | None = None) -> None:
-        self._communicator, self._ranks = communicator, ranks or communicator.size
+    def __init__(self, communicator: Communicator, num_ranks: int | None = None) -> None:
+        self._communicator, self._num_ranks = communicator, num_ranks or communicator.size
         self._local_tokens: Tensor | None = None  # number of tokens on this rank in the current step
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
@@ -140,7 +140,7 @@ class LossWeighting:
             self._kind = loss.kind
         elif self._kind is not loss.kind:
             check_one_loss_kind({loss.kind, self._kind})
-        weight = self._ranks / micro_batch.step_samples
+        weight = self._num_ranks / micro_batch.step_samples
         if loss.tokens is None:
             weight *= micro_batch.samples
             return loss.value if weight == 1.0 else loss.value * weight
@@ -157,7 +157,7 @@ class LossWeighting:
             if micro_batch.logical_rank is None:
                 approximate = self._sum_over_ranks(tokens)
             else:  # the tokens of logical rank 0, for any number of processes
-                approximate = self._communicator.broadcast(tokens) * self._ranks
+                approximate = self._communicator.broadcast(tokens) * self._num_ranks
             self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
         return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
 

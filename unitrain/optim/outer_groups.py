@@ -54,7 +54,7 @@ class OuterGroups:
 
     `ranks` contains the ranks of each synchronous group, and `index` is the index of this rank's group. `synchronous`
     is that group, or None if this rank trains independently. `outer` is the group of the first ranks of all groups, or
-    None on other ranks. `weight` is the number of ranks in this rank's group, divided by the mean over groups.
+    None on other ranks. `weight` is the size of this rank's group, divided by the mean size of the groups.
 
     Raises ConfigError or UnsupportedError on every rank for groups that the job or the backend does not support.
     """

@@ -1,10 +1,11 @@
 """Goodput: the fraction of a run's wall-clock time, over all attempts, spent on training steps that were not lost.
 
 Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder at
-sync points (see `stopping.SyncPoint`), at most once per second. If the attempt is killed, the time after its last
-record counts as `restart` or, while the next attempt waits for hosts, as `hosts`. So the categories of all attempts add
-up to the wall-clock time of the run, from the start of its first attempt, including a preceding wait for hosts, to its
-last record. `unitrain report` also uses this module, so it does not import torch.
+sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second. If the attempt is
+killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts, as `hosts`. The
+categories of all attempts therefore add up to the wall-clock time of the run, from the start of its first attempt,
+including a preceding wait for hosts, to its last record. `unitrain report` also uses this module, so it does not import
+torch.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ def exported_names() -> set[str]:
 
 @dataclass
 class RunValues:
-    """The current metrics of a run. The training thread updates them, except `checkpoint_seconds`, which the thread
-    that writes checkpoints updates. Threads of the endpoint read them.
+    """The current metrics of a run. The training thread updates them, except `checkpoint_count_and_seconds`, which the
+    thread that writes checkpoints updates. Threads of the endpoint read them.
 
-    `gauges` maps names in GAUGES to their current values. `memory` has one value per rank, `phase_seconds` a list in
-    the order of TRAINING per rank, and `checkpoint_seconds` the number and the total duration of the written
-    checkpoints. `goodput` returns the times of all attempts.
+    `gauges` maps names in GAUGES to their current values. `memory` has one value per rank, and `phase_seconds` one list
+    per rank, in the order of TRAINING. `checkpoint_count_and_seconds` contains the number of written checkpoints and
+    the total duration of writing them. `goodput` returns the times of all attempts.
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class RunValues:
     memory: Sequence[float] = ()
     phase_seconds: Sequence[Sequence[float]] = ()
     slow_ranks: frozenset[int] = frozenset()
-    checkpoint_seconds: tuple[int, float] = (0, 0.0)
+    checkpoint_count_and_seconds: tuple[int, float] = (0, 0.0)
     goodput: Callable[[], GoodputSummary] | None = None
 
     def add_phase_seconds(self, seconds: Sequence[Sequence[float]]) -> None:
@@ -122,7 +122,7 @@ class _Collector:
                 for label_values, value in samples.get(name, ()):
                     metric.add_metric(label_values, value)
                 yield metric
-        count, seconds = values.checkpoint_seconds
+        count, seconds = values.checkpoint_count_and_seconds
         yield SummaryMetricFamily(
             f"unitrain_{CHECKPOINT_SECONDS}", "Duration of writing a checkpoint", count_value=count, sum_value=seconds
         )

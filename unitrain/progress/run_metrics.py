@@ -208,10 +208,10 @@ class RunMetrics:
             self._events.append("validation", step, epochs=epochs, seconds=seconds, results=_without_nan(results))
 
     def record_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Record that a checkpoint is written. The thread that writes it calls this."""
+        """Record that a checkpoint is written. Called in the thread that writes the checkpoint."""
         if self._is_rank_zero:
-            count, total = self._run_values.checkpoint_seconds
-            self._run_values.checkpoint_seconds = count + 1, total + seconds
+            count, total = self._run_values.checkpoint_count_and_seconds
+            self._run_values.checkpoint_count_and_seconds = count + 1, total + seconds
             self._events.append("checkpoint", step, path=str(path), write_seconds=round(seconds, 6))
 
     def _start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:

@@ -117,19 +117,20 @@ def describe_figures(cause: str, figures: RankFigures, step_seconds: float) -> s
     without such figures."""
     if cause == "cpu_quota":
         fraction = min(1.0, figures.throttled / (step_seconds or 1.0))
-        return f"stopped for {milliseconds(figures.throttled)} ms a step, {fraction:.0%} of the time"
+        return f"stopped for {format_milliseconds(figures.throttled)} ms a step, {fraction:.0%} of the time"
     if cause in ("other_processes", "own_threads"):
-        waited = max(figures.cpu_wait, figures.worker_wait)
-        return f"waited {milliseconds(waited)} ms a step for a core"
+        waited = format_milliseconds(max(figures.cpu_wait, figures.worker_wait))
+        return f"waited {waited} ms a step for a core"
     if cause == "copy":
-        return f"copies take {milliseconds(figures.copy)} ms a step"
+        return f"copies take {format_milliseconds(figures.copy)} ms a step"
     if cause in ("forward", "backward"):
         seconds = figures.forward if cause == "forward" else figures.backward
-        return f"{milliseconds(seconds)} ms a step; {milliseconds(figures.cpu_wait)} ms of the step without a core"
+        waited = format_milliseconds(figures.cpu_wait)
+        return f"{format_milliseconds(seconds)} ms a step; {waited} ms of the step without a core"
     return ""
 
 
-def milliseconds(seconds: float) -> str:
-    """Return the number of milliseconds as text."""
+def format_milliseconds(seconds: float) -> str:
+    """Return a duration in milliseconds as text, without the unit."""
     number = 1000 * seconds
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

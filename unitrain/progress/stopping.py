@@ -85,11 +85,11 @@ class StopCoordinator:
         Return the `numbers` of every rank. Their count must be the same on every rank.
         """
         now = time.perf_counter()
-        limit, signalled = self._max_seconds, self._preemption.received
+        limit, received_signal = self._max_seconds, self._preemption.received
         if limit is not None and now - self._start_time >= limit:
             self.request(f"the time limit max_seconds={limit:g} was reached")
-        if signalled is not None:
-            self.request(f"{signalled} was received by rank {self._communicator.rank}")
+        if received_signal is not None:
+            self.request(f"{received_signal} was received by rank {self._communicator.rank}")
         before, start_time = self._timing_start or (step, now)
         trained = step > before  # otherwise there are no steps to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
@@ -108,7 +108,7 @@ class StopCoordinator:
             else min(self._next_exchange_step, step + self._interval_steps)
         )
         if any(requested for requested, *_ in ranks):
-            reasons = self._communicator.allgather_object((self._requested_reason, signalled is not None))
+            reasons = self._communicator.allgather_object((self._requested_reason, received_signal is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.is_preempted = any(preempted for _, preempted in reasons)
         return [numbers_of_rank for _, _, *numbers_of_rank in ranks]

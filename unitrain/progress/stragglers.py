@@ -21,8 +21,8 @@ _COMPUTE = TRAINING.index("compute")
 # A straggler's busy time exceeds the median of the other ranks, or its own earlier time, by at least this fraction of a
 # step.
 _MIN_EXCESS = 0.2
-# A rank whose own time rose is reported if other ranks wait for it: its `wait` is the shortest, up to this fraction of
-# a step.
+# A rank whose own time rose is reported if other ranks wait for it: its `wait` exceeds the shortest `wait` of all ranks
+# by at most this fraction of a step.
 _MAX_SLACK = 0.1
 # Without earlier times, a slow link takes at least this multiple of the time of other links.
 _MIN_LINK_RATIO = 2.0
@@ -88,11 +88,11 @@ class Straggler:
         return f"Cause: {slow_causes.CAUSES[self.cause].text}{where}{evidence}. {self.suggestion}"
 
     def __str__(self) -> str:
-        others = "" if self.others is None else f", others {slow_causes.milliseconds(self.others)} ms"
-        earlier = "" if self.earlier is None else f", earlier {slow_causes.milliseconds(self.earlier)} ms"
+        others = "" if self.others is None else f", others {slow_causes.format_milliseconds(self.others)} ms"
+        earlier = "" if self.earlier is None else f", earlier {slow_causes.format_milliseconds(self.earlier)} ms"
         cause = f" ({slow_causes.CAUSES[self.cause].text})" if self.cause in slow_causes.CAUSES else ""
         return (
-            f"rank {self.rank} is slow: {self.phase} {slow_causes.milliseconds(self.seconds)} ms a step"
+            f"rank {self.rank} is slow: {self.phase} {slow_causes.format_milliseconds(self.seconds)} ms a step"
             f"{others}{earlier}{cause}"
         )
 
@@ -102,9 +102,10 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     busy for longer, then those with slow connections, the slowest first in each group.
 
     `evidence` has a row per rank, the result of `pack_evidence`: the seconds of EVIDENCE in these steps, and the
-    earlier figures of the rank (see EarlierFigures). Without it, causes are unknown, and only peers are compared. A
-    rank is slow if other ranks wait for it, compared with the other ranks (at most half of the ranks), or with its own
-    earlier steps. `Straggler.phase` is the phase with the largest excess, or "network".
+    earlier figures of the rank (see EarlierFigures). Without it, causes are unknown, and a rank is only compared with
+    the other ranks. A rank is slow if it is busy for longer than the other ranks (at most half of the ranks are), or if
+    it is busy for longer than in its earlier steps and other ranks wait for it. `Straggler.phase` is the phase with the
+    largest excess, or "network".
     """
     unpacked = [_unpack_evidence(row) for row in evidence or [()] * len(seconds)]
     figures = [

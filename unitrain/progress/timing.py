@@ -198,7 +198,7 @@ class LoopTimer:
         self._lap_start_time += seconds
 
     @contextmanager
-    def measure_copy(self) -> Iterator[None]:
+    def measure_copying(self) -> Iterator[None]:
         """Context manager that measures the host-to-device copies that the current stream executes in it, in measured
         steps on GPUs."""
         if not self._is_measuring or self._stream is None or self._is_outside_steps:

@@ -17,7 +17,8 @@ class TrainingProgress:
     sample: int = 0
     """Samples trained on in the current epoch, over all ranks; 0 between two epochs."""
     position: int = 0
-    """Position in the current epoch: an index into the sample order, or a number of items for iterable datasets."""
+    """Position in the current epoch: an index into the sample order or, for an iterable dataset, a number of items of
+    all ranks; with stream="own", a number of micro-batches per rank."""
     step_in_epoch: int = 0
     """Completed optimizer steps of the current epoch."""
 
