@@ -1,8 +1,8 @@
 """The fixes of Horovod's Gloo, tested on the installed Horovod with real processes.
 
 Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, the next two wait
-for cycles, and the last ends in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank
-is a session of its own that is killed at the end.
+for cycles, in the next one a rank is aborted, and the last ends in `connect [127.0.1.1]: Connection refused`. None
+leaves a process behind: every rank is a session of its own that is killed at the end.
 """
 
 from __future__ import annotations
@@ -114,6 +114,23 @@ while not pathlib.Path(os.environ["DONE"]).exists():
     time.sleep(0.05)
 hvd.allreduce(torch.ones(4), name="together")
 hvd.shutdown()
+"""
+
+# Rank 1 is killed in a job with a process set. Rank 0 then waits for an operation of the process set.
+KILLED = """
+import os, signal, torch, horovod.torch as hvd
+from datetime import timedelta
+from unitrain.backends.horovod.process_sets import add_process_set
+hvd.init()
+both = add_process_set([0, 1], timedelta(seconds=30), list)
+alone = add_process_set([0], timedelta(seconds=30), list) if hvd.rank() == 0 else None
+hvd.allreduce(torch.ones(4), name="both", process_set=both)
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    hvd.allreduce(torch.ones(4), name="after the kill", process_set=both)
+except hvd.HorovodInternalError:
+    print("raised", flush=True)
 """
 
 # The last rank receives its result before all of its data is sent to rank 0, over a slow connection.
@@ -273,6 +290,18 @@ def test_operations_of_a_process_set_wake_the_other_ranks(processes: Processes, 
     found = re.search(r"one by one: ([0-9.]+)", processes.message_text("rank0"))
     assert found is not None, processes.message_text("rank0")
     assert float(found.group(1)) < 2.5
+
+
+def test_rank_with_process_sets_raises_after_another_rank_is_killed(processes: Processes) -> None:
+    """Without the change, the exception of the background thread aborts the process."""
+    remaining, _killed = start_ranks(
+        processes, KILLED, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo"
+    )
+    processes.wait_until(lambda: remaining.poll() is not None, "the end of the remaining rank")
+    message_text = processes.message_text("rank0")
+    assert "raised" in message_text
+    assert "terminate called" not in message_text
+    assert remaining.returncode == 0
 
 
 @pytest.fixture

@@ -303,13 +303,43 @@ int horovod_release_process_set(const int* ranks, int nranks) {
 
 """
 
+_NEGOTIATED_REMOVAL = """\
+    while (true) {
+      InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
+      if (ProcessSetHasJustBeenRemoved()) {
+        break;
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+"""
+_REMOVAL_AFTER_FAILURE = """\
+    try {
+      while (true) {
+        InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
+        if (ProcessSetHasJustBeenRemoved()) {
+          break;
+        } else {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+      }
+    } catch (const std::exception& error) {
+      // Another process has terminated. An exception in the background thread
+      // would terminate this process too.
+      id_to_be_removed_ = NO_PENDING_REMOVAL;
+      Get(id).Finalize(status);
+      DeregisterProcessSet(id);
+    }
+"""
+
 PROCESS_SETS = Patch(
     name="process-sets",
     kind="fix",
     reason="All ranks must add a process set at the same time, and with HOROVOD_DYNAMIC_PROCESS_SETS, every cycle "
     "contains one more allgather. With horovod_request_process_set, only the members of a process set take part, "
     "a cycle in which no process set is requested or used costs nothing, and over Gloo, ranks that are not members "
-    "sleep until the members wake them.",
+    "sleep until the members wake them. After another rank has been killed, a rank with process sets raises "
+    "HorovodInternalError instead of being aborted.",
     edits=(
         Edit(
             file="horovod/common/response_cache.h",
@@ -417,6 +447,11 @@ PROCESS_SETS = Patch(
             "  id_to_process_set_.erase(process_set_id);\n"
             "  ids_.erase(std::find(ids_.begin(), ids_.end(), process_set_id));\n}\n\n"
             "bool ProcessSetTable::ProcessSetHasJustBeenRemoved() {\n",
+        ),
+        Edit(
+            file="horovod/common/process_set.cc",
+            before=_NEGOTIATED_REMOVAL,
+            after=_REMOVAL_AFTER_FAILURE,
         ),
         Edit(
             file="horovod/common/operations.cc",
