@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,6 +77,19 @@ def train(backend: Backend, register: Register | None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
+@contextmanager
+def hierarchical_allreduce(backend: Backend) -> Iterator[None]:
+    """Context manager with the hierarchical allreduce, as if the last rank ran on another host."""
+    rendezvous: Any = vars(backend)["_rendezvous"]
+    positions = [NodePosition(rank % 2, 2 - rank // 2, rank // 2, 2) for rank in range(backend.size)]
+    with (
+        patch.dict(os.environ, {"UNITRAIN_HIERARCHICAL_ALLREDUCE": "1"}),
+        patch.dict(vars(rendezvous), {"node_positions": positions}),
+        patch.object(backend, "num_nodes", 2),
+    ):
+        yield
+
+
 def train_hierarchically(backend: Backend) -> tuple[list[Tensor], int]:
     """Return the parameters with the hierarchical allreduce, as if the last rank ran on another host, and the number of
     buckets that it reduced."""
@@ -85,15 +99,34 @@ def train_hierarchically(backend: Backend) -> tuple[list[Tensor], int]:
         buckets.append(len(tensors))
         return allreduce(group, tensors, opts)
 
-    rendezvous: Any = vars(backend)["_rendezvous"]
-    positions = [NodePosition(rank % 2, 2 - rank // 2, rank // 2, 2) for rank in range(backend.size)]
-    with (
-        patch.dict(os.environ, {"UNITRAIN_HIERARCHICAL_ALLREDUCE": "1"}),
-        patch.dict(vars(rendezvous), {"node_positions": positions}),
-        patch.object(backend, "num_nodes", 2),
-        patch.object(HierarchicalGroup, "allreduce", count),
-    ):
+    with hierarchical_allreduce(backend), patch.object(HierarchicalGroup, "allreduce", count):
         return train(backend, None), len(buckets)
+
+
+class Ends(nn.Module):
+    """The layers before and after the layers of another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor, name: str) -> Tensor:
+        output: Tensor = getattr(self, name)(inputs)
+        return output
+
+
+def reduce_two_models(backend: Backend) -> list[Tensor]:
+    """Return the gradients of two models after one backward pass. The last rank does not use the first layer, so it
+    reduces the models in the opposite order."""
+    torch.manual_seed(0)
+    ends, middle = Ends().double(), nn.Linear(8, 8).double()
+    outer, inner = backend.distributed_model(ends, find_unused_parameters=True), backend.distributed_model(middle)
+    hidden = torch.full((2, 8), backend.rank + 1.0, dtype=torch.float64)
+    if backend.rank < backend.size - 1:
+        hidden = outer(hidden, "first")
+    outer(inner(hidden), "last").sum().backward()
+    parameters = [*ends.parameters(), *middle.parameters()]
+    return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
 def compare_hooks(backend: Backend) -> dict[str, Any]:
@@ -106,6 +139,9 @@ def compare_hooks(backend: Backend) -> dict[str, Any]:
     hook = hierarchical_hook(backend)
     results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
     results["hierarchical allreduce"], results["hierarchical buckets"] = train_hierarchically(backend)
+    results["two models"] = reduce_two_models(backend)
+    with hierarchical_allreduce(backend):
+        results["two models hierarchically"] = reduce_two_models(backend)
     return results
 
 
@@ -163,6 +199,11 @@ def test_hierarchical_allreduce_computes_the_mean_over_all_ranks(results: list[d
         )
         # With two ranks on two hosts, all ranks are reduced at once.
         assert (result["hierarchical buckets"] > STEPS) == (len(results) == 3)
+
+
+def test_hierarchical_allreduces_of_two_models_may_start_in_different_orders(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        torch.testing.assert_close(result["two models hierarchically"], result["two models"], rtol=0, atol=1e-12)
 
 
 def test_invalid_hooks_are_reported(results: list[dict[str, Any]]) -> None:

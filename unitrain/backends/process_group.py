@@ -102,7 +102,7 @@ class ProcessGroupBackend(
         self._parameter_collective_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
-        self._hierarchical_group: HierarchicalGroup | None = None
+        self._hierarchical_groups: dict[bool, HierarchicalGroup] = {}  # by find_unused_parameters
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
@@ -205,8 +205,9 @@ class ProcessGroupBackend(
         group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
         uses_hierarchical_group = hierarchical and shard != "gradients" and compressor == "none"
+        hierarchical_group = self._get_hierarchical_group(find_unused_parameters) if uses_hierarchical_group else None
         reducer_group = ReducerGroup(
-            (self._get_hierarchical_group() if uses_hierarchical_group else None) or group or default_process_group(),
+            hierarchical_group or group or default_process_group(),
             self._monitor,
             check_bucket,
             waits_on_stream=self._waits_on_stream,
@@ -245,18 +246,22 @@ class ProcessGroupBackend(
         self._models.add(distributed)
         return distributed
 
-    def _get_hierarchical_group(self) -> HierarchicalGroup | None:
-        """Return the group for hierarchical allreduces, or None unless several ranks run on a host of several hosts.
-        All ranks call it. The first call creates the group."""
-        if self._hierarchical_group is None and 1 < self.num_nodes < self.size:
+    def _get_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
+        """Return the group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
+        ranks call it. The first call with a value of `find_unused_parameters` creates a group.
+
+        In one backward pass through two models, ranks may start the buckets of a model with `find_unused_parameters`
+        earlier or later than the buckets of a model without it, so these models have different groups.
+        """
+        if find_unused_parameters not in self._hierarchical_groups and 1 < self.num_nodes < self.size:
             ranks_by_host = [
                 [rank for rank, position in enumerate(self._rendezvous.node_positions) if position.node_rank == number]
                 for number in range(self.num_nodes)
             ]
-            self._hierarchical_group = HierarchicalGroup(
+            self._hierarchical_groups[find_unused_parameters] = HierarchicalGroup(
                 default_process_group(), ranks_by_host, self.create_rank_groups
             )
-        return self._hierarchical_group
+        return self._hierarchical_groups.get(find_unused_parameters)
 
     def _shard_model(
         self,
@@ -387,9 +392,8 @@ class ProcessGroupBackend(
         # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
-        if self._hierarchical_group is not None:
-            self._hierarchical_group.leave()
-            self._hierarchical_group = None
+        while self._hierarchical_groups:
+            self._hierarchical_groups.popitem()[1].leave()
         for group in self._rank_groups:
             group.leave()
         self._unused_parameters_group = self._mesh = None

@@ -3,6 +3,7 @@
 reference         reference implementation: one allreduce per gradient after the backward pass
 ddp_wrapper       the fast path: a subclass of DistributedDataParallel
 reducer_group     the process group of DDP's reducer
+hierarchical_group  allreduce within each host, then between the hosts
 end_of_backward   the stages at the end of a backward pass, and their order
 unused_parameters check of the first backward pass for parameters without a gradient
 local_gradients   tracking of unreduced gradients, checked before each optimizer step

@@ -1,7 +1,7 @@
 """Hierarchical allreduce of gradients on CPUs: first within each host, then between the hosts.
 
-A ring allreduce over n ranks sends 2(n - 1)/n times the size of the gradients over the network, in each direction, even
-if several ranks run on each host. The hierarchical allreduce sends 2(h - 1)/h times their size over h hosts, which is
+In a ring allreduce over n ranks, each host sends 2(n - 1)/n times the size of the gradients to another host, even if
+several ranks run on each host. In a hierarchical allreduce over h hosts, it sends 2(h - 1)/h times this size, which is
 faster if the network between the hosts is slow. On GPUs, NCCL selects such algorithms itself.
 """
 
