@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from launches import running_launcher
+from preload import preloaded
 
 import unitrain
 from unitrain import errors
@@ -241,7 +243,10 @@ def program(page: str, containing: str) -> str:
 def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(program("docs/getting_started.md", "trainer.fit"))
-    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    environ = preloaded(os.environ)
+    alone = subprocess.run(
+        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=120, check=True
+    )
     found = re.fullmatch(r"accuracy (0\.\d+), loss (\d\.\d+)\n", alone.stdout)
     assert found
     assert float(found[1]) > 0.9
@@ -260,7 +265,9 @@ def test_test_of_the_extending_page_passes_with_pytest(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
-def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank() -> None:
+def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in preloaded(os.environ).items():
+        monkeypatch.setenv(name, value)
     names: dict[str, object] = {"__name__": "__main__"}
     exec(program("docs/guides/notebooks.md", "unitrain.run"), names)
     losses = names["losses"]
@@ -272,8 +279,8 @@ def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank() -> No
 def test_program_that_chooses_settings_prints_its_results(tmp_path: Path) -> None:
     script = tmp_path / "settings.py"
     script.write_text(program("docs/guides/settings.md", "find_learning_rate"))
-    command = [sys.executable, script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    command, environ = [sys.executable, str(script)], preloaded(os.environ)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "Sequential" in done.stdout
     assert "Suggested learning rate: " in done.stdout

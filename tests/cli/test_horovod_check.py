@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from preload import preloaded
 
 from unitrain.cli.horovod import horovod
 from unitrain.horovod_wheel import check, plan
@@ -97,7 +99,9 @@ def test_check_reports_a_horovod_that_hangs(other_horovod: Path) -> None:
     ]
 
 
-def test_check_reports_the_capabilities_of_the_installed_horovod() -> None:
+def test_check_reports_the_capabilities_of_the_installed_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in preloaded(os.environ).items():
+        monkeypatch.setenv(name, value)
     result = CliRunner().invoke(horovod, ["check", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from groups import nightly
 from launches import SECONDS, running_launcher
+from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -232,12 +234,12 @@ def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: 
 @pytest.mark.ci
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
-    options = ("--timeout-seconds", "30", "--backends", "local,ddp")
+    options = ("--timeout-seconds", "20", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
     assert (tmp_path / "0").exists(), "the ranks had reached the hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
-    assert found["ddp"]["reasons"][0].startswith("it did not finish within 30 s and was terminated.")
+    assert found["ddp"]["reasons"][0].startswith("it did not finish within 20 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")
@@ -311,6 +313,8 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, scrip
 
 
 def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in preloaded(os.environ).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     controllers, skipped = find_available(["ddp", "horovod", "local"])
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}

@@ -18,9 +18,9 @@ from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import CASES
-from unitrain.testing.test_contract import broadcasts, collectives, gradients, large_tensors, sharding
+from unitrain.testing.test_contract import broadcasts, collectives, gradients, large_tensors
 
-BUILDING_BLOCKS = {module.__name__ for module in (broadcasts, collectives, gradients, large_tensors, sharding)}
+BUILDING_BLOCKS = {module.__name__ for module in (broadcasts, collectives, gradients, large_tensors)}
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_equal
 from groups import nightly
+from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -300,7 +301,7 @@ def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
 @pytest.mark.parametrize("size", [2, *nightly(3, 4)])
 def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
     command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
-    variables = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores
+    variables = preloaded({"OMPI_MCA_mpi_yield_when_idle": "1"})  # more ranks than cores
     cases = [
         overlapping_groups,
         two_groups_of_the_same_ranks,
@@ -309,7 +310,7 @@ def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
         groups_created_by_their_members,
     ]
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command, variables=variables) as horovod:
-        for case in cases:  # each rank of mpirun imports torch's packages in its first case
+        for case in cases:
             assert_equal(horovod.run(case, timeout_seconds=240), gloo.run(case))
 
 

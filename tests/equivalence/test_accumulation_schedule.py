@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import ci
+from groups import nightly
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
@@ -27,7 +27,7 @@ from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-GROUPS = [("local", 1), ("ddp", 3), *ci(("horovod", 2))]
+GROUPS = [("local", 1), ("ddp", 3), *nightly(("horovod", 2))]
 SAMPLES, BATCH, EPOCHS = 70, 12, 4  # 70 = 5 micro-batches of 12 and a rest of 10
 SCHEDULE = {1: 2, 3: 4}
 STEPS_PER_EPOCH = (6, 3, 3, 2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import SEVERAL_RANKS, ci
+from groups import GROUPS_ON_DDP, nightly
 from launches import running_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -479,7 +479,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=lambda one: f"{one[0]}-{one[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP[1:], ids=lambda one: f"{one[0]}-{one[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
     folder = tmp_path_factory.mktemp("profile")
     with RankGroup(*request.param) as group:
@@ -550,7 +550,7 @@ with unitrain.init(device="cpu", timeout_seconds=30) as backend:
 """
 
 
-@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
+@pytest.mark.parametrize("backend", ["ddp", *nightly("horovod")])
 def test_an_error_in_on_fit_end_of_one_rank_is_raised_on_every_rank(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS_AT_END)

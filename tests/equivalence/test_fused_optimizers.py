@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -86,7 +86,7 @@ def train_all(backend: Backend, folder: str) -> dict[tuple[str, str], list[tuple
     return found
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=str)
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=str)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     with RankGroup(*request.param) as group:
         yield group.run(train_all, str(tmp_path_factory.mktemp("runs")), timeout_seconds=120)

@@ -174,7 +174,7 @@ class OneProcess:
 
 
 Ranks = RankGroup | OneProcess
-GROUPS = [("local", 1), *ci(("ddp", 3), ("horovod", 2)), *nightly(("ddp", 2), ("horovod", 3))]
+GROUPS = [("local", 1), *ci(("ddp", 3)), *nightly(("ddp", 2), ("horovod", 2), ("horovod", 3))]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=str)

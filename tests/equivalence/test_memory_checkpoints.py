@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -99,7 +99,7 @@ def run(
             del os.environ[name]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -93,12 +93,12 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
 @pytest.mark.parametrize(
     ("backend", "fault"),
     [
-        pytest.param("ddp", "inputs", marks=pytest.mark.ci),
+        pytest.param("ddp", "inputs", marks=pytest.mark.nightly),
         ("ddp", "forward"),
         ("horovod", "targets"),
-        pytest.param("ddp", "block", marks=pytest.mark.ci),
-        pytest.param("ddp", "shapes", marks=pytest.mark.ci),
-        pytest.param("horovod", "max_norm", marks=pytest.mark.ci),
+        pytest.param("ddp", "block", marks=pytest.mark.nightly),
+        pytest.param("ddp", "shapes", marks=pytest.mark.nightly),
+        pytest.param("horovod", "max_norm", marks=pytest.mark.nightly),
     ],
 )
 def test_an_error_that_one_rank_handles_ends_the_other_ranks(backend: str, fault: str) -> None:

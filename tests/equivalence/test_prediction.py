@@ -209,7 +209,7 @@ def examples(size: int) -> Any:
 
 
 def test_prediction_is_exact_in_one_process() -> None:
-    @settings(DRAWN, max_examples=10)
+    @settings(DRAWN, max_examples=5)
     @given(examples(4))
     def run(cases: list[Case]) -> None:
         for case, found in zip(cases, results_of(LOCAL, cases), strict=True):

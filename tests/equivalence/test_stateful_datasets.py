@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset as HuggingFaceDataset
 from datasets.distributed import split_dataset_by_node
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -158,7 +158,7 @@ def compare_remainders(
     return [[numbers for numbers, *_ in epoch] for epoch in epochs]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=lambda group: f"{group[0]}-{group[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -24,8 +24,8 @@ from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
 
 GROUPS = [
-    *ci(("ddp", 3), ("horovod", 2), ("ddp", 4)),
-    *nightly(("ddp", 1), ("ddp", 2), ("horovod", 1), ("horovod", 3), ("horovod", 4)),
+    *ci(("ddp", 3), ("horovod", 2)),
+    *nightly(("ddp", 1), ("ddp", 2), ("ddp", 4), ("horovod", 1), ("horovod", 3), ("horovod", 4)),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import nightly
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.functional import mse_loss
@@ -114,7 +115,7 @@ def train_all(backend: Backend, folder: Path) -> dict[str, Row]:
     return {case: train(backend, case, folder) for case in CASES}
 
 
-@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 3), ("horovod", 2)], ids=lambda group: group[0])
+@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 3), *nightly(("horovod", 2))], ids=lambda group: group[0])
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Row]]:
     """The rows of the history of each case."""
     with RankGroup(*request.param) as group:

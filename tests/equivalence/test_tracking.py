@@ -17,6 +17,8 @@ from typing import Any
 import logger_output
 import pytest
 import torch
+from groups import nightly
+from preload import preloaded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -201,7 +203,7 @@ def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str]
     return (*parameters, seconds, sorted(warnings), good.calls, message_text)  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module", params=["ddp", "horovod"])
+@pytest.fixture(scope="module", params=["ddp", *nightly("horovod")])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(request.param, 2) as group:
         yield group
@@ -372,9 +374,10 @@ made.log(late=7)
 
 
 def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    (script := tmp_path / "train.py").write_text(SCRIPT)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env=preloaded(variables), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     warning = "HangsInStart did not finish in time at the end of the run. The run continues without this logger."
     assert done.stderr.count(warning) == 1

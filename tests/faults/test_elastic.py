@@ -82,7 +82,7 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
     ("backend", "launcher"),
     [
         ("ddp", "torchrun"),
-        pytest.param("horovod", "horovodrun", marks=pytest.mark.ci),
+        pytest.param("horovod", "horovodrun", marks=pytest.mark.nightly),
         pytest.param("ddp", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
     ],
 )

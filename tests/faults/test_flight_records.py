@@ -13,6 +13,7 @@ import pytest
 import torch
 from groups import ci
 from launches import running_ranks
+from preload import preloaded
 from torch import nn
 
 from unitrain.backends.base import Backend
@@ -52,7 +53,7 @@ def analyze(folder: Path) -> str:
 @pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path: Path) -> None:
     folder = tmp_path / "records"
-    variables = {environment.FLIGHT_RECORD_FOLDER_VARIABLE: str(folder)}
+    variables = preloaded({environment.FLIGHT_RECORD_FOLDER_VARIABLE: str(folder)})
     with RankGroup(backend, 2, backend_timeout_seconds=10.0, variables=variables) as group:
         results = group.run(miss_a_collective, str(tmp_path), timeout_seconds=240)
     assert "Missing ranks: 1" in results[0]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from preload import preloaded
 from requirements import needs_network_namespaces
 
 LIMIT_SECONDS = 60
@@ -161,7 +162,8 @@ class Processes:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, *command: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a command in its own session, its output in `name`, with `variables` over this environment."""
+        """Start a command in its own session, its output in `name`, with `variables` over this environment. Its Python
+        processes are forked from a preloaded interpreter."""
         # Variables of a launcher around the tests would be taken for the ranks' own.
         inherited = {
             key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD_", "OMPI_", "PMI"))
@@ -169,7 +171,7 @@ class Processes:
         with (self._folder / name).open("w") as output:
             process = subprocess.Popen(
                 command,
-                env=inherited | variables,
+                env=preloaded(inherited | variables),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -178,6 +180,12 @@ class Processes:
             )
         self._started.append(process)
         return process
+
+    def write_script(self, name: str, text: str) -> str:
+        """Write a script next to the folder with the output, and return its path."""
+        path = self._folder.parent / f"{name}.py"
+        path.write_text(text)
+        return str(path)
 
     def message_text(self, name: str) -> str:
         return (self._folder / name).read_text(errors="replace")
@@ -223,7 +231,8 @@ def start_ranks(
 
     A name that occurs several times stands for one host with several ranks.
     """
-    processes.start("server", *on(0), sys.executable, "-c", SERVER, *hosts)
+    server, train = processes.write_script("server", SERVER), processes.write_script("train", script)
+    processes.start("server", *on(0), sys.executable, server, *hosts)
     processes.wait_until(lambda: "port " in processes.message_text("server"), "the rendezvous server")
     found = re.search(r"port (\d+)", processes.message_text("server"))
     assert found is not None
@@ -242,7 +251,7 @@ def start_ranks(
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": found.group(1),
         }
-        ranks.append(processes.start(f"rank{rank}", *on(rank), sys.executable, "-c", script, **own, **variables))
+        ranks.append(processes.start(f"rank{rank}", *on(rank), sys.executable, train, **own, **variables))
     return ranks
 
 

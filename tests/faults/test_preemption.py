@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launches import Launch, running_launcher
+from preload import preloaded
 from requirements import needs_open_mpi
 
 from unitrain.config import TrainConfig
@@ -312,9 +313,16 @@ print(*(signal.getsignal(number).name for number in (signal.SIGHUP, signal.SIGUS
 """
 
 
-def test_a_spawned_worker_ignores_the_signals_that_its_rank_handles() -> None:
+def test_a_spawned_worker_ignores_the_signals_that_its_rank_handles(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED_WORKER)
     done = subprocess.run(
-        [sys.executable, "-c", SPAWNED_WORKER], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(script)],
+        env=preloaded(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout == "SIG_IGN SIG_IGN\n"
 

@@ -112,7 +112,7 @@ def open_gates(folder: Path, gates: Sequence[int] = GATES) -> None:
     ("backend", "launcher", "in_memory"),
     [
         ("ddp", "torchrun", True),
-        pytest.param("horovod", "horovodrun", True, marks=pytest.mark.ci),
+        pytest.param("horovod", "horovodrun", True, marks=pytest.mark.nightly),
         pytest.param("ddp", "torchrun", False, marks=pytest.mark.nightly),
         pytest.param("horovod", "mpirun", True, marks=[needs_mpi, pytest.mark.nightly]),
         pytest.param("ddp", "mpirun", True, marks=[needs_mpi, pytest.mark.nightly]),

@@ -90,11 +90,10 @@ FAULTS = {
 }
 CASES = [
     ("gradients", "horovod", "own loop"),
-    pytest.param("parameters", "ddp", "Trainer", marks=pytest.mark.ci),
     *(
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in product(("gradients", "parameters"), ("ddp", "horovod"), ("own loop", "Trainer"))
-        if case not in (("gradients", "horovod", "own loop"), ("parameters", "ddp", "Trainer"))
+        if case != ("gradients", "horovod", "own loop")
     ),
 ]
 

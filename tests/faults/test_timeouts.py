@@ -14,6 +14,7 @@ import pytest
 import torch
 from groups import ci
 from launches import running_launcher
+from preload import preloaded
 from requirements import needs_mpi
 
 from unitrain.backends.base import Backend
@@ -203,16 +204,17 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-O"], marks=pytest.mark.nightly)], ids=["python", "python -O"])
-def test_ranks_that_never_start_are_reported(options: list[str]) -> None:
+def test_ranks_that_never_start_are_reported(options: list[str], tmp_path: Path) -> None:
     """Only rank 0 of two is started."""
-    program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
+    script = tmp_path / "train.py"
+    script.write_text("import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)")
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
     finished = subprocess.run(
-        [sys.executable, *options, "-c", program],
-        env=environment.copy() | variables,
+        [sys.executable, *options, str(script)],
+        env=preloaded(environment.copy() | variables),
         capture_output=True,
         text=True,
         timeout=100,  # of which torch's import takes the most, without compiled bytecode

@@ -197,6 +197,8 @@ def test_run_selects_devices(
     lines = "\n".join(f"echo 'GPU {index}: NVIDIA H100'" for index in range(gpus))
     write_program(tmp_path, "nvidia-smi", lines)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in preloaded(os.environ).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert unitrain.run(report_devices, **arguments) == [("0", visible), ("1", visible)]
 

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from groups import ci
+from groups import nightly
 
 import unitrain
 from unitrain.horovod_wheel.build import extract
@@ -150,7 +150,7 @@ def test_editable_install_is_imported_in_the_folder_that_contains_the_checkout(s
     assert done.stdout == f"{unitrain.__version__}\n"
 
 
-@pytest.mark.parametrize("backend", ["horovod", *ci("ddp")])
+@pytest.mark.parametrize("backend", ["horovod", *nightly("ddp")])
 def test_two_ranks_use_the_installed_package_and_modules_next_to_the_script(
     backend: str, installed: Path, project: Path
 ) -> None:

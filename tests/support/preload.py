@@ -54,7 +54,7 @@ _MODULES = (
     "tests.torch_suites.coordinator",
     "package.train",  # a user's module, which `unitrain launch -m` runs
 )
-_COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))
+_COMMANDS = (("unitrain", "bench"), ("unitrain", "train"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")
 _SPAWN = "from multiprocessing.spawn import"
 # Scripts that only prepare another program and then execute it in place of themselves.

@@ -283,7 +283,7 @@ class CountingStore:
 def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = 100
+    size = 40
     verified: list[str] = []
 
     def count_signatures(sealed: bytes, purpose: str) -> str:
