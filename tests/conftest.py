@@ -95,8 +95,8 @@ def pytest_collection_finish() -> None:
     """Compute on one thread in the test processes, and exclude the collected tests from garbage collections.
 
     With several processes per core, threads of OpenMP waste most of their CPU time waiting for each other: a small
-    network in float64 trains 25 times as fast on one thread. A garbage collection that visits the collected tests
-    and the modules that they import takes up to half a second.
+    network in float64 trains 25 times as fast on one thread. Collected tests and imported modules are never freed, and
+    a garbage collection would visit them all.
     """
     gc.collect()
     gc.freeze()

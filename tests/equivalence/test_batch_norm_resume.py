@@ -165,7 +165,7 @@ def compare_all(backend: Backend, numbers: list[int]) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("ranks", [("horovod", 2), *nightly(("ddp", 2), ("ddp", 3), ("horovod", 3))])
+@pytest.mark.parametrize("ranks", [("horovod", 3), *nightly(("ddp", 2), ("ddp", 3), ("horovod", 2))])
 @pytest.mark.parametrize("cases", [range(len(PAIRS)), *nightly(range(len(PAIRS), 4 * len(PAIRS)))], ids=["16", "48"])
 def test_batch_norm_models_resume_with_any_sharding(ranks: tuple[str, int], cases: range) -> None:
     backend, size = ranks

@@ -38,7 +38,6 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
 # The backends, in this order; "local" is this process.
 LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("local", 1)]
-WITHOUT_FITS = LAUNCHES.index(("horovod", 3))  # runs the loops and routes only
 # Interrupted and uninterrupted runs: their settings, and the last step of each launch.
 ROUTES: dict[str, tuple[str, dict[int, int]]] = {
     "whole": ("loss scaling", {1: 12}),
@@ -305,7 +304,7 @@ def test_powersgd_equals_one_rank_with_the_global_batch(ran: Ran) -> None:
     for variant, expected in alone.items():
         assert expected.isfinite().all()
         assert (expected - fit(LOCAL, variant, "none")).abs().max() > 1e-3, "nothing was compressed"
-        for results in (results for number, results in enumerate(ran[:-1]) if number != WITHOUT_FITS):
+        for results in ran[:-1]:
             for result in results:
                 assert torch.equal(result["fits"][variant], results[0]["fits"][variant])
                 assert (result["fits"][variant] - expected).abs().max() <= (2e-2 if variant in LOOSE else 1e-9), variant
@@ -413,9 +412,7 @@ def everything(backend: Backend, folder: str, launch: int) -> dict[str, Any]:
     }
     if launch == len(LAUNCHES) - 1:  # which is there for the sake of a route
         return {"routes": routes}
-    found: dict[str, Any] = {"loops": loops(backend), "routes": routes}
-    if launch != WITHOUT_FITS:
-        found["fits"] = fit_all(backend)
+    found: dict[str, Any] = {"loops": loops(backend), "fits": fit_all(backend), "routes": routes}
     if backend.size == 2:
         found["against torch"] = against_torch(backend)
     return found

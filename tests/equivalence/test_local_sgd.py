@@ -319,8 +319,7 @@ class Evaluating(Callback):
 
 def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of an undisturbed run, and of one that evaluates and saves checkpoints after each step."""
-    local_sgd = GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED
-    settings = {"local_sgd": local_sgd, "kind": "adamw", "max_steps": 10}
+    settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "kind": "adamw"}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
 

@@ -72,12 +72,8 @@ def train_in_own_loop(backend: Backend) -> Digests:
     }
 
 
-def train_variant(backend: Backend, variant: str) -> Digests:
-    return train_in_own_loop(backend) if variant == "own loop" else train(backend, variant)
-
-
 def train_all(backend: Backend) -> dict[str, Digests]:
-    return {variant: train_variant(backend, variant) for variant in (*VARIANTS, "own loop")}
+    return {**{variant: train(backend, variant) for variant in VARIANTS}, "own loop": train_in_own_loop(backend)}
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +89,15 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def runs(group: RankGroup) -> list[dict[str, Digests]]:
+    return group.run(train_all, timeout_seconds=240)
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS, "own loop"])
-def test_bits_equal_those_of_one_process(alone, group: RankGroup, variant: str) -> None:
-    for digests in group.run(train_variant, variant, timeout_seconds=120):
-        assert digests == alone[variant]
+def test_bits_equal_those_of_one_process(alone, runs, variant) -> None:
+    for run in runs:
+        assert run[variant] == alone[variant]
 
 
 @pytest.fixture(scope="module")
