@@ -252,18 +252,18 @@ class Trainer(LoggingMethods):
         ):
             if self._learning_rate_factor is not None:
                 self._reporter.show_message(str(self._learning_rate_factor))
-            try:
-                self._callbacks.call("on_fit_start", self)
-                self._synchronize()
-                while not self.is_finished:
-                    results = self._train_epoch(shard, validation)
-                if self._local_sgd is not None and not stopping.is_preempted:
-                    self._local_sgd.synchronize()
-                with self._run_metrics.measure("checkpoint"):
-                    self.checkpointer.wait()
-            finally:
-                set_current_logical_rank(None)
-                self._callbacks.call("on_fit_end", self)
+            with self._callbacks.call_at_fit_end(self):
+                try:
+                    self._callbacks.call("on_fit_start", self)
+                    self._synchronize()
+                    while not self.is_finished:
+                        results = self._train_epoch(shard, validation)
+                    if self._local_sgd is not None and not stopping.is_preempted:
+                        self._local_sgd.synchronize()
+                    with self._run_metrics.measure("checkpoint"):
+                        self.checkpointer.wait()
+                finally:
+                    set_current_logical_rank(None)
             self.backend.barrier()  # so that no rank returns if a hook has failed on another rank
             if stopping.is_preempted:
                 raise Preempted(stopping.reason)

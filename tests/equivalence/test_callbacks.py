@@ -136,6 +136,22 @@ def test_an_error_in_on_fit_end_does_not_skip_other_callbacks() -> None:
     assert journal.lines[-1] == "end 8"
 
 
+def test_an_error_in_on_fit_end_does_not_replace_the_error_that_ended_fit(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            raise DataError("the first error")
+
+        def on_fit_end(self, trainer: Trainer) -> None:
+            raise OSError("no space left")
+
+    journal = Journal()
+    with pytest.raises(DataError, match="the first error"):
+        make(LOCAL, [Broken(), journal]).fit(data())
+    assert "on_fit_end failed after DataError had ended fit: Broken.on_fit_end failed on rank 0" in caplog.text
+    assert "OSError: no space left" in caplog.text
+    assert journal.lines[-1] == "end 1"
+
+
 class FailsOnce(Callback):
     """Raises an error in one call of `hook`, the first time that the run has done `step` steps."""
 
@@ -319,6 +335,10 @@ def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
                 next(trainer.model.parameters()).grad[0, 0] = math.inf
 
     make(LOCAL, [Poison(19), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
+    watch = GradientWatch()  # each `fit` starts to count again
+    for _ in range(2):
+        make(LOCAL, [Poison(12), watch], max_epochs=3, precision="fp16").fit(data())
+
     with pytest.raises(NonFiniteGradientError, match="in step 20"):
         make(LOCAL, [Poison(99), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
 

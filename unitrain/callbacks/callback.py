@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ _HOOKS = (
     "on_epoch_end",
     "on_fit_end",
 )
+
+_log = logging.getLogger(__name__)
 
 
 class RunningTrainer(Protocol):
@@ -96,7 +99,8 @@ class Callback:
         """Called at the end of `fit`, after its last checkpoint, even if an exception ended `fit` in or after
         `on_fit_start`, and even if this hook of another callback failed.
 
-        `fit` returns when the hooks of all ranks have returned.
+        `fit` returns when the hooks of all ranks have returned. If an exception ended `fit`, an exception in this hook
+        is logged, and `fit` raises the first one.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,6 +147,28 @@ class Callbacks:
         with ExitStack() as calls:  # calls the last added function first
             for callback in reversed(callbacks):
                 calls.callback(_call, callback, hook, trainer, *arguments)
+
+    @contextmanager
+    def call_at_fit_end(self, trainer: RunningTrainer) -> Iterator[None]:
+        """Context manager that calls `on_fit_end` at its end.
+
+        If the block raises an exception, this exception is raised even if a hook fails. The exception of the hook is
+        then logged.
+        """
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.call("on_fit_end", trainer)
+            except Exception as hook_error:
+                _log.error(
+                    "on_fit_end failed after %s had ended fit: %s",
+                    type(error).__name__,
+                    hook_error,
+                    exc_info=hook_error,
+                )
+            raise
+        self.call("on_fit_end", trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the non-empty states by callback name."""

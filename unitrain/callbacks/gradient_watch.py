@@ -29,6 +29,10 @@ class GradientWatch(Callback):
         self.every = every
         self._overflows = 0
 
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
+        """Start to count consecutive overflows."""
+        self._overflows = 0
+
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
         """Check the gradients. They are equal on every rank, except with `local_sgd` and with sharded parameters."""
         if (trainer.progress.step + 1) % self.every:
