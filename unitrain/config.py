@@ -232,6 +232,7 @@ class TrainConfig:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix)
         for name, minimum, fix in _OPTIONAL_INTEGER_SETTINGS:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix, optional=True)
+        validation.check_integer(_full_name("seed"), self.seed, 0, "Use 0", is_limited=False)
         if self.seed > _MAX_SEED:
             raise ConfigError(
                 f"TrainConfig.seed must be at most {_MAX_SEED} (2**64 - 1, the maximum of torch.manual_seed), got "
@@ -429,7 +430,6 @@ _MAX_SEED = 2**64 - 1
 # Integer settings: name, minimum, and the fix in the error message.
 _INTEGER_SETTINGS = (
     ("warmup_steps", 0, "Use 0 to start with the full learning rate"),
-    ("seed", 0, "Use 0"),
     ("num_workers", 0, "Use 0 to load the data in the training process"),
     ("checkpoint_every_epochs", 1, "Use 1 to write a checkpoint after every epoch"),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from unitrain.accumulation import epochs_by_accumulation
 from unitrain.config import TrainConfig
 from unitrain.data.training_data import TrainingData
@@ -22,7 +20,7 @@ def remaining_steps(config: TrainConfig, progress: TrainingProgress, data: Train
             if steps is None:
                 return None
             in_first, in_each = steps
-            total += in_first + (len(epochs) - 1) * in_each
+            total += in_first + (epochs.stop - epochs.start - 1) * in_each
     finally:
         data.begin_epoch(start_epoch)
     return total
@@ -57,11 +55,12 @@ def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: Trainin
                 return None
             in_first, in_each = steps
             in_each = max(1, in_each)
-            num_needed = 1 + math.ceil(max(0, remaining - in_first) / in_each)
-            if num_needed <= len(epochs):
+            num_needed = 1 + -(-max(0, remaining - in_first) // in_each)
+            num_epochs_in_range = epochs.stop - epochs.start  # len() does not support 2**63 and more
+            if num_needed <= num_epochs_in_range:
                 return num_epochs + num_needed
-            num_epochs += len(epochs)
-            remaining -= in_first + (len(epochs) - 1) * in_each
+            num_epochs += num_epochs_in_range
+            remaining -= in_first + (num_epochs_in_range - 1) * in_each
     finally:
         data.begin_epoch(start_epoch)
     return num_epochs

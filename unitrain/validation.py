@@ -18,6 +18,8 @@ from unitrain.errors import ConfigError, did_you_mean
 _MAX_SHOWN_CHARACTERS = 60
 _MAX_TEXT_CHARACTERS = 400  # longer than most paths
 _MAX_SHOWN_INTEGER = 10**60  # Python does not format integers of more than 4,300 digits
+# Python's ranges and torch's tensors do not support larger integers.
+_MAX_INTEGER = 2**63 - 1
 
 
 def describe_value(value: object) -> str:
@@ -43,14 +45,18 @@ def describe_value(value: object) -> str:
     return text if is_shown else f"an object of class {type(value).__name__}"
 
 
-def check_integer(name: str, value: Any, minimum: int, fix: str, *, optional: bool = False) -> Any:
-    """Check that `value` is an integer of at least `minimum`."""
+def check_integer(
+    name: str, value: Any, minimum: int, fix: str, *, optional: bool = False, is_limited: bool = True
+) -> Any:
+    """Check that `value` is an integer of at least `minimum` and, if `is_limited`, at most 2**63 - 1."""
     if value is None and optional:
         return value
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, got {describe_value(value)}. {fix}.")
     if value < minimum:
         raise ConfigError(f"{name} must be at least {minimum}, got {describe_value(value)}. {fix}.")
+    if is_limited and value > _MAX_INTEGER:
+        raise ConfigError(f"{name} must be at most {_MAX_INTEGER} (2**63 - 1), got {describe_value(value)}. {fix}.")
     return value
 
 

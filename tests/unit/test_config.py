@@ -33,6 +33,11 @@ from unitrain.errors import ConfigError
         ),
         ({"max_epochs": 1, "batch_size": 0}, r"batch_size must be at least 1, got 0\."),
         ({"max_epochs": 1, "eval_batch_size": -1}, r"eval_batch_size must be at least 1, got -1\."),
+        (
+            {"max_epochs": 2**63},
+            r"max_epochs must be at most 9223372036854775807 \(2\*\*63 - 1\), got 9223372036854775808\. Use max_ep",
+        ),
+        ({"max_epochs": 1, "batch_size": 2**70}, r"batch_size must be at most 9223372036854775807 .* Use 32 to start"),
         ({"max_epochs": 1, "seed": -1}, r"seed must be at least 0, got -1\."),
         ({"max_epochs": 1, "seed": 2**64}, r"seed must be at most 18446744073709551615 \(2\*\*64 - 1, the maximum of"),
         ({"max_epochs": -(10**5000)}, r"max_epochs must be at least 1, got an integer of 16610 bits\."),

@@ -308,8 +308,13 @@ def test_a_function_may_return_a_dataset_that_is_not_a_subclass_of_torchs(folder
         ("batch_size: -8", "batch_size: TrainConfig.batch_size must be at least 1, got -8. Use 32"),
         ("max_seconds: .nan", "max_seconds: TrainConfig.max_seconds must be a number above 0, got nan. Use None"),
         ("seed: 18446744073709551616", "seed: TrainConfig.seed must be at most 18446744073709551615 (2**64 - 1"),
+        ("batch_size: 9223372036854775808", "batch_size: TrainConfig.batch_size must be at most 9223372036854775807"),
         ("timeout_seconds: -1", "timeout_seconds: timeout_seconds must be a number above 0 and at most 31536000"),
         ("backend: hovorod", "backend: Unknown backend 'hovorod'. Did you mean 'horovod'?"),
+        (
+            "device: nonsense",
+            "device: device must be a device such as 'cpu', 'cuda' or 'cuda:0', got 'nonsense'. Use device: cpu, or",
+        ),
         ("val_data: {}", "val_data: the mapping contains no dataset. Use val_data: package.module.create_dataset"),
         ("local_sgd: {steps: 0}", "local_sgd: LocalSGDConfig.steps must be at least 1, got 0"),
         (

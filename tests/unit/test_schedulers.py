@@ -12,6 +12,10 @@ from torch.utils.data import TensorDataset
 
 from unitrain import ConfigError, TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
+from unitrain.data.sharding import TrainingShard
+from unitrain.data.training_data import ShardSettings
+from unitrain.planned_steps import remaining_steps, total_scheduler_steps
+from unitrain.progress.training_progress import TrainingProgress
 
 LOCAL = LocalBackend(torch.device("cpu"))
 
@@ -31,6 +35,15 @@ def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) ->
     trainer.fit(data, data)
     learning_rate: float = optimizer.param_groups[0]["lr"]
     return learning_rate
+
+
+def test_runs_of_the_maximum_length_are_planned() -> None:
+    progress = TrainingProgress()
+    share = TrainingShard(TensorDataset(torch.zeros(16)), LOCAL, ShardSettings(batch_size=8))  # 2 steps per epoch
+    by_steps = TrainConfig(max_steps=2**63 - 1, batch_size=8, scheduler_interval="epoch")
+    assert total_scheduler_steps(by_steps, progress, share) == 2**62
+    by_epochs = TrainConfig(max_epochs=2**63 - 1, batch_size=8)
+    assert remaining_steps(by_epochs, progress, share) == 2**64 - 2
 
 
 @pytest.mark.parametrize("monitor", [None, "train_loss"])

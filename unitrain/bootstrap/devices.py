@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,13 +23,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
     `communicates`, raises ConfigError for devices other than CPUs and CUDA GPUs, because Gloo's allreduce returns
     tensors on such devices unchanged, without an error.
     """
-    try:
-        device = torch.device(requested) if requested is not None else _default_device()
-    except (RuntimeError, TypeError, ValueError):
-        raise ConfigError(
-            f"unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got "
-            f"{validation.describe_value(requested)}. Use device='cpu', or leave it out to use a GPU if there is one."
-        ) from None
+    device = _default_device() if requested is None else parse_device("unitrain.init(device=...)", requested)
     if communicates and device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"Device {str(device)!r} was requested, but tensors are transferred between CPUs or CUDA GPUs only. Use "
@@ -54,6 +49,17 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
         )
     torch.cuda.set_device(device)
     return device
+
+
+def parse_device(name: str, requested: Any) -> torch.device:
+    """Return the device that `requested` describes. Raises ConfigError, which contains the `name` of the argument."""
+    try:
+        return torch.device(requested)
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigError(
+            f"{name} must be a device such as 'cpu', 'cuda' or 'cuda:0', got {validation.describe_value(requested)}. "
+            "Use device='cpu', or leave it out to use a GPU if there is one."
+        ) from None
 
 
 def gather_and_check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from unitrain.backends.registry import check_backend_name
+from unitrain.bootstrap.devices import parse_device
 from unitrain.config import TrainConfig
 from unitrain.config_files.parser import ParsedConfig, setting_names
 from unitrain.errors import ConfigError
@@ -55,6 +56,8 @@ def check_values(parsed: ParsedConfig) -> None:
     _check(parsed, "timeout_seconds", lambda: check_timeout(values.timeout_seconds))
     if values.backend is not None:
         _check(parsed, "backend", lambda: check_backend_name(values.backend))
+    if values.device is not None:
+        _check(parsed, "device", lambda: parse_device("device", values.device))
     if values.val_data is not None and not values.val_data:
         raise parsed.error(
             ["val_data"],

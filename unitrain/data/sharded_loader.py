@@ -336,7 +336,7 @@ def _check_arguments(data: Any, batch_size: Any, num_workers: Any, settings: Map
     check_is_dataset(f"{_CLASS_NAME}(data)", data)
     fix = "Use batch_size=32 to start with"
     validation.check_integer(f"{_CLASS_NAME}(batch_size=...)", batch_size, 1, fix, optional=True)
-    validation.check_integer(f"{_CLASS_NAME}(seed=...)", settings["seed"], 0, "Use seed=0")
+    validation.check_integer(f"{_CLASS_NAME}(seed=...)", settings["seed"], 0, "Use seed=0", is_limited=False)
     fix = "Use 0 to load the data in the training process"
     validation.check_integer(f"{_CLASS_NAME}(num_workers=...)", num_workers, 0, fix)
     name = f"{_CLASS_NAME}(gradient_accumulation_steps=...)"
