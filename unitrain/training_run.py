@@ -409,7 +409,7 @@ class TrainingRun:
         epochs: float | None = self.progress.epoch
         if self.progress.sample:
             length = self._data.samples_in_epoch()
-            epochs = None if length is None else self.progress.epoch + self.progress.sample / length
+            epochs = self.progress.epoch + self.progress.sample / length if length else None
         return {**row, "epochs": epochs}
 
     def _change_history(self, file_name: str, change: Callable[[History], None]) -> None:

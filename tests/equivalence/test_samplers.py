@@ -328,6 +328,26 @@ def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:
     assert indices(TrainingShard(data, LOCAL), 0) == list(range(8))
 
 
+class WrongLength(Sampler[int]):
+    """A sampler of the indices 0 to 9, with another length."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def test_a_sampler_whose_length_is_too_short_for_a_global_batch_raises_only_if_the_drawn_order_is() -> None:
+    """The length may be wrong on one rank only. If that rank raised an error, the other ranks would wait for it."""
+    dataset = TensorDataset(torch.arange(LENGTH))
+    share = TrainingShard(DataLoader(dataset, batch_size=4, sampler=WrongLength(), drop_last=True), LOCAL)
+    assert (share.steps_in_epoch(), share.samples_in_epoch(), share.count_batches()) == (None, None, None)
+    assert indices(share, 0) == list(range(8))
+    with pytest.raises(DataError, match=r"3 samples, fewer than one global batch of 4"):
+        TrainingShard(DataLoader(dataset, batch_size=4, sampler=range(3), drop_last=True), LOCAL).micro_batches(0)
+
+
 def test_number_of_steps_follows_the_length_of_the_sampler() -> None:
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3

@@ -136,11 +136,9 @@ class TrainingShard(TrainingData):
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end.
 
-        Return None with a sampler without a length, and with a batch_sampler if `start` is not 0.
+        Return None if the length of a sampler is unknown, and with a batch_sampler if `start` is not 0.
         """
-        length: int | None = self._source.length
-        if self._source.sampler is not None:
-            length = _sampler_length(self._source.sampler)
+        length = self._find_length()
         if length is None or (self.global_batch_size is None and start):
             return None
         if self.global_batch_size is None:
@@ -149,17 +147,18 @@ class TrainingShard(TrainingData):
         return max(0, -(-(self._find_epoch_end(length) - start) // self.global_batch_size))
 
     def samples_in_epoch(self) -> int | None:
-        """Return the number of samples in an epoch; None with a batch_sampler, or a sampler without a length."""
+        """Return the number of samples in an epoch; None with a batch_sampler, or if the length of a sampler is
+        unknown."""
         source = self._source
-        if source.sampler is None:
-            return self._find_epoch_end(source.length)
-        length = None if source.batch_size is None else _sampler_length(source.sampler)
+        is_batch_sampler = source.sampler is not None and source.batch_size is None
+        length = None if is_batch_sampler else self._find_length()
         return None if length is None else self._find_epoch_end(length)
 
     def count_batches(self) -> int | None:
-        """Return the number of micro-batches of this process in one epoch; None with a sampler without a length."""
+        """Return the number of micro-batches of this process in one epoch; None if the length of a sampler is
+        unknown."""
         source, size = self._source, self._num_shards
-        length = source.length if source.sampler is None else _sampler_length(source.sampler)
+        length = self._find_length()
         if length is None:
             return None
         num_local = 1 if self._logical_ranks is None else len(self._logical_ranks)
@@ -265,6 +264,20 @@ class TrainingShard(TrainingData):
             global_batch_size=self._requested_global_batch_size,
             **arguments,
         )
+
+    def _find_length(self) -> int | None:
+        """Return the number of samples, or of batches of a batch_sampler, in an epoch.
+
+        Return None for a sampler without a length and, with `drop_last`, for a sampler that is shorter than a global
+        batch. The length of a sampler may differ between ranks, so this method raises no DataError. `micro_batches`
+        raises it on every rank, because rank 0 draws the order.
+        """
+        if self._source.sampler is None:
+            return self._source.length
+        length, step_samples = _sampler_length(self._source.sampler), self.global_batch_size
+        drops_last = self._source.drop_last and step_samples is not None
+        is_too_short = drops_last and length is not None and length < (step_samples or 0)
+        return None if is_too_short else length
 
     def _find_epoch_end(self, length: int) -> int:
         """Return the position at which an epoch of `length` samples ends. Raises DataError if `drop_last` would drop
