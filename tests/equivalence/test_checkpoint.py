@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -629,11 +630,33 @@ def resumed_with_a_cyclic_rate(backend: Backend, folder: str) -> tuple[list[floa
     return uninterrupted, resumed, str(caught.value)
 
 
+def verification_that_takes_long(backend: Backend, folder: str) -> tuple[str, int]:
+    """Return the checkpoint, and how often rank 0 reports that it is verifying it."""
+    broadcast, received = backend.broadcast_object, []
+
+    def record(obj: Any, root: int = 0) -> Any:
+        received.append(broadcast(obj, root))
+        return received[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_folder, "_PROGRESS_INTERVAL_SECONDS", 0.05)
+        patch.setattr(files, "find_corruption", lambda path: time.sleep(0.5))
+        patch.setattr(backend, "broadcast_object", record)
+        checkpoint = checkpointer.find_checkpoint(Path(folder), backend, required=True)
+    assert checkpoint is not None
+    return checkpoint.name, received.count("in progress")
+
+
 def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
         for uninterrupted, resumed, message in ranks.run(resumed_with_a_cyclic_rate, str(tmp_path)):
             assert resumed == uninterrupted
             assert "Cyclic.load_state_dict raised LookupError: no state on rank 1" in message
+        # The other ranks wait in several short collectives, none of which times out.
+        first, second = ranks.run(verification_that_takes_long, str(tmp_path))
+        assert first == second
+        assert first[0] == "step-000000012"
+        assert first[1] >= 2
 
 
 @pytest.mark.parametrize("resume", [True, False])

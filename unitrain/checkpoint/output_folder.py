@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,9 @@ CHECK_WRITABLE = "Check that the folder is writable and has room, or choose anot
 _DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
 _JOB_FILE = ".job"
 _MAX_JOB_FILE_BYTES = 1 << 20
+# While rank 0 verifies files, it broadcasts this object at intervals, so that the other ranks do not time out.
+_IN_PROGRESS = "in progress"
+_PROGRESS_INTERVAL_SECONDS = 1.0
 
 _ResultT = TypeVar("_ResultT")
 
@@ -67,12 +72,13 @@ def find_on_rank_zero(
     """Run `find` on rank 0, and return its result on every rank. All ranks call it.
 
     The argument of `find` is a function that returns the reason why a checkpoint is corrupt, or None. Each rank
-    verifies a part of the files of a sharded checkpoint. Raises CheckpointError like `run_on_rank_zero`.
+    verifies a part of the files of a sharded checkpoint. Rank 0 verifies other checkpoints, which may take longer than
+    the timeout of a collective. Raises CheckpointError like `run_on_rank_zero`.
     """
 
     def check(checkpoint: Path) -> str | None:
         if not sharded_files.is_sharded(checkpoint):
-            return files.find_corruption(checkpoint)
+            return _find_corruption_on_rank_zero(checkpoint, communicator)
         communicator.broadcast_object(checkpoint)
         return find_corruption_on_all_ranks(checkpoint, communicator)
 
@@ -83,10 +89,33 @@ def find_on_rank_zero(
             communicator.broadcast_object(None)  # ends the loop of the other ranks
 
     if communicator.rank != 0:
-        while (checkpoint := communicator.broadcast_object(None)) is not None:
-            find_corruption_on_all_ranks(checkpoint, communicator)
+        while (received := communicator.broadcast_object(None)) is not None:
+            if received != _IN_PROGRESS:
+                find_corruption_on_all_ranks(received, communicator)
     result: _ResultT = communicator.broadcast_object(run_on_rank_zero(communicator, task, fix, find_and_end))
     return result
+
+
+def _find_corruption_on_rank_zero(checkpoint: Path, communicator: Communicator) -> str | None:
+    """Return the reason why `checkpoint` is corrupt, or None. Only rank 0 calls it.
+
+    The files are read in a thread. Meanwhile, `_IN_PROGRESS` is broadcast at intervals.
+    """
+    found: Future[str | None] = Future()
+
+    def find() -> None:
+        try:
+            found.set_result(files.find_corruption(checkpoint))
+        except BaseException as error:
+            found.set_exception(error)
+
+    thread = threading.Thread(target=find, name="unitrain checkpoint verification", daemon=True)
+    thread.start()
+    thread.join(_PROGRESS_INTERVAL_SECONDS)
+    while thread.is_alive():
+        communicator.broadcast_object(_IN_PROGRESS)
+        thread.join(_PROGRESS_INTERVAL_SECONDS)
+    return found.result()
 
 
 def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
