@@ -27,7 +27,7 @@ from unitrain.backends.tensors import copy_into
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.optim.fragments import create_fragments
 from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ranks, shapes_of
-from unitrain.optim.outer_groups import OuterGroups
+from unitrain.optim.outer_groups import OuterGroups, outer_weight
 from unitrain.optim.parameter_bucket import vector_shape
 from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import tensor_version
@@ -277,7 +277,8 @@ class LocalSGD:
 
         Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
         each synchronous group were also in one group when the state was saved, each rank restores its own weights,
-        optimizer state and error. With unchanged groups, the run is bit-identical to an uninterrupted one.
+        its optimizer state, and the error of its group. With unchanged groups, the run is bit-identical to an
+        uninterrupted one.
         Otherwise, and if the next step is part of the warm-up but was not when the state was saved, every rank loads
         the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if the state
         belongs to a different model or is not a result of `state_dict`.
@@ -302,10 +303,18 @@ class LocalSGD:
         begins_warmup = self.is_warming_up and not was_warming_up
         if count == backend.size and self._groups.are_within(groups) and not begins_warmup:
             own: Any = None
+            errors: Mapping[str, Tensor] = {}
+            saved_group = next(ranks_of_group for ranks_of_group in groups if backend.rank in ranks_of_group)
             for rank in range(count):
                 received = broadcast_with_tensors(backend, dict(ranks[rank]) if is_rank_zero else None)
                 if rank == backend.rank:
                     own = received
+                if rank == saved_group[0]:
+                    errors = received["errors"]
+            scale = self._groups.weight / outer_weight(saved_group, groups)
+            if scale != 1:
+                errors = {name: error * scale for name, error in errors.items()}
+            own = {**own, "errors": errors}
         else:
             if is_rank_zero:
                 _log.warning(

@@ -64,7 +64,7 @@ class OuterGroups:
         self.ranks = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, hosts))
         self.index = next(index for index, ranks in enumerate(self.ranks) if backend.rank in ranks)
         own = self.ranks[self.index]
-        self.weight = len(own) * len(self.ranks) / backend.size
+        self.weight = outer_weight(own, self.ranks)
         self.synchronous: Subgroup | None = None
         self.outer: OuterGroup | None = BlockingGroup(backend)
         is_grouped = len(self.ranks) < backend.size
@@ -94,6 +94,12 @@ class OuterGroups:
         if isinstance(group, Subgroup):
             group.monitor.record(phase)
         return phase
+
+
+def outer_weight(group: Sequence[int], groups: Sequence[Sequence[int]]) -> float:
+    """Return the factor of the outer gradient of `group`: its number of ranks, divided by the mean over `groups`. The
+    compression error of the group contains the same factor."""
+    return len(group) * len(groups) / sum(map(len, groups))
 
 
 def _divide_ranks(settings: LocalSGDConfig, size: int, hosts: list[int]) -> list[list[int]]:

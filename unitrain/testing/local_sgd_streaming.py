@@ -154,6 +154,31 @@ def groups_may_change_at_a_resume(backend: Backend) -> None:
 
 
 @contract
+@may_raise_unsupported_error
+def divided_groups_keep_their_compression_errors(backend: Backend) -> None:
+    """If the groups are divided at a resume, the mean over groups of their errors, and thus the effect of the errors on
+    the next outer gradient, does not change."""
+    ranks: Any = (backend.size - 1, 1) if backend.size > 2 else "host"
+    settings = LocalSGDConfig(steps=2, synchronous_ranks=ranks, compression="int8")
+    local_sgd, model, optimizer = start(backend, settings, adamw)
+    train(backend, local_sgd, model, optimizer, range(3))
+    state = local_sgd.state_dict()
+    other, _, _ = start(backend, LocalSGDConfig(steps=2, compression="int8"), adamw, seed=7)
+    other.load_state_dict(state)
+    loaded = other.state_dict()
+
+    def mean_errors(state: dict[str, Any]) -> dict[str, Any]:
+        errors = [rank["errors"] for rank in state["ranks"] if rank["errors"]]
+        return {name: torch.stack([error[name] for error in errors]).mean(0) for name in errors[0]}
+
+    if backend.rank == 0:
+        assert sum(bool(rank["errors"]) for rank in loaded["ranks"]) == backend.size
+        before, after = mean_errors(state), mean_errors(loaded)
+        assert any(error.abs().max() > 0 for error in before.values())
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-15)
+
+
+@contract
 def loaded_weights_discard_transfers(backend: Backend) -> None:
     local_sgd, model, optimizer = start(backend, replace(STREAMING, outer_momentum=0.0), sgd)
     train(backend, local_sgd, model, optimizer, range(7))
