@@ -23,6 +23,7 @@ from unitrain.bench import results, tables
 from unitrain.bench.collectives import _make_collective, round_up_bytes
 from unitrain.bench.results import OPERATIONS, bus_factor
 from unitrain.cli import unitrain as command
+from unitrain.cli.bench_collectives import select_common_backends
 from unitrain.errors import ReportError
 
 BENCH = [sys.executable, "-m", "unitrain", "bench"]
@@ -124,6 +125,18 @@ def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> Non
         (backend, size) for backend in ("ddp", "horovod") for size in (1020, 65544)
     }
     assert {floor["name"] for floor in result["floors"]} == {"memory copy", "tcp stream"}
+
+
+def test_ranks_measure_only_backends_that_are_installed_on_all_hosts() -> None:
+    complete = (["ddp", "horovod", "extra"], [])
+    without_horovod = (["ddp", "extra"], [("horovod", "No module named 'horovod'.")])
+    for by_rank in ([complete, complete, without_horovod], [without_horovod, complete]):
+        selected, skipped = select_common_backends(by_rank)
+        assert selected == ["ddp", "extra"]
+        assert [name for name, _ in skipped] == ["horovod"]
+        assert "No module named 'horovod'." in skipped[0][1]
+    _, skipped = select_common_backends([complete, (["ddp"], []), complete])
+    assert skipped == [("horovod", "On rank 1: It was not selected."), ("extra", "On rank 1: It was not selected.")]
 
 
 def test_the_size_of_an_operation_is_that_of_the_complete_array() -> None:

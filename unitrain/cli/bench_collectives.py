@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +76,8 @@ def collectives(
     """Benchmark collectives on every backend and transport, one at a time.
 
     Without a launcher, the command starts a separate set of ranks on this host for each backend and transport. Under a
-    launcher, on any number of hosts, it uses the launched ranks and initializes one backend after another:
+    launcher, on any number of hosts, it uses the launched ranks, and initializes the backends that are available on all
+    hosts one after the other:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png
@@ -119,8 +120,13 @@ def _start_rank_sets(
         ]
         available, skipped = find_available(names)
         check_any_available(available, skipped)
-        launched: list[RankSet] = [LaunchedRanks(name, device) for name in available]
-        yield launched, skipped, rank_info.rank == 0
+        own, first_name = (list(available), skipped), next(iter(available))
+        first = LaunchedRanks(first_name, device)
+        # All ranks must start the same backends, even if some backends are not installed on all hosts.
+        with first.activate():
+            selected, skipped = select_common_backends(first.run(lambda backend: own))
+        others = [LaunchedRanks(name, device) for name in selected if name != first_name]
+        yield [first, *others], skipped, rank_info.rank == 0
         return
     from unitrain.bench.rank_sets import start_rank_sets
 
@@ -129,6 +135,24 @@ def _start_rank_sets(
     specs, skipped = list_rank_set_specs(backends, ranks, device)
     with start_rank_sets(specs, device) as rank_sets:
         yield rank_sets, skipped, True
+
+
+def select_common_backends(
+    backends_by_rank: Sequence[tuple[Sequence[str], Sequence[tuple[str, str]]]],
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the backends that are available on all ranks, and (name, reason) for the others.
+
+    `backends_by_rank` contains for each rank the available backends, and (name, reason) for each skipped one. Rank 0
+    determines the order.
+    """
+    available, skipped = backends_by_rank[0]
+    reasons = dict(skipped)
+    for rank, (available_on_rank, skipped_on_rank) in enumerate(backends_by_rank):
+        for name in available:
+            if name not in available_on_rank:
+                reason = dict(skipped_on_rank).get(name, "It was not selected.")
+                reasons.setdefault(name, f"On rank {rank}: {reason}")
+    return [name for name in available if name not in reasons], list(reasons.items())
 
 
 def _parse_sizes(text: str, max_bytes: str | None) -> list[int]:
