@@ -251,6 +251,29 @@ def is_reached_by_backward(parameter: Tensor) -> bool:
     return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
+def accumulates_into_others_only(output: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the current backward pass, which has reached `output`, accumulates into the gradient of a leaf of
+    its graph, and the graph contains none of `parameters`. Checked with torch 2.14."""
+    ids = set(map(id, parameters))
+    with torch.enable_grad():
+        pending: list[Any] = [get_gradient_edge(output).node]
+    seen, accumulates = set(), False
+    try:
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            pending += [next_node for next_node, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), Tensor) and not node.next_functions:
+                if id(leaf) in ids:
+                    return False
+                accumulates |= torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad with respect to the leaf, which accumulates nothing
+        return False
+    return accumulates
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether a hook is registered on `parameter`. Checked with torch 2.14."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -157,20 +157,21 @@ class ReversedBlocks(nn.Module):
         return inputs
 
 
-def evaluate_on_first_rank(backend: Backend) -> None:
-    """Run a forward pass without gradients in which only rank 0 has a batch, after a training step."""
+def evaluate_on_first_rank(backend: Backend, is_trained: bool) -> None:
+    """Run two forward passes without gradients in which only rank 0 has a batch, if `is_trained` after a step."""
     torch.manual_seed(0)
     model = ReversedBlocks()
     plain_model, average = copy.deepcopy(model), copy.deepcopy(model)
     distributed = backend.distributed_model(model, shard="parameters", shard_blocks=("Block",))
     require_capability(backend, SupportsShardedParameters, "this test").shard_copy(average, distributed)
     inputs = torch.randn(4, WIDTH)
-    distributed(inputs).sum().backward()
+    if is_trained:
+        distributed(inputs).sum().backward()
     for sharded in (model, average):
         sharded.eval()
         plain_model.load_state_dict(sharded.state_dict())
         expected = plain_model.eval()(inputs)
-        batches = [(inputs, BatchInfo(4))] if backend.rank == 0 else []
+        batches = [(inputs, BatchInfo(4))] * 2 if backend.rank == 0 else []
         with torch.no_grad():
             outputs = [sharded(batch) for batch, _ in align_forward_passes(sharded, batches, backend)]
         torch.testing.assert_close(outputs, [expected] * len(batches))
@@ -178,4 +179,5 @@ def evaluate_on_first_rank(backend: Backend) -> None:
 
 def test_a_rank_without_a_batch_gathers_blocks_in_the_order_of_the_forward_pass() -> None:
     with RankGroup("ddp", 2) as group:
-        group.run(evaluate_on_first_rank)
+        group.run(evaluate_on_first_rank, True)
+        group.run(evaluate_on_first_rank, False)

@@ -139,6 +139,40 @@ def _run(model: nn.Module, rank: int, step: int = 0) -> None:
     compute_loss(model(batch(rank, step))).backward()
 
 
+class _SkippableLayer(nn.Module):
+    """A layer whose output does not depend on its parameters if it is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES).double()
+
+    def forward(self, inputs: Tensor, skips: bool) -> Tensor:
+        output: Tensor = 2 * inputs if skips else self.linear(inputs)
+        return output
+
+
+@contract
+def a_rank_may_use_no_parameter_with_sharded_gradients(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    model, twin = _SkippableLayer(), _SkippableLayer()
+    wrapped = backend.distributed_model(model, shard="gradients", find_unused_parameters=True)
+    twin.load_state_dict(model.state_dict())
+    for step, skipping in enumerate(([0], [1], range(backend.size), [1])):
+
+        def run(module: nn.Module, rank: int, step: int = step, skipping: Any = skipping) -> None:
+            inputs = batch(rank, step).requires_grad_()
+            output = module(inputs, rank in skipping)
+            if step == 3:  # gradients of the inputs only, which are not reduced
+                torch.autograd.grad(compute_loss(output), inputs, retain_graph=True)
+            compute_loss(output).backward()
+            assert inputs.grad is not None
+
+        model.zero_grad()
+        run(wrapped, backend.rank)
+        assert_gradients(model, mean_gradients(backend, twin, run))
+
+
 @contract
 def sharded_gradients_are_stored_by_one_rank_each(backend: Backend) -> None:
     model, wrapped, optimizer = _setup(backend)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -175,14 +175,15 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         if not tensors and (reduces or self._reduces_always):
             self.reducer.reduce_next_backward(accumulates=not reduces)
         if tensors:
-            prepare = partial(self._prepare_backward, self._reducer_group.loop_counters.count_forward())
+            forward = self._reducer_group.loop_counters.count_forward()
             for tensor in tensors:
-                tensor.register_hook(prepare)
+                # A strong reference to the tensor would be a reference cycle that Python cannot detect.
+                tensor.register_hook(partial(self._prepare_backward, forward, ref(tensor)))
 
     @disable_compile
-    def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
+    def _prepare_backward(self, forward: CountedForward, output: ref[Tensor], gradient: Tensor) -> None:
         """Start to reduce the gradients of the current backward pass, unless they are accumulated locally. Called for
-        each output that the pass reaches."""
+        each `output` that the pass reaches."""
         forward.mark_used()
         pending, backward = self._pending, current_backward()
         if backward == pending.last_backward or self._has_left_group:
@@ -190,7 +191,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         completes = pending.reducing > 0 or self._requires_sync
         pending.reducing, pending.last_backward = 0, backward
         if completes or self._reduces_always:
-            self.reducer.begin(accumulates=not completes)
+            self.reducer.begin(accumulates=not completes, output=output())
 
     def _update_trainable_parameters(self, requires_grad: list[bool]) -> None:
         """Update the set of trainable parameters, so that exactly the gradients of parameters that require grad are

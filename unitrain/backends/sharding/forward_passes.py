@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -18,22 +18,29 @@ class _BatchInfo(Protocol):
     def samples(self) -> int: ...
 
 
+class ForwardParticipant(Protocol):
+    """A model with sharded parameters. `has_gather_order` is whether the order in which a forward pass gathers the
+    parameters is known."""
+
+    @property
+    def has_gather_order(self) -> bool: ...
+
+    def announce_next_forward(self) -> None:
+        """Announce the order of the next forward pass, which this rank runs without gradients, to all other ranks."""
+
+    def take_part_in_forward(self, *, is_announced: bool) -> None:
+        """Take part in a forward pass without gradients that other ranks run with a batch. `is_announced` is whether
+        these ranks announce its order."""
+
+
 InfoT = TypeVar("InfoT", bound=_BatchInfo)
-# References to the functions are weak, because they hold the models.
-_functions: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
+# References to the participants are weak, because they hold the models.
+_participants: WeakKeyDictionary[nn.Module, ref[ForwardParticipant]] = WeakKeyDictionary()
 
 
-def register_forward_without_batch(model: nn.Module, method: Callable[[], None]) -> None:
-    """Register a bound method that takes part in a forward pass of `model` that other ranks run with a batch."""
-    _functions[model] = WeakMethod(method)
-
-
-def forward_without_batch(model: nn.Module) -> Callable[[], None] | None:
-    """Return a function that takes part in a forward pass without gradients that other ranks run with a batch, or None
-    if the parameters of `model` are not sharded.
-    """
-    reference = _functions.get(model)
-    return None if reference is None else reference()
+def register_participant(model: nn.Module, participant: ForwardParticipant) -> None:
+    """Register the object that takes part in forward passes of `model`, whose parameters are sharded."""
+    _participants[model] = ref(participant)
 
 
 def align_forward_passes(
@@ -46,22 +53,27 @@ def align_forward_passes(
     for each batch with samples. If a rank has no such batch when others have one, the iterable makes it take part in
     their forward pass. A UnitrainError from `batches` is raised on all ranks.
     """
-    take_part = forward_without_batch(model)
-    return batches if take_part is None else _aligned(take_part, batches, communicator)
+    reference = _participants.get(model)
+    participant = None if reference is None else reference()
+    return batches if participant is None else _aligned(participant, batches, communicator)
 
 
 def _aligned(
-    take_part: Callable[[], None], batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
+    participant: ForwardParticipant, batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
 ) -> Iterator[tuple[Any, InfoT]]:
     iterator = iter(batches)
     while True:
         fetched = call_on_all_ranks(communicator, lambda: next(iterator, None))
         computes = fetched is not None and fetched[1].samples > 0
-        flags = communicator.allreduce(torch.tensor([fetched is not None, computes], dtype=torch.uint8), "max")
-        some_rank_has_batch, some_rank_computes = flags.tolist()
+        # Before the first forward pass, a rank without a batch does not know the order of the blocks.
+        needs_order = not computes and not participant.has_gather_order
+        own = torch.tensor([fetched is not None, computes, needs_order], dtype=torch.uint8)
+        some_rank_has_batch, some_rank_computes, is_announced = map(bool, communicator.allreduce(own, "max").tolist())
         if not some_rank_has_batch:
             return
         if some_rank_computes and not computes:
-            take_part()
+            participant.take_part_in_forward(is_announced=is_announced)
+        elif is_announced and computes:
+            participant.announce_next_forward()
         if fetched is not None:
             yield fetched

@@ -25,7 +25,7 @@ from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
 from unitrain.backends.sharding.partition import ParameterShard, divide_runs, divide_tensors, flatten_like
 from unitrain.backends.tensors import HALF_DTYPES
 from unitrain.errors import ModelError
-from unitrain.torch_compat import current_backward, is_reached_by_backward
+from unitrain.torch_compat import accumulates_into_others_only, current_backward, is_reached_by_backward
 
 # Maximum number of buckets in flight. Further buckets wait, which bounds the memory. With `find_unused_parameters`, the
 # number is not limited.
@@ -251,11 +251,15 @@ class GradientReducer:
         self._is_active = False
         self._in_flight.clear()
 
-    def begin(self, *, accumulates: bool) -> None:
+    def begin(self, *, accumulates: bool, output: Tensor | None = None) -> None:
         """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
 
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
         completes them, and parameters may be unused.
+
+        With `find_unused_parameters`, a pass that reaches no parameter reduces zeros if `output`, the output of the
+        model from which the pass comes, depends on no parameter, because other ranks may use parameters. Otherwise, and
+        if the output no longer exists, it reduces nothing, because it computes gradients of the inputs.
         """
         self._reduces_next_backward, self._accumulates = False, accumulates
         reached: set[int] | None = None
@@ -266,8 +270,8 @@ class GradientReducer:
                         index for index in self._trainable_indices if is_reached_by_backward(self._parameters[index])
                     }  # fmt: skip
             except RuntimeError:  # torch.autograd.grad with respect to parameters
-                reached = set()
-            if not reached:
+                return
+            if not reached and (output is None or not accumulates_into_others_only(output, self._parameters)):
                 return
         if not self._has_buckets:
             self._create_buckets()
@@ -281,7 +285,7 @@ class GradientReducer:
             )
         self._reducer_group.expect_backward()
         end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward)
-        if reached is not None and not self._reducer_group.defers_allreduces:
+        if reached and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
     def add_gradient(self, index: int) -> None:

@@ -34,7 +34,8 @@ class ParameterCollectives:
             error messages.
         check: called with every tensor before its collective, or None.
 
-    `gathered_blocks` lists the blocks whose parameters were gathered since the last `start_recording`.
+    `gathered_blocks` lists the blocks whose parameters were gathered since the last `start_recording`. `on_gather` is
+    called with each of these blocks before its parameters are gathered.
     """
 
     def __init__(
@@ -48,10 +49,17 @@ class ParameterCollectives:
         self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
         self._counts = counts
         self.gathered_blocks: list[int] = []
+        self.on_gather: Callable[[int], object] | None = None
 
-    def start_recording(self) -> None:
-        """Clear `gathered_blocks`."""
-        self.gathered_blocks = []
+    def start_recording(self, on_gather: Callable[[int], object] | None = None) -> None:
+        """Clear `gathered_blocks`, and set `on_gather`."""
+        self.gathered_blocks, self.on_gather = [], on_gather
+
+    def begin_gather(self, block: int) -> None:
+        """Record that the parameters of `block` are gathered next."""
+        self.gathered_blocks.append(block)
+        if self.on_gather is not None:
+            self.on_gather(block)
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
         """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` must be the view of
@@ -133,7 +141,7 @@ class GatherParameters:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._collectives.gathered_blocks.append(self._block)
+        self._collectives.begin_gather(self._block)
         return self._collectives.gather(output_tensor, input_tensor)
 
 

@@ -28,7 +28,7 @@ from unitrain.backends.gradients.unused_parameters import gather_unused, raise_u
 from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
-from unitrain.backends.sharding.forward_passes import register_forward_without_batch
+from unitrain.backends.sharding.forward_passes import register_participant
 from unitrain.backends.sharding.fsdp_compat import (
     fsdp_parameters,
     is_fsdp_initialized,
@@ -74,6 +74,7 @@ class ShardedParameters:
             for tensor in (*model.parameters(), *model.buffers()):
                 broadcast_tensors(communicator, [tensor])
         self.model, self.collectives, self.block_choice = model, collectives, blocks
+        self._communicator, self._announces_next_forward = communicator, False
         before = dict(model.named_parameters())
         modules = [*choose_blocks(model, blocks).values(), model]
         for module in modules:
@@ -92,14 +93,14 @@ class ShardedParameters:
         make_state_dicts_complete(model, communicator)
         support_norms_of_any_order()
         # `prepend`: fully_shard's pre-hook, which gathers the parameters of the root block, must run after this one.
-        model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
+        model.register_forward_pre_hook(lambda module, inputs: self._before_forward(), prepend=True)
         # `prepend`: fully_shard's hook, which lets the backward pass gather these parameters, must run after this one.
         model.register_forward_hook(self._copy_views, prepend=True)
         model.register_forward_hook(self._free_after_forward)
         # The indices of the blocks, in the order in which a forward pass gathered their parameters. The list is empty
         # before the first forward pass, and shared by the copies of the model.
         self._gather_order: list[int] = []
-        register_forward_without_batch(model, self.take_part_in_forward)
+        register_participant(model, self)
 
     @property
     def root(self) -> FSDPModule:
@@ -123,15 +124,33 @@ class ShardedParameters:
         """
         self.root.reshard()
 
+    @property
+    def has_gather_order(self) -> bool:
+        """Whether a forward pass has recorded the order in which it gathered the blocks."""
+        return bool(self._gather_order)
+
+    def announce_next_forward(self) -> None:
+        """Announce each block that the next forward pass gathers to the ranks that follow its order."""
+        self._announces_next_forward = True
+
     @disable_compile
-    def take_part_in_forward(self) -> None:
-        """Gather and free the parameters of all blocks, as a forward pass without gradients does."""
-        # Before the first forward pass, the execution order of the blocks is unknown, so assume the order of
-        # definition.
-        order = self._gather_order or [len(self.blocks) - 1, *range(len(self.blocks) - 1)]
+    def take_part_in_forward(self, *, is_announced: bool) -> None:
+        """Gather and free the parameters of all blocks, as a forward pass without gradients does.
+
+        The order is that of the last forward pass or, if `is_announced`, the order that the other ranks announce.
+        """
+        order = self._announced_blocks() if is_announced else iter(list(self._gather_order))
+        gathered = []
         for index in order:
             self.blocks[index].unshard()
             self.blocks[index].reshard()
+            gathered.append(index)
+        self._gather_order[:] = gathered
+
+    def _announced_blocks(self) -> Iterator[int]:
+        """Yield the blocks that other ranks gather in a forward pass that they announce."""
+        while (index := self._announce(-1)) < len(self.blocks):
+            yield index
 
     def reset_after_exception(self) -> None:
         """Discard the state of a forward or backward pass that raised an exception."""
@@ -156,10 +175,24 @@ class ShardedParameters:
             return output
         return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
+    def _announce(self, index: int) -> int:
+        """Return the index of the block that is gathered next, or the number of blocks at the end of a forward pass.
+        All ranks call it. Ranks that run the forward pass pass the index, the others pass -1."""
+        return int(self._communicator.allreduce(torch.tensor(index), "max"))
+
+    @disable_compile
+    def _before_forward(self) -> None:
+        announce = self._announce if self._announces_next_forward else None
+        self._announces_next_forward = False
+        self.collectives.start_recording(announce)
+
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
             self._gather_order[:] = self.collectives.gathered_blocks
+            if self.collectives.on_gather is not None:
+                self.collectives.on_gather(len(self.blocks))
+                self.collectives.on_gather = None
             return
         if not self._gather_order:
             self._gather_order[:] = self.collectives.gathered_blocks
