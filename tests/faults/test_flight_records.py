@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
 from unitrain.errors import CollectiveTimeoutError
+from unitrain.monitoring import flight_record_file
 from unitrain.monitoring.flight_record_file import write_flight_record
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
 from unitrain.testing import RankGroup
@@ -144,3 +147,29 @@ def test_threads_may_write_the_record_at_the_same_time(
     assert caplog.text == ""
     (path,) = tmp_path.iterdir()
     assert len(pickle.loads(path.read_bytes())["entries"]) == 256
+
+
+def test_a_file_system_that_does_not_respond_delays_a_failure_by_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(flight_record_file, "_WRITE_SECONDS", 0.2)
+    may_respond, dump = threading.Event(), pickle.dump
+
+    def dump_later(content: object, file: Any) -> None:
+        may_respond.wait(20)
+        dump(content, file)
+
+    monkeypatch.setattr(pickle, "dump", dump_later)
+    began = time.monotonic()
+    for _ in range(2):
+        write_flight_record(FlightRecorder(), 0, 2)
+    assert time.monotonic() - began < 10
+    assert caplog.messages == [
+        f"The flight record of rank 0 is not complete after 0.2 s: the file system of '{tmp_path}' does not respond."
+    ]
+    may_respond.set()
+    for thread in flight_record_file._late_writers:
+        thread.join(30)
+    write_flight_record(FlightRecorder(), 1, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight_record_rank_0", "flight_record_rank_1"]

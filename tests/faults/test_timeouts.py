@@ -152,7 +152,7 @@ def test_a_timeout_in_backward_names_the_missing_rank(
 SCRIPT = """
 import sys, time, torch, unitrain
 
-with unitrain.init(timeout_seconds=5, device="cpu") as backend:
+with unitrain.init(timeout_seconds=5 if sys.argv[1] == "sleeps" else 60, device="cpu") as backend:
     backend.barrier()
     if backend.rank == 1:
         if sys.argv[1] == "sleeps":
@@ -201,6 +201,34 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
         assert ended - float(failed_at) < (15 if launcher == "mpirun" else 10), (
             f"{ended - float(failed_at):.0f} s\n{output}"
         )
+
+
+START_SCRIPT = """
+import os, signal, sys, time, unitrain
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    if sys.argv[1] == "is stopped":
+        import horovod.torch as hvd
+        hvd.init()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(300)
+unitrain.init(timeout_seconds=5, device="cpu")
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("fault", ["is stopped", pytest.param("sleeps", marks=pytest.mark.nightly)])
+def test_the_start_under_mpirun_has_a_limit(fault: str, tmp_path: Path) -> None:
+    """Rank 0 waits in a broadcast of Horovod, or in the initialization of MPI."""
+    script = tmp_path / "starts.py"
+    script.write_text(START_SCRIPT)
+    command = [sys.executable, "-m", "unitrain", "launch", "--launcher", "mpirun", "-np", "2"]
+    command += ["--launcher-args", "-mca odls_base_sigkill_timeout 1"]
+    with running_launcher([*command, str(script), fault], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        assert launch.process.returncode != 0, output
+        launch.wait_until_all_exited(15)
+    assert "CollectiveTimeoutError: Rank 0 of 2 could not start Horovod within 5 s: another rank has not" in output
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-O"], marks=pytest.mark.nightly)], ids=["python", "python -O"])

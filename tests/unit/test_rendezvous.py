@@ -368,6 +368,25 @@ def test_ranks_that_start_different_backends_are_an_error() -> None:
         )
 
 
+@pytest.mark.parametrize(("first", "timeout_seconds"), [(1, 60.0), (0, 1.0)])
+def test_ranks_with_different_sizes_are_an_error(first: int, timeout_seconds: float) -> None:
+    """The error is raised immediately if the last rank has the smallest size, and otherwise at the timeout."""
+    store = HashStore()
+    ranks = [
+        Rendezvous(RankInfo("env", rank, rank + 2, rank), store, "127.0.0.1", timedelta(seconds=timeout_seconds))
+        for rank in range(2)
+    ]
+    ranks[first].post("key", first)
+    began = time.monotonic()
+    for rank in (1 - first, first):
+        with pytest.raises(LauncherMismatchError) as caught:
+            ranks[rank].allgather("key", rank)
+        assert str(caught.value).startswith(
+            "The ranks have different world sizes: 2 on rank 0, 3 on rank 1. Start all ranks with the same WORLD_SIZE, "
+        )
+    assert time.monotonic() - began < 20
+
+
 def test_bytes_that_are_not_text_are_ignored_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
     with pytest.raises(AuthenticationError, match="it is not text"):

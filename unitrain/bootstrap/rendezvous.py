@@ -66,13 +66,19 @@ class Rendezvous:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
-        the missing ranks. `cause` describes the likely cause of such a timeout, in complete sentences.
+        the missing ranks, and LauncherMismatchError if the ranks have different sizes. `cause` describes the likely
+        cause of such a timeout, in complete sentences.
         """
         self.post(key, value)
         posted = self._wait_until_complete(key, self.timeout)
         if posted is None:
-            values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
+            complete = json.loads(self.messages.get(_complete_key(key)))
+            if isinstance(complete, str):
+                raise LauncherMismatchError(complete)
+            values: list[Any] = complete
             return values
+        if (mismatch := _find_size_mismatch(self._posted_lines(key))) is not None:
+            raise LauncherMismatchError(mismatch)
         if missing_ranks := self._missing_ranks(posted):
             names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
             signature, cause = "", f"{cause} " if cause else ""
@@ -105,11 +111,13 @@ class Rendezvous:
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
-        self.messages.append(_posted_key(key), json.dumps([self.rank_info.rank, value]))
+        self.messages.append(_posted_key(key), json.dumps([self.rank_info.rank, value, self.rank_info.size]))
         # Any program can change the counter, so it may be too high.
         if self.store.add(f"{key}/count", 1) >= self.rank_info.size:
-            values = self._posted_values(key)
-            if len(values) == self.rank_info.size:
+            lines = self._posted_lines(key)
+            if (mismatch := _find_size_mismatch(lines)) is not None:
+                self.messages.set(_complete_key(key), json.dumps(mismatch))
+            elif len(values := _values_by_rank(lines)) == self.rank_info.size:
                 self.messages.set(_complete_key(key), json.dumps([values[rank] for rank in sorted(values)]))
 
     def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
@@ -123,15 +131,17 @@ class Rendezvous:
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
         while not self.messages.check([_complete_key(key)]):
             if time.monotonic() > deadline:
-                return self._posted_values(key)
+                return _values_by_rank(self._posted_lines(key))
             time.sleep(poll_seconds)
         return None
 
     def _missing_ranks(self, posted: dict[int, Any]) -> list[int]:
         return [rank for rank in range(self.rank_info.size) if rank not in posted]
 
-    def _posted_values(self, key: str) -> dict[int, Any]:
-        return dict(json.loads(line) for line in self.messages.lines(_posted_key(key)))
+    def _posted_lines(self, key: str) -> list[tuple[int, Any, int]]:
+        """Return the rank, the value and the size of each rank that has posted under `key`."""
+        lines = map(json.loads, self.messages.lines(_posted_key(key)))
+        return [(rank, value, size) for rank, value, size in lines]
 
     @cached_property
     def node_positions(self) -> list[NodePosition]:
@@ -179,6 +189,24 @@ def _posted_key(key: str) -> str:
     return f"{key}/posted"
 
 
+def _values_by_rank(lines: Sequence[tuple[int, Any, int]]) -> dict[int, Any]:
+    return {rank: value for rank, value, _ in lines}
+
+
+def _find_size_mismatch(lines: Sequence[tuple[int, Any, int]]) -> str | None:
+    """Return an error message if ranks have posted different sizes."""
+    first_ranks: dict[int, int] = {}
+    for rank, _, size in sorted(lines, key=lambda line: line[0]):
+        first_ranks.setdefault(size, rank)
+    if len(first_ranks) < 2:
+        return None
+    sizes = ", ".join(f"{size} on rank {rank}" for size, rank in first_ranks.items())
+    return (
+        f"The ranks have different world sizes: {sizes}. Start all ranks with the same WORLD_SIZE, or pass the same "
+        "world_size to init_process_group on all ranks."
+    )
+
+
 def _check_same_backend(names: Sequence[str | None]) -> None:
     """Raise ConfigError unless all ranks start the same backend. The error is the same on every rank."""
     other_rank = next((rank for rank, name in enumerate(names) if name != names[0]), None)
@@ -193,10 +221,10 @@ def _check_same_backend(names: Sequence[str | None]) -> None:
 def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None = None) -> Rendezvous:
     """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
-    Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
-    address, CollectiveTimeoutError, which names the missing ranks, ConfigError if this rank needs too many file
-    descriptors or cannot listen at the address, and, on every rank, ConfigError if the ranks pass different names of a
-    `backend`.
+    Raises LauncherMismatchError if the launcher provides no rendezvous address or if the ranks have different sizes,
+    EnvironmentVariableError for an invalid address, CollectiveTimeoutError, which names the missing ranks, ConfigError
+    if this rank needs too many file descriptors or cannot listen at the address, and, on every rank, ConfigError if the
+    ranks pass different names of a `backend`.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)

@@ -19,6 +19,9 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, Fli
 _log = logging.getLogger(__name__)
 # The main thread and the watchdog thread may write the file at the same time.
 _lock = threading.Lock()
+# Limit of the time for which a failure waits for the file system.
+_WRITE_SECONDS = 5.0
+_late_writers: list[threading.Thread] = []  # threads whose write has exceeded the limit
 
 # Version of the format of torch 2.14.
 _FORMAT_VERSION = "2.10"
@@ -38,10 +41,11 @@ _OPERATIONS = {
 def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
     """Write the recorder of `rank` to the folder in UNITRAIN_FLIGHT_RECORD_DIR. Do nothing if the variable is not set.
 
-    An error of the file system is logged, because the caller reports a more important failure.
+    An error of the file system is logged, because the caller reports a more important failure. If the file system does
+    not respond, the call returns after 5 s with a warning, and later calls do nothing until the write has ended.
     """
     folder = environment.flight_record_folder()
-    if folder is None:
+    if folder is None or any(thread.is_alive() for thread in _late_writers):
         return
     group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(size)))}
     content = {
@@ -50,16 +54,35 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
         "pg_config": {"0": group},
         "pg_status": {},
     }
-    path = Path(folder)
-    unfinished = path / f".{rank}.unfinished"
+    writer = threading.Thread(
+        target=_write, args=(content, Path(folder), rank), name="unitrain flight record", daemon=True
+    )
+    try:
+        writer.start()
+    except RuntimeError:  # the process has too many threads
+        _write(content, Path(folder), rank)
+        return
+    writer.join(_WRITE_SECONDS)
+    if writer.is_alive():
+        _late_writers.append(writer)
+        _log.warning(
+            "The flight record of rank %d is not complete after %g s: the file system of '%s' does not respond.",
+            rank,
+            _WRITE_SECONDS,
+            folder,
+        )
+
+
+def _write(content: dict[str, Any], folder: Path, rank: int) -> None:
+    unfinished = folder / f".{rank}.unfinished"
     try:
         with _lock:
-            path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 unfinished.unlink()  # left by a killed process, or a link to another file
             with unfinished.open("xb") as file:
                 pickle.dump(content, file)
-            unfinished.replace(path / f"{_FILE_PREFIX}{rank}")
+            unfinished.replace(folder / f"{_FILE_PREFIX}{rank}")
     except OSError as error:
         _log.warning("The flight record of rank %d cannot be written to '%s': %s.", rank, folder, error)
 

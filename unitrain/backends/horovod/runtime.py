@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import socket
+import sys
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import horovod.torch as hvd
 import torch.distributed as dist
@@ -37,8 +43,17 @@ from unitrain.bootstrap.rendezvous import (
     open_tcp_store,
     raise_descriptor_limit,
 )
-from unitrain.errors import BackendUnavailableError, EnvironmentVariableError, LauncherMismatchError, UnsupportedError
+from unitrain.bootstrap.responsive_store import StoreNotRespondingError, call_with_limit
+from unitrain.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    EnvironmentVariableError,
+    LauncherMismatchError,
+    UnsupportedError,
+)
 from unitrain.torch_compat import store_host
+
+_ResultT = TypeVar("_ResultT")
 
 CYCLE_TIME = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
@@ -215,7 +230,7 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
         return rendezvous
     raise_descriptor_limit(rank_info)
     local_rendezvous = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
-    start_horovod(rank_info, local_rendezvous)
+    _call_with_limit(partial(start_horovod, rank_info, local_rendezvous), rank_info, timeout)
     store, host = _connect_store_through_horovod(rank_info, timeout)
     return Rendezvous(rank_info, dist.PrefixStore("unitrain", store), host, timeout)
 
@@ -311,10 +326,37 @@ def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
     )
 
 
+def _call_with_limit(function: Callable[[], _ResultT], rank_info: RankInfo, timeout: timedelta) -> _ResultT:
+    """Return `function()`, which waits for other ranks in MPI or Horovod without a time limit.
+
+    Raises CollectiveTimeoutError if it does not return within `timeout`. The call then remains blocked in another
+    thread. Horovod's shutdown at the exit of the process would also wait for the other ranks, so it is omitted.
+    """
+    try:
+        return call_with_limit(function, timeout.total_seconds())
+    except StoreNotRespondingError:
+        atexit.register(_exit_without_shutdown)
+        raise CollectiveTimeoutError(
+            f"Rank {rank_info.rank} of {rank_info.size} could not start Horovod within {timeout.total_seconds():g} s: "
+            "another rank has not called unitrain.init, is stopped, or cannot be reached. Check the first error that "
+            "the ranks logged, or raise the limit with unitrain.init(timeout_seconds=...). If the address of rank 0 is "
+            "set, the error names the missing ranks: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+        ) from None
+
+
+def _exit_without_shutdown() -> None:
+    """Terminate this process with exit code 1. Registered after Horovod's shutdown, and therefore called before it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
+
+
 def _connect_store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
-    host, port = _find_free_address(rank_info)
+    host, port = _call_with_limit(partial(_find_free_address, rank_info), rank_info, timeout)
     own_store = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
-    hvd.broadcast_object(None, 0, name="unitrain.served")  # returns when rank 0 listens
+    returns_when_served = partial(hvd.broadcast_object, None, 0, name="unitrain.served")
+    _call_with_limit(returns_when_served, rank_info, timeout)
     return own_store or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 
