@@ -203,7 +203,8 @@ class Agents:
                 process.wait(3 * host_agent.GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call
+                    process.wait(host_agent.GRACE_SECONDS)
 
     def _record_signal(self, signum: int, frame: FrameType | None) -> None:
         # The signal may interrupt a write to a pipe, and buffered files are not reentrant.

@@ -21,6 +21,8 @@ DEFAULT_ELASTIC_RESTARTS = 3
 
 _RANGE = re.compile(r"([0-9]+):([0-9]+)")
 _SCRIPT_TIMEOUT_SECONDS = 30
+# Limits of the output of a host discovery script, and of the part of it that a message shows.
+_MAX_OUTPUT_CHARACTERS, _MAX_SHOWN_CHARACTERS = 2**18, 2000
 _SSH_TIMEOUT_SECONDS = 5
 
 
@@ -114,8 +116,13 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     if process.returncode:
         raise HostDiscoveryError(
             f"--host-discovery-script '{script}' ended with exit code {process.returncode}: "
-            f"{process.stderr.strip() or 'it printed no error message'}. Let it print name:slots lines, and exit with "
-            "0."
+            f"{process.stderr.strip()[-_MAX_SHOWN_CHARACTERS:] or 'it printed no error message'}. "
+            "Let it print name:slots lines, and exit with 0."
+        )
+    if len(process.stdout) > _MAX_OUTPUT_CHARACTERS:
+        raise LaunchError(
+            f"--host-discovery-script '{script}' printed {len(process.stdout)} characters; the limit is "
+            f"{_MAX_OUTPUT_CHARACTERS}. Let it print one name:slots line per host, and nothing else."
         )
     lines = [line.strip() for line in process.stdout.splitlines() if line.strip()]
     return parse_hosts(",".join(lines)) if lines else ()

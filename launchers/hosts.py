@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from unitrain.launchers.errors import LaunchError
 
 _MAX_HOSTFILE_CHARACTERS = 2**24
+_MAX_SHOWN_CHARACTERS = 500  # of a list of hosts in an error message
 _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
 
 
@@ -32,9 +34,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts = tuple(_parse_host(part.strip(), text) for part in text.split(","))
     merged = merge_repeated_hosts(hosts)
     if len(merged) < len(hosts):
-        names = [host.name for host in hosts]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise LaunchError(f"Host {repeated!r} is named twice in {text!r}. Add up its slots: -H {format_hosts(merged)}")
+        repeated = next(name for name, count in Counter(host.name for host in hosts).items() if count > 1)
+        raise LaunchError(
+            f"Host {repeated!r} is named twice in {_shorten(text)!r}. Add up its slots: "
+            f"-H {_shorten(format_hosts(merged))}"
+        )
     return hosts
 
 
@@ -165,10 +169,17 @@ def processes_per_host(num_processes: int, hosts: tuple[Host, ...]) -> list[int]
 def _parse_host(part: str, text: str) -> Host:
     match = _HOST.fullmatch(part)
     if match is None:
-        raise LaunchError(f"Host {part!r} in {text!r} is not valid. Write name:slots, as in -H node1:4,node2:4")
+        raise LaunchError(
+            f"Host {_shorten(part)!r} in {_shorten(text)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
+        )
     slots = "1" if match["slots"] is None else match["slots"]
     if not slots.isdecimal() or int(slots) < 1:
         raise LaunchError(
-            f"Host {part!r} must have a whole number of slots from 1, got {slots!r}. Use: -H {match['name']}:1"
+            f"Host {_shorten(part)!r} must have a whole number of slots from 1, got {_shorten(slots)!r}. "
+            f"Use: -H {_shorten(match['name'])}:1"
         )
     return Host(match["name"], int(slots))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

@@ -27,11 +27,12 @@ from typing import Any
 
 _TERMINATE_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 5.0
+_KILL_PERIOD_SECONDS = 0.02
 _PARENT_POLL_SECONDS = 1.0
 # Signals that schedulers send to every process of a job before preemption. DataLoader workers ignore them, because the
 # rank handles them. The Trainer adds the signals in its configuration.
 preemption_signals = {signal.SIGUSR1, signal.SIGUSR2}
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 # The process that last called fork, and whether its main thread called it. A forked process inherits its parent's
 # value.
 _last_fork: tuple[int, bool] | None = None
@@ -86,7 +87,10 @@ def exit_on_termination_signals() -> None:
 
 
 def kill_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
-    """Kill `process` (a session leader), its process group, and all processes with `marker`; wait for `process`."""
+    """Kill `process` (a session leader), its process group, and all processes with `marker`; wait for `process`, but at
+    most 5 s: a process in an uninterruptible system call, for example on a file server that does not respond, does not
+    terminate until the call returns.
+    """
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
@@ -95,7 +99,9 @@ def kill_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
         for pid in process_ids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-    process.wait()
+        time.sleep(_KILL_PERIOD_SECONDS)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_TIMEOUT_SECONDS)
 
 
 def terminate_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
@@ -145,6 +151,19 @@ def parent_death_signal(signum: signal.Signals) -> Callable[[], bool]:
         return lambda: False
     prctl = _libc().prctl
     return lambda: bool(prctl(_PR_SET_PDEATHSIG, signum) == 0)
+
+
+def replace_parent_death_signal(signum: int) -> int:
+    """Replace the signal that this process receives when its parent terminates, and return the earlier one; 0 is none.
+
+    It has no effect outside the main thread, because the kernel stores the signal per thread.
+    """
+    if sys.platform != "linux":
+        return 0
+    earlier = ctypes.c_int(0)
+    _libc().prctl(_PR_GET_PDEATHSIG, ctypes.byref(earlier))
+    _libc().prctl(_PR_SET_PDEATHSIG, signum)
+    return earlier.value
 
 
 def terminate_with_parent() -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import socket
+import subprocess
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -142,6 +143,15 @@ def transport_versions() -> dict[str, str]:
     if dist.is_mpi_available():
         version_by_transport["mpi"] = "yes"
     return version_by_transport
+
+
+def call_in_ranks_of_torchrun(function: Callable[[], object]) -> None:
+    """Call `function` in each rank that torchrun starts from this process, before the rank executes its program.
+    Checked with torch 2.14."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    handlers: Any = subprocess_handler
+    handlers.Popen = functools.partial(subprocess.Popen, preexec_fn=function)
 
 
 def default_process_group() -> dist.ProcessGroup:

@@ -463,6 +463,10 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
         ("--to slurm --time 4h T", "--time must be minutes, or as in 4:00:00 and 2-12, got '4h'. Use: --time 4:00:00"),
         ("--to slurm --memory lots T", "--memory must be a number with K, M, G or T, got 'lots'. Use: --memory 64G"),
         ("--to slurm --nodes 3 -np 2 T", "-np 2 leaves some of 3 nodes without a rank. Use: --nodes 2"),
+        (
+            "--to slurm --nodes 1000000000 T",
+            "Invalid value for '--nodes': 1000000000 is not in the range 1<=x<=65536.",
+        ),
         ("--to slurm --image a T", "--image a is an option for kubernetes, but --to is slurm. Leave --image out"),
         (
             "--to kubernetes --partition a T",

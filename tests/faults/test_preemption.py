@@ -101,9 +101,9 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
 
 def test_ranks_save_and_end_if_their_launcher_is_killed(tmp_path: Path) -> None:
     launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
-    with running_launcher(
-        [*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}
-    ) as launch:
+    command_line = [*launch_command, "--device", "cpu", "--output", str(tmp_path)]
+    # fresh: the stub of a forked rank would receive the signal of the kernel that the rank has cancelled.
+    with running_launcher(command_line, {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
         wait_for(tmp_path / "history.jsonl")
         launch.process.kill()
         output = launch.output()  # which is complete when the last rank has closed it

@@ -159,6 +159,24 @@ def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tm
         assert "Traceback" not in output or "ddp" not in options
 
 
+WITHOUT_INIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(300)"
+
+
+@pytest.mark.parametrize("options", [[], ["--max-restarts", "1"]], ids=["torchrun", "supervisor"])
+def test_ranks_without_init_end_if_the_launch_is_killed(options: list[str], tmp_path: Path) -> None:
+    """`unitrain launch` replaces itself with torchrun, or supervises it."""
+    script, folder = tmp_path / "train.py", tmp_path / "ranks"
+    script.write_text(WITHOUT_INIT)
+    folder.mkdir()
+    with running_launcher([*UNITRAIN, *options, str(script), str(folder)]) as launch:
+        deadline = time.monotonic() + SECONDS
+        while len(list(folder.iterdir())) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(launch.find_processes()) >= 3
+        launch.process.kill()
+        launch.wait_until_all_exited(25)  # torchrun would send SIGKILL after 30 s
+
+
 @pytest.mark.nightly
 def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) -> None:
     """Kubernetes' PyTorchJob sets RANK for the container, not for the processes in it."""

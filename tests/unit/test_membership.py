@@ -141,6 +141,19 @@ def test_a_discovery_script_prints_the_hosts(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho a:x\n")
     with pytest.raises(LaunchError, match="whole number of slots from 1, got 'x'"):
         discover_hosts(script)
+    script.write_text("#!/bin/sh\nyes host:1 | head -c 30000000\n")
+    with pytest.raises(
+        LaunchError, match=r"discover' printed 30000000 characters; the limit is 262144\. Let it print one"
+    ):
+        discover_hosts(script)
+    script.write_text("#!/bin/sh\nyes text | head -c 30000000 >&2\nexit 1\n")
+    with pytest.raises(LaunchError, match=r"ended with exit code 1: [tex\n]+\. Let it print") as caught:
+        discover_hosts(script)
+    assert len(str(caught.value)) < 5000
+    script.write_text("#!/bin/sh\nyes host | head -n 50000\n")
+    with pytest.raises(LaunchError, match="Host 'host' is named twice in 'host,host") as caught:
+        discover_hosts(script)
+    assert len(str(caught.value)) < 5000
 
 
 def test_only_reachable_hosts_are_found() -> None:

@@ -7,12 +7,19 @@ import signal
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from unitrain import TrainConfig
+from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap import environment, memory_folder
 from unitrain.bootstrap.memory_folder import MemoryFolder, remove_abandoned_folder
+from unitrain.checkpoint.memory import MemoryCheckpoints
+from unitrain.launchers import LaunchSpec
+from unitrain.supervisor.attempt import SupervisedJob
 
 HOLDER = """
 import sys, time
@@ -75,7 +82,23 @@ def test_an_abandoned_folder_that_another_command_removes_first_is_skipped(
     folder.close()
 
 
-def test_there_is_no_folder_without_shared_memory(tmp_path: Path) -> None:
+def test_there_is_no_folder_without_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The supervisor passes the reason to the ranks, and rank 0 of a run with checkpoints in memory logs it."""
     folder = MemoryFolder(tmp_path / "missing")
-    assert folder.path is None
+    assert (folder.path, folder.error) == (None, "No such file or directory")
     folder.close()
+    job = SupervisedJob("none", LaunchSpec(script="train.py", max_restarts=1), memory_error=folder.error)
+    variables = job.build_command().environment
+    assert environment.SHARED_MEMORY_FOLDER_VARIABLE not in variables
+    name = environment.SHARED_MEMORY_ERROR_VARIABLE
+    monkeypatch.setenv(name, variables[name])
+    config = TrainConfig(max_epochs=1, output_dir=tmp_path / "run", memory_checkpoint_every_steps=1)
+    for used in (replace(config, memory_checkpoint_every_steps=None), config):
+        assert MemoryCheckpoints.create(used, LocalBackend(torch.device("cpu")), is_sharded=False) is None
+    (message,) = caplog.messages
+    assert message.startswith(
+        "The run keeps no checkpoints in memory, because /dev/shm is not usable: No such file or directory. A restart "
+    )
+    assert message.endswith("or leave TrainConfig.memory_checkpoint_every_steps out.")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from unitrain import processes
 from unitrain.bootstrap import signal_forwarding
 
 PROGRAM = """
@@ -70,3 +71,15 @@ def test_ranks_below_a_process_of_another_user_are_found(monkeypatch: pytest.Mon
             assert list(found) == [rank]
         finally:
             os.kill(rank, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_killed_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL has no effect on a process in an uninterruptible system call."""
+    monkeypatch.setattr(processes, "_KILL_TIMEOUT_SECONDS", 0.2)
+    with subprocess.Popen(["sleep", "20"]) as process:
+        monkeypatch.setattr(processes.os, "killpg", lambda *_: None)
+        began = time.monotonic()
+        processes.kill_processes(process, f"NO_PROCESS_OF_{os.getpid()}=1".encode())
+        assert process.poll() is None
+        assert time.monotonic() - began < 10
+        process.kill()

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
 from unitrain.supervisor.ranks import MAX_UNAUTHENTICATED, RankConnections
+from unitrain.supervisor.standby import Standby
 
 KEY = "0123456789abcdef"
 # A rank without torch, which ends in order, after a checkpoint, or is killed.
@@ -175,6 +177,44 @@ def test_standby_ranks_exit_with_code_0_if_they_are_not_started(requested: bool)
             assert ranks.has_disconnected_ranks
     assert rank.process.wait(30) == 0
     assert "started" not in rank.process.communicate()[0]
+
+
+def test_a_stopped_standby_rank_does_not_respond() -> None:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
+        standby_ranks = [Rank(ranks, rank, "is standby") for rank in range(2)]
+        wait_until(lambda: ranks.num_ready == 2)
+        assert ranks.all_respond(30)
+        standby_ranks[1].process.send_signal(signal.SIGSTOP)
+        assert not ranks.all_respond(0.5)
+        standby_ranks[1].process.send_signal(signal.SIGCONT)
+        assert ranks.all_respond(30)
+    for rank in standby_ranks:
+        rank.process.communicate(timeout=30)
+        assert rank.process.returncode == 0
+
+
+def test_standby_ranks_that_do_not_exit_are_not_awaited_before_the_job_ends() -> None:
+    """They are neither started nor awaited if one is stopped; if one has exited, the others are not awaited."""
+    has_begun, may_end, standby = threading.Event(), threading.Event(), Standby(Mock(uses_standby=True))
+
+    def cancel() -> None:
+        has_begun.set()
+        may_end.wait(30)
+
+    for can_start in (True, False):
+        standby._attempt = Mock(hosts=(), can_start=can_start, responds=lambda: False, is_ready=True, cancel=cancel)
+        standby._is_ready = True
+        has_begun.clear()
+        began = time.monotonic()
+        if can_start:
+            assert standby.take((), Mock()) is None
+        else:
+            standby.update(Mock())
+        assert time.monotonic() - began < 10
+        assert has_begun.wait(30)
+    may_end.set()
+    standby.cancel()
+    assert not any(thread.name == "unitrain standby" for thread in threading.enumerate())
 
 
 def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:

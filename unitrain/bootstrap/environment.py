@@ -121,6 +121,8 @@ JOB_KEY_VARIABLE = "UNITRAIN_JOB_KEY"
 ELASTIC_VARIABLE = "UNITRAIN_ELASTIC"
 # Folder in shared memory for the checkpoints of a supervised job, on the host of rank 0.
 SHARED_MEMORY_FOLDER_VARIABLE = "UNITRAIN_MEMORY_FOLDER"
+# Reason why there is no such folder, although rank 0 of the supervised job runs on the host of `unitrain launch`.
+SHARED_MEMORY_ERROR_VARIABLE = "UNITRAIN_MEMORY_FOLDER_ERROR"
 # Port and address of the metrics endpoint of rank 0, from `unitrain launch --metrics-port`.
 METRICS_PORT_VARIABLE, METRICS_ADDRESS_VARIABLE = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.

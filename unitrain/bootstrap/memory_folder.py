@@ -28,12 +28,13 @@ _POLL_SECONDS = 0.02
 class MemoryFolder:
     """A new folder in shared memory that only this user can read. It is locked until it is closed.
 
-    `path` is None if this system has no writable /dev/shm. The constructor also removes this user's folders of jobs
-    that were killed.
+    If this system has no writable /dev/shm, `path` is None and `error` is the reason. The constructor also removes this
+    user's folders of jobs that were killed.
     """
 
     def __init__(self, root: Path = _ROOT) -> None:
         self.path: Path | None = None
+        self.error: str | None = None
         self._descriptor: int | None = None
         prefix = f"unitrain-{os.getuid()}-"
         try:
@@ -43,8 +44,9 @@ class MemoryFolder:
                 self._descriptor = _lock(path)
                 if self._descriptor is not None:  # otherwise another command has just removed the folder as abandoned
                     self.path = path
-        except OSError:
+        except OSError as error:
             self.close()
+            self.error = error.strerror or str(error)
 
     def close(self) -> None:
         """Remove the folder."""

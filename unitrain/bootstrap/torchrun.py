@@ -8,7 +8,7 @@ rendezvous backends c10d and etcd remain unchanged.
 SIGUSR1 and SIGUSR2 are forwarded to the ranks; with --max-restarts, the ranks receive SIGTERM instead. If the first
 failed rank exits with 75 because it was preempted, this process also exits with 75. After a signal such as SIGTERM,
 this process exits with 128 plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The
-summary of failed ranks is printed without torchrun's traceback.
+summary of failed ranks is printed without torchrun's traceback. If this process is killed, its ranks receive SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from unitrain.bootstrap.network import LOOPBACK, listen
 from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
 from unitrain.errors import PREEMPTED_EXIT_CODE
+from unitrain.processes import parent_death_signal
+from unitrain.torch_compat import call_in_ranks_of_torchrun
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
@@ -128,6 +130,8 @@ def _main(error_folder: str) -> None:
     options = run.parse_args(None)
     if not options.log_dir and options.redirects == options.tee == "0":
         options.log_dir = error_folder  # torchrun would create a folder and not remove it
+    # A rank with a watchdog cancels the signal and detects the exit of this process itself.
+    call_in_ranks_of_torchrun(parent_death_signal(signal.SIGTERM))
     if options.max_restarts:
         # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
         for signum in WARNING_SIGNALS:

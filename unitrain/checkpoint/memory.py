@@ -41,12 +41,23 @@ class MemoryCheckpoints:
     def create(cls, config: TrainConfig, communicator: Communicator, *, is_sharded: bool) -> MemoryCheckpoints | None:
         """Return the checkpoints in memory of a run. Does not communicate.
 
-        Return None if the run keeps none, if the launcher does not restart its job on this host, or if ranks on several
-        hosts, which do not share memory, would write portions of the same checkpoint (`is_sharded`). In the first
-        attempt of the job, the folder contains at most the checkpoints of earlier runs in this job.
+        Return None if the run keeps none, if the launcher does not restart its job on this host, if /dev/shm is not
+        usable (with a warning), or if ranks on several hosts, which do not share memory, would write portions of the
+        same checkpoint (`is_sharded`). In the first attempt of the job, the folder contains at most the checkpoints of
+        earlier runs in this job.
         """
         root = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
-        if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:
+        if config.memory_checkpoint_every_steps is None or config.output_dir is None:
+            return None
+        if root is None:
+            error = environment.get_variable(environment.SHARED_MEMORY_ERROR_VARIABLE)
+            if error is not None and communicator.rank == 0:
+                _log.warning(
+                    "The run keeps no checkpoints in memory, because /dev/shm is not usable: %s. A restart repeats the "
+                    "steps after the last checkpoint on disk. Make /dev/shm writable (in a container: docker run "
+                    "--shm-size=8g ...), or leave TrainConfig.memory_checkpoint_every_steps out.",
+                    error,
+                )
             return None
         if is_sharded and isinstance(communicator, Backend) and communicator.num_nodes > 1:
             if communicator.rank == 0:

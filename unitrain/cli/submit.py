@@ -11,12 +11,18 @@ from unitrain.errors import ConfigError
 from unitrain.launchers import LaunchError
 from unitrain.supervisor import submission
 
+_MAX_NODES = 65_536  # Slurm supports at most this number
+
 
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @click.option("--to", "scheduler", required=True, metavar="SCHEDULER", help="slurm or kubernetes.")
 @click.option("--backend", default="ddp", metavar="NAME", help="ddp, horovod, or a plug-in. [default: ddp]")
 @click.option(
-    "--nodes", type=click.IntRange(min=1), default=1, metavar="N", help="Number of hosts or pods. [default: 1]"
+    "--nodes",
+    type=click.IntRange(min=1, max=_MAX_NODES),
+    default=1,
+    metavar="N",
+    help="Number of hosts or pods. [default: 1]",
 )
 @click.option(
     "-np",

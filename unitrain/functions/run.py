@@ -31,6 +31,7 @@ _AMBIGUOUS_LAUNCHERS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
 # The time that launchers allow for ranks to save and exit.
 _GRACE_SECONDS = 35.0
+_POLL_SECONDS = 1.0
 
 
 def run(
@@ -162,7 +163,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             last_lines.append(text)
             sys.stdout.write(text)
             sys.stdout.flush()
-        code = process.wait()
+        code = _wait(process, killed_event)
     except KeyboardInterrupt:
         # As on Ctrl-C in a terminal, the ranks may save a checkpoint.
         process.terminate()
@@ -179,6 +180,16 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             "Raise the limit with timeout_seconds."
         )
     return code, list(last_lines)
+
+
+def _wait(process: subprocess.Popen[bytes], killed_event: threading.Event) -> int:
+    """Wait for `process` and return its exit code, or -SIGKILL if it does not terminate after `killed_event` is set."""
+    while True:
+        were_killed = killed_event.is_set()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_SECONDS)
+        if were_killed:
+            return -signal.SIGKILL
 
 
 def _read_lines(output: int, killed_event: threading.Event) -> Iterator[bytes]:

@@ -25,6 +25,8 @@ from unitrain.processes import print_to_stderr
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
 # Message of the supervisor that starts a standby rank.
 START = "start"
+# Message of the supervisor to standby ranks, and their response. A stopped process does not respond.
+CHECK, RESPONDING = "check", "responding"
 # Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
 READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
 ROLE = "supervision"
@@ -72,6 +74,9 @@ class _SupervisorClient:
         while isinstance(message := self.connection.receive(), str):
             if message == START:
                 self.is_started.set()
+                continue
+            if message == CHECK:
+                self.connection.send(RESPONDING)
                 continue
             if message.startswith(ATTEMPT):
                 self.attempt = AttemptInfo(**json.loads(message.removeprefix(ATTEMPT)))

@@ -36,7 +36,7 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 from unitrain.monitoring.stack_inspection import awaited_batch
 from unitrain.monitoring.stalled_ranks import StalledRanks
-from unitrain.processes import print_to_stderr
+from unitrain.processes import print_to_stderr, replace_parent_death_signal
 
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
@@ -76,6 +76,9 @@ class Watchdog:
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
+        # The watchdog thread detects the exit of the launcher itself, and leaves time for a checkpoint.
+        has_no_cleanup = self._launcher in _LAUNCHERS_WITHOUT_CLEANUP
+        self._parent_death_signal = replace_parent_death_signal(0) if has_no_cleanup else 0
         self._stop_event, self._failure_known_event = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # the error that makes this rank fail
         self._first_failure: Failure | None = None
@@ -107,6 +110,8 @@ class Watchdog:
             sys.excepthook = self._original_excepthook
         self._thread.join(2 * _PERIOD_SECONDS)  # the wait is limited, because the store's host may be unreachable
         self._liveness.close()
+        if self._parent_death_signal:
+            replace_parent_death_signal(self._parent_death_signal)
 
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Set a deadline at which the watchdog prints `describe()` and ends the process, unless `is_done` returns true.

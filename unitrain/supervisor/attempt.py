@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
@@ -18,11 +19,14 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.network import free_port
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.monitoring.supervisor_client import AttemptInfo
+from unitrain.processes import parent_death_signal
 from unitrain.supervisor import standby_rank
 from unitrain.supervisor.ranks import RankConnections
 
 # Time that `end_launcher` waits for a launcher before it sends SIGTERM, and again before it sends SIGKILL.
 _LAUNCHER_EXIT_SECONDS = 10.0
+# Standby ranks that wait for their start respond within milliseconds, unless they are stopped.
+_RESPONSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,14 @@ class SupervisedJob:
 
     `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts. With
     `uses_standby`, the ranks of the next attempt are started in advance. Attempts whose rank 0 runs on this host use
-    `memory_folder` for checkpoints in memory.
+    `memory_folder` for checkpoints in memory; `memory_error` is the reason why it could not be created.
     """
 
     launcher: str
     spec: LaunchSpec
     uses_standby: bool = False
     memory_folder: Path | None = None
+    memory_error: str | None = None
     name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -85,6 +90,8 @@ class SupervisedJob:
             added[environment.ELASTIC_VARIABLE] = str(self.spec.elastic)
         if self.memory_folder is not None and self.runs_rank_zero_on_this_host(hosts):
             added[environment.SHARED_MEMORY_FOLDER_VARIABLE] = str(self.memory_folder)
+        if self.memory_error is not None and self.runs_rank_zero_on_this_host(hosts):
+            added[environment.SHARED_MEMORY_ERROR_VARIABLE] = self.memory_error
         wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if is_standby else ()))
         spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
         if hosts:
@@ -124,6 +131,9 @@ class Attempt:
                 command.argv,
                 env=environment.without_rank_variables() | dict(command.environment),
                 stdin=subprocess.DEVNULL if is_standby else None,  # the running attempt reads the terminal
+                # If `unitrain launch` is killed, the launcher terminates its ranks. Ranks that have called
+                # `unitrain.init` also detect this themselves.
+                preexec_fn=parent_death_signal(signal.SIGTERM),
             )
         except BaseException:
             self.connections.close()
@@ -144,6 +154,10 @@ class Attempt:
         """Whether the launcher runs and no standby rank has exited."""
         return self.process.poll() is None and not self.connections.has_disconnected_ranks
 
+    def responds(self) -> bool:
+        """Return whether no standby rank that waits for `start` is stopped. Otherwise, it takes a few seconds."""
+        return not self.is_ready or self.connections.all_respond(_RESPONSE_SECONDS)
+
     def start(self, describe: Callable[[], AttemptInfo]) -> None:
         """Start the standby ranks. `describe` returns the description of the attempt for rank 0."""
         self.connections.describe_attempt = describe
@@ -159,13 +173,16 @@ class Attempt:
 
 
 def end_launcher(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a launcher whose ranks have exited. Terminate it after a timeout, and kill it after a second one."""
-    for action in (process.terminate, process.kill):
+    """Wait for a launcher whose ranks have exited. Terminate it after a timeout, and kill it after a second one.
+
+    The wait ends after a third timeout: a process in an uninterruptible system call cannot be killed.
+    """
+    for action in (process.terminate, process.kill, None):
         with suppress(subprocess.TimeoutExpired):
             process.wait(_LAUNCHER_EXIT_SECONDS)
             return
-        action()
-    process.wait()
+        if action is not None:
+            action()
 
 
 def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:

@@ -19,8 +19,10 @@ from unitrain.bootstrap.authentication import authenticate
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
 from unitrain.monitoring.supervisor_client import (
+    CHECK,
     EXIT,
     READY,
+    RESPONDING,
     ROLE,
     RUNNING,
     SAVE_AND_EXIT,
@@ -62,6 +64,7 @@ class RankConnections:
         started."""
         self._is_started = not is_standby
         self._ready: set[int] = set()
+        self._responding: set[int] = set()
         self._running: set[int] = set()
         _raise_descriptor_limit()
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
@@ -112,6 +115,14 @@ class RankConnections:
     def has_disconnected_ranks(self) -> bool:
         """Whether any rank has exited, or the host of any rank does not respond."""
         return bool(self.crashed_ranks or self.unreachable_ranks or self._first_exit_was_normal)
+
+    def all_respond(self, timeout_seconds: float) -> bool:
+        """Return whether all connected ranks respond within the timeout. A stopped rank does not respond."""
+        with self._state_changed:
+            self._responding.clear()
+            for connection in self._connections.values():
+                connection.send(CHECK)
+            return self._state_changed.wait_for(lambda: self._connections.keys() <= self._responding, timeout_seconds)
 
     def start(self) -> None:
         """Start the standby ranks. Ranks that connect later start immediately."""
@@ -204,6 +215,9 @@ class RankConnections:
                 with self._state_changed:
                     if message == READY:
                         self._ready.add(rank)
+                    elif message == RESPONDING:
+                        self._responding.add(rank)
+                        self._state_changed.notify_all()
                     elif message == RUNNING:
                         self._set_running(rank, connection)
                     elif message == SHUT_DOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ class Standby:
         self._served_attempt: Attempt | None = None  # the running attempt for which standby ranks were started
         self._running_since: float | None = None
         self._is_ready = False
+        self._cancellations: list[threading.Thread] = []
 
     @property
     def is_available(self) -> bool:
@@ -46,7 +48,7 @@ class Standby:
                 click.echo("unitrain: the standby ranks are ready", err=True)
             elif not self._attempt.can_start:
                 click.echo("unitrain: the standby ranks have exited, so a restart will start new ranks", err=True)
-                self.cancel()
+                self._begin_cancellation()
             return
         if (
             self._served_attempt is running
@@ -70,7 +72,11 @@ class Standby:
         """
         attempt = self._attempt
         if attempt is None or not attempt.can_start or attempt.hosts != hosts:
-            self.cancel()
+            self._begin_cancellation()
+            return None
+        if not attempt.responds():
+            click.echo("unitrain: the standby ranks do not respond, so the restart starts new ranks", err=True)
+            self._begin_cancellation()
             return None
         self._attempt, self._is_ready = None, False
         attempt.start(describe)
@@ -78,7 +84,15 @@ class Standby:
 
     def cancel(self) -> None:
         """Let the standby ranks exit, and wait for them."""
+        self._begin_cancellation()
+        for thread in self._cancellations:
+            thread.join()
+
+    def _begin_cancellation(self) -> None:
+        """Let the standby ranks exit. If one is stopped, this takes up to 40 s, so another thread waits."""
         self._running_since, self._is_ready = None, False
         if self._attempt is not None:
             attempt, self._attempt = self._attempt, None
-            attempt.cancel()
+            thread = threading.Thread(target=attempt.cancel, name="unitrain standby")
+            thread.start()
+            self._cancellations.append(thread)

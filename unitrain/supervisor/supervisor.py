@@ -75,7 +75,7 @@ class Supervisor:
             signal.signal(signal.SIGHUP, lambda _, frame: self._forward_signal(signal.SIGTERM, frame))
         memory = MemoryFolder() if self._job.may_restart else None
         if memory is not None:
-            self._job = replace(self._job, memory_folder=memory.path)
+            self._job = replace(self._job, memory_folder=memory.path, memory_error=memory.error)
         self._standby = Standby(self._job)
         try:
             return self._run_attempts()
