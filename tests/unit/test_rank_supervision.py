@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -185,6 +186,8 @@ def test_a_stopped_standby_rank_does_not_respond() -> None:
         wait_until(lambda: ranks.num_ready == 2)
         assert ranks.all_respond(30)
         standby_ranks[1].process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{standby_ranks[1].process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # the kernel stops it asynchronously
         assert not ranks.all_respond(0.5)
         standby_ranks[1].process.send_signal(signal.SIGCONT)
         assert ranks.all_respond(30)
