@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.checks import choose_blocks
+from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.backends.sharding.fsdp_compat import fsdp_parameters, unsharded_parameter
 from unitrain.backends.sharding.state_format import gather_complete_tensor
+from unitrain.data.batch import BatchInfo
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
@@ -442,6 +444,30 @@ def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None
             loss.backward()
             model_loss(run.model, run.ranks, 9)
             run.optimizer.step()
+    _assert_same(backend, wrapped, twin)
+
+
+@contract
+def sharded_parameters_train_after_an_evaluation_on_rank_0(backend: Backend) -> None:
+    """Only rank 0 has batches for evaluation. All parameters of the model are in its blocks."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))).double()
+
+    model, twin = build(), build()
+    wrapped, optimizer = distribute(backend, model, blocks=(nn.Linear,))
+    rows = torch.randn(4 * backend.size, 3, generator=torch.Generator().manual_seed(1)).double()
+    own, batches = rows[backend.rank :: backend.size], [(rows, BatchInfo(4, 0))] * 2 if backend.rank == 0 else []
+    runs = [(wrapped, optimizer, own), (twin, adamw(twin.parameters()), rows)]
+    for _ in range(2):
+        with torch.no_grad():
+            for batch, _ in align_forward_passes(model, batches, backend):
+                torch.testing.assert_close(model(batch), twin(batch), rtol=0, atol=1e-12)
+        for trained_model, its_optimizer, inputs in runs:
+            its_optimizer.zero_grad()
+            trained_model(inputs).sin().mean().backward()
+            its_optimizer.step()
     _assert_same(backend, wrapped, twin)
 
 

@@ -41,6 +41,26 @@ def is_fsdp_initialized(module: nn.Module) -> bool:
     return module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
 
 
+def count_recorded_blocks(module: nn.Module) -> int:
+    """Return the number of blocks that FSDP has recorded in forward passes of the root module of `fully_shard` since
+    the last backward pass. A block that runs several times is counted each time. Checked with torch 2.14.
+    """
+    return len(module._get_fsdp_state()._comm_ctx.post_forward_order)  # type: ignore[operator]
+
+
+def discard_recorded_blocks(module: nn.Module, count: int) -> None:
+    """Discard all blocks except the first `count` that FSDP has recorded in forward passes of the root module of
+    `fully_shard`.
+
+    FSDP also records the blocks of forward passes without gradients. In each block, the next backward pass starts to
+    gather the parameters of the block that was recorded before it. Checked with torch 2.14.
+    """
+    recorded: list[Any] = module._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
+    for group in set(recorded[count:]):
+        group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < count]
+    del recorded[count:]
+
+
 def release_fsdp_groups(module: nn.Module) -> None:
     """Delete the references of a module of `fully_shard` to process groups. Checked with torch 2.14."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]

@@ -30,6 +30,8 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_participant
 from unitrain.backends.sharding.fsdp_compat import (
+    count_recorded_blocks,
+    discard_recorded_blocks,
     fsdp_parameters,
     is_fsdp_initialized,
     release_fsdp_groups,
@@ -100,6 +102,7 @@ class ShardedParameters:
         # The indices of the blocks, in the order in which a forward pass gathered their parameters. The list is empty
         # before the first forward pass, and shared by the copies of the model.
         self._gather_order: list[int] = []
+        self._num_blocks_before_forward = 0  # the blocks that FSDP had recorded when the current forward pass started
         register_participant(model, self)
 
     @property
@@ -185,10 +188,13 @@ class ShardedParameters:
         announce = self._announce if self._announces_next_forward else None
         self._announces_next_forward = False
         self.collectives.start_recording(announce)
+        self._num_blocks_before_forward = count_recorded_blocks(self.model)
 
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
+            # Otherwise the next backward pass would gather other blocks than on ranks that only took part in this pass.
+            discard_recorded_blocks(self.model, self._num_blocks_before_forward)
             self._gather_order[:] = self.collectives.gathered_blocks
             if self.collectives.on_gather is not None:
                 self.collectives.on_gather(len(self.blocks))
