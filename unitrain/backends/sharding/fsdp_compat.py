@@ -45,7 +45,8 @@ def count_recorded_blocks(module: nn.Module) -> int:
     """Return the number of blocks that FSDP has recorded in forward passes of the root module of `fully_shard` since
     the last backward pass. A block that runs several times is counted each time. Checked with torch 2.14.
     """
-    return len(module._get_fsdp_state()._comm_ctx.post_forward_order)  # type: ignore[operator]
+    context: Any = module._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+    return len(context.post_forward_order) if is_fsdp_initialized(module) else 0
 
 
 def discard_recorded_blocks(module: nn.Module, count: int) -> None:
