@@ -3,6 +3,8 @@ ranks."""
 
 from __future__ import annotations
 
+from textwrap import indent
+
 from unitrain.horovod_wheel.patching import Edit, Patch
 
 _GLOO_WAKER = """\
@@ -313,23 +315,15 @@ _NEGOTIATED_REMOVAL = """\
       }
     }
 """
-_REMOVAL_AFTER_FAILURE = """\
-    try {
-      while (true) {
-        InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
-        if (ProcessSetHasJustBeenRemoved()) {
-          break;
-        } else {
-          std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-      }
-    } catch (const std::exception& error) {
+_REMOVAL_AFTER_FAILURE = f"""\
+    try {{
+{indent(_NEGOTIATED_REMOVAL, "  ")}    }} catch (const std::exception& error) {{
       // Another process has terminated. An exception in the background thread
       // would terminate this process too.
       id_to_be_removed_ = NO_PENDING_REMOVAL;
       Get(id).Finalize(status);
       DeregisterProcessSet(id);
-    }
+    }}
 """
 
 PROCESS_SETS = Patch(

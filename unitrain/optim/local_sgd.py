@@ -278,10 +278,9 @@ class LocalSGD:
         Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
         each synchronous group were also in one group when the state was saved, each rank restores its own weights,
         its optimizer state, and the error of its group. With unchanged groups, the run is bit-identical to an
-        uninterrupted one.
-        Otherwise, and if the next step is part of the warm-up but was not when the state was saved, every rank loads
-        the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if the state
-        belongs to a different model or is not a result of `state_dict`.
+        uninterrupted one. Otherwise, and if the next step is part of the warm-up but was not when the state was saved,
+        every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every
+        rank if the state belongs to a different model or is not a result of `state_dict`.
         """
         backend, is_rank_zero = self._backend, self._backend.rank == 0
         if not is_rank_zero:

@@ -155,7 +155,7 @@ class Attempt:
         return self.process.poll() is None and not self.connections.has_disconnected_ranks
 
     def responds(self) -> bool:
-        """Return whether no standby rank that waits for `start` is stopped. Otherwise, it takes a few seconds."""
+        """Return whether all standby ranks that wait for `start` respond. If one is stopped, this takes 5 s."""
         return not self.is_ready or self.connections.all_respond(_RESPONSE_SECONDS)
 
     def start(self, describe: Callable[[], AttemptInfo]) -> None:
