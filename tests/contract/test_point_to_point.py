@@ -284,9 +284,11 @@ def group_with_one_unconnected_rank(backend: Backend) -> tuple[float, list[str]]
     from unitrain.backends.horovod import point_to_point
 
     create, warnings = point_to_point.create_gloo_group, list[str]()
+    transports = []  # keeps the connections of the last rank open while the other ranks connect to it
 
     def connect_and_fail(*arguments: Any, connects: bool = True, **location: Any) -> Any:
         transport = create(*arguments, connects=connects, **location)
+        transports.append(transport)
         if connects and backend.rank == backend.size - 1:
             raise RuntimeError("Connection refused\nat a line of Gloo")
         return transport
@@ -300,6 +302,7 @@ def group_with_one_unconnected_rank(backend: Backend) -> tuple[float, list[str]]
     finally:
         point_to_point.create_gloo_group = create
         del point_to_point._LOGGER.warning
+    transports.clear()
     received = torch.zeros(1)
     work = dist.isend(torch.tensor([float(backend.rank)]), (backend.rank + 1) % backend.size, group=group)
     dist.recv(received, (backend.rank - 1) % backend.size, group=group)

@@ -215,12 +215,18 @@ def test_functions_run_on_this_host_of_an_allocation(
     assert "unitrain.run starts ranks on this machine only, but srun starts them on h1, h2." in done.stdout
 
 
+# Ends when both ranks have written, because torchrun terminates the other rank after the first exit.
 COUNTED = """
 import socket
+import time
 from pathlib import Path
 
-with Path(__file__).with_name("hosts").open("a") as hosts:
+path = Path(__file__).with_name("hosts")
+with path.open("a") as hosts:
     hosts.write(socket.gethostname() + " ")
+deadline = time.monotonic() + 30
+while len(path.read_text().split()) < 2 and time.monotonic() < deadline:
+    time.sleep(0.05)
 raise SystemExit("no training")
 """
 
