@@ -30,9 +30,9 @@ TORCH_VENV := .venv-$(TORCH)
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
-# MARKERS="not nightly" also runs the tests of `make test-ci`, as CI does.
+# MARKERS="not nightly" also runs the tests of `make test-ci`, and REPEAT=5 repeats up to five failed tests once, as CI does.
 test: $(INSTALLED) $(HOROVOD)
-	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)")
+	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)") $(if $(REPEAT),|| $(BIN)/python -m tests.support.repeat_failed $$? $(REPEAT))
 
 # Tests that take long, which CI runs in addition.
 test-ci: $(INSTALLED) $(HOROVOD)

@@ -1,0 +1,38 @@
+"""Repeats a few failed tests once, as CI does.
+
+    python -m pytest ... || python -m tests.support.repeat_failed $? LIMIT
+
+On a busy machine, a test of several processes can fail by chance. If pytest has run all tests and at most LIMIT of them
+failed, these run again, one at a time. The exit code is that of pytest for this second run, or the first one without a
+second run. The names of the tests that passed the second time are printed, because they must be corrected.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FAILED = Path(".pytest_cache/v/cache/lastfailed")
+
+
+def main(exit_code: int, limit: int) -> int:
+    """Repeat the tests that failed in the last run of pytest in this folder, which ended with `exit_code`."""
+    if exit_code != pytest.ExitCode.TESTS_FAILED:
+        return exit_code
+    failed = list(json.loads(FAILED.read_text()))
+    if len(failed) > limit:
+        print(f"More than {limit} tests failed. They are not repeated.")
+        return exit_code
+    print(f"Repeating the {len(failed)} failed tests, one at a time.", flush=True)
+    repeated = pytest.main(["-m", "", *failed])
+    if repeated == pytest.ExitCode.OK:
+        print("These tests failed, and passed when they were repeated. Correct them or the code that they test:")
+        print(*failed, sep="\n")
+    return int(repeated)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
