@@ -4,7 +4,7 @@
 
 Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run keeps the state of every
 STEPS_IN_MEMORY-th step in memory; 0 keeps none. If STEPS_PER_CHECKPOINT is 0, checkpoints are written after epochs
-only. After each step, the rank waits for WAITING_MILLISECONDS without using the CPU.
+only. In each forward pass, the rank waits for WAITING_MILLISECONDS without using the CPU, as for an accelerator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unitrain
@@ -46,20 +46,32 @@ class StepFile:
 
 
 class StepLog(unitrain.Callback):
-    """Writes a line per step, and waits for `waiting_ms` milliseconds."""
+    """Writes a line per step."""
 
-    def __init__(self, file: StepFile, waiting_ms: float) -> None:
-        self._file, self._waiting_ms = file, waiting_ms
+    def __init__(self, file: StepFile) -> None:
+        self._file = file
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
-        time.sleep(self._waiting_ms / 1000)
         self._file.add(trainer.progress.step)
+
+
+class Wait(nn.Module):
+    """Returns its input after `milliseconds`."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self._milliseconds = milliseconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._milliseconds / 1000)
+        return x
 
 
 def main(folder: Path, on_disk: int, in_memory: int, waiting_ms: float = 0) -> None:
     """Train until the process is killed."""
     with unitrain.init(device="cpu") as backend:
         model, optimizer, data = build()
+        model = nn.Sequential(model, Wait(waiting_ms))
         config = unitrain.TrainConfig(
             max_epochs=1000,
             batch_size=BATCH,
@@ -69,7 +81,7 @@ def main(folder: Path, on_disk: int, in_memory: int, waiting_ms: float = 0) -> N
             memory_checkpoint_every_steps=in_memory or None,
             progress="off",
         )
-        callbacks = [StepLog(StepFile(folder, backend.rank, backend.size), waiting_ms)]
+        callbacks = [StepLog(StepFile(folder, backend.rank, backend.size))]
         trainer = unitrain.Trainer(
             model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
         )

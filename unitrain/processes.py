@@ -29,6 +29,7 @@ _TERMINATE_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 5.0
 _KILL_PERIOD_SECONDS = 0.02
 _PARENT_POLL_SECONDS = 1.0
+_LOWEST_PRIORITY = 19  # the highest niceness
 # Signals that schedulers send to every process of a job before preemption. DataLoader workers ignore them, because the
 # rank handles them. The Trainer adds the signals in its configuration.
 preemption_signals = {signal.SIGUSR1, signal.SIGUSR2}
@@ -65,6 +66,46 @@ def process_age_seconds() -> float:
     except OSError:
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def run_at_low_priority(function: Callable[[], None]) -> None:
+    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns.
+
+    Only a privileged process can raise its priority again, but the niceness of Linux belongs to a thread. Threads that
+    `function` starts keep the low priority. If the kernel groups the processes by session (autogroup, see sched(7)), it
+    compares the niceness only within a session. A session leader therefore also lowers the priority of its session.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)  # 0 is the calling thread
+        function()
+
+    session = Path("/proc/self/autogroup")
+    is_lowered = False
+    with contextlib.suppress(OSError):
+        if os.getsid(0) == os.getpid() and session.read_text().endswith("nice 0\n"):
+            session.write_text(str(_LOWEST_PRIORITY))
+            is_lowered = True
+    try:
+        thread = threading.Thread(target=run, name="unitrain low priority")
+        thread.start()
+        thread.join()
+    finally:
+        if is_lowered:
+            _restore_session_priority(session)
+
+
+def _restore_session_priority(session: Path) -> None:
+    """Write the default niceness to the file of the session. The kernel refuses two changes within 0.1 s."""
+    for _ in range(10):
+        try:
+            session.write_text("0")
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return
 
 
 def find_process_ids(marker: bytes) -> Iterator[int]:

@@ -22,9 +22,10 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import UnitrainError
 from unitrain.monitoring import supervisor_client
+from unitrain.processes import run_at_low_priority
 
 # torch._dynamo is imported by every optimizer. Modules that are not installed are skipped.
-_MODULES = ("numpy", "torch", "torch._dynamo", "unitrain.trainer")
+_MODULES = ("torch", "torch._dynamo", "unitrain.trainer")
 
 
 def wrapper_arguments() -> tuple[str, ...]:
@@ -38,7 +39,10 @@ def main(program: list[str]) -> None:
     Exits with code 1 if the supervisor cannot be reached.
     """
     supervisor_client.connect(environment.detect().rank, is_standby=True)
-    _import_modules()
+    # The running attempt uses the same cores. The libraries that start threads when numpy is imported use them later.
+    with suppress(ImportError):
+        importlib.import_module("numpy")
+    run_at_low_priority(_import_modules)
     if not supervisor_client.wait_for_start():
         sys.exit(1)
     if program[0] == "-m":

@@ -26,10 +26,13 @@ def batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
 
 def rng_digests(device: torch.device) -> dict[str, str]:
     """Return a digest of the RNG state per random number generator of this process."""
-    states = randomness.capture_generators(device)
+    states = randomness.get_generator_states(device)
+    numpy_state = {**states.numpy, "state": {**states.numpy["state"], "key": states.numpy["state"]["key"].tolist()}}
     return {
-        name: digest_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
-        for name, state in states.items()
+        "torch": digest_tensor(states.torch),
+        **({} if states.cuda is None else {"cuda": digest_tensor(states.cuda)}),
+        "numpy": hashlib.sha256(repr(numpy_state).encode()).hexdigest(),
+        "python": hashlib.sha256(repr(states.python).encode()).hexdigest(),
     }
 
 
