@@ -54,18 +54,25 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-@pytest.mark.ci
-def test_compiled_training_equals_eager_with_few_compilations(group: RankGroup, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "by_user"),
+    [
+        pytest.param({}, True, id="by the user", marks=pytest.mark.nightly),
+        pytest.param({"compile": True, "ema_decay": 0.5}, False, id="by the Trainer", marks=pytest.mark.ci),
+    ],
+)
+def test_compiled_training_equals_eager_with_few_compilations(
+    settings: dict[str, Any], by_user: bool, group: RankGroup, tmp_path: Path
+) -> None:
     expected, loss, graphs = train(LOCAL, {})
     assert graphs == 0
-    for number, (settings, by_user) in enumerate([({}, True), ({"compile": True, "ema_decay": 0.5}, False)]):
-        output = {"output_dir": str(tmp_path / str(number)), "resume": True}
-        group.run(train, {**settings, **output, "max_epochs": 2}, by_user, timeout_seconds=240)
-        for state, found_loss, graphs in group.run(train, {**settings, **output}, by_user, timeout_seconds=240):
-            assert 0 < graphs <= 6, "a graph each for training and evaluation, of the first size and of any size"
-            assert list(state) == list(expected)
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
-            assert "ema_decay" in settings or found_loss == pytest.approx(loss, abs=1e-6)
-        (saved,) = tmp_path.glob(f"{number}/step-000000020/model.safetensors")
-        assert list(load_file(saved)) == sorted(expected)
+    output = {"output_dir": str(tmp_path), "resume": True}
+    group.run(train, {**settings, **output, "max_epochs": 2}, by_user, timeout_seconds=240)
+    for state, found_loss, graphs in group.run(train, {**settings, **output}, by_user, timeout_seconds=240):
+        assert 0 < graphs <= 6, "a graph each for training and evaluation, of the first size and of any size"
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
+        assert "ema_decay" in settings or found_loss == pytest.approx(loss, abs=1e-6)
+    (saved,) = tmp_path.glob("step-000000020/model.safetensors")
+    assert list(load_file(saved)) == sorted(expected)

@@ -72,8 +72,15 @@ def train_in_own_loop(backend: Backend) -> Digests:
     }
 
 
+ALL_VARIANTS = (*VARIANTS, "own loop")
+
+
+def train_variant(backend: Backend, variant: str) -> Digests:
+    return train_in_own_loop(backend) if variant == "own loop" else train(backend, variant)
+
+
 def train_all(backend: Backend) -> dict[str, Digests]:
-    return {**{variant: train(backend, variant) for variant in VARIANTS}, "own loop": train_in_own_loop(backend)}
+    return {variant: train_variant(backend, variant) for variant in ALL_VARIANTS}
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +96,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def runs(group: RankGroup) -> list[dict[str, Digests]]:
-    return group.run(train_all, timeout_seconds=240)
-
-
-@pytest.mark.parametrize("variant", [*VARIANTS, "own loop"])
-def test_bits_equal_those_of_one_process(alone, runs, variant) -> None:
-    for run in runs:
-        assert run[variant] == alone[variant]
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+def test_bits_equal_those_of_one_process(alone: dict[str, Digests], group: RankGroup, variant: str) -> None:
+    for run in group.run(train_variant, variant, timeout_seconds=120):
+        assert run == alone[variant]
 
 
 @pytest.fixture(scope="module")
