@@ -27,7 +27,7 @@ import unitrain
 import unitrain.backends.horovod.backend
 from unitrain import Callback, Trainer
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 from unitrain.checkpoint import files
 
 # The triggers of a kill. File operations of checkpoints are the most frequent trigger.
@@ -161,6 +161,7 @@ class Chaos:
         self._folder, self._seed = folder, seed
         self.tally = Tally()
         self._pace: dict[tuple[str, int], float] = {}
+        self._reserved_port = reserve_port()  # of the latest attempt
         self._expected_weights = {name: final_weights(self._uninterrupted(name)) for name in OPTIMIZERS}
 
     def run(self, number: int) -> None:
@@ -215,7 +216,10 @@ class Chaos:
     ) -> Attempt:
         done = [int(path.name.removeprefix("step-")) for path in files.list_checkpoints(run / "output")]
         left = STEPS - max(done, default=0)
-        return Attempt(run, number, backend, size, settings, free_port(), kill, left)
+        self._reserved_port.close()
+        self._reserved_port = reserve_port()
+        port = self._reserved_port.getsockname()[1]
+        return Attempt(run, number, backend, size, settings, port, kill, left)
 
     def _run_attempt(self, attempt: Attempt) -> bool:
         """Start the attempt and wait for its end. Return whether it ended without being killed."""

@@ -139,6 +139,7 @@ def test_threads_may_write_the_record_at_the_same_time(
 ) -> None:
     """After a timeout, the watchdog thread answers the requests of other ranks while the main thread fails."""
     monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(flight_record_file, "_WRITE_SECONDS", 60.0)  # a slow disk is not the subject
     recorder = FlightRecorder()
     for number in range(256):
         recorder.record(GradientPhase("backward", number))
@@ -171,5 +172,6 @@ def test_a_file_system_that_does_not_respond_delays_a_failure_by_seconds(
     may_respond.set()
     for thread in flight_record_file._late_writers:
         thread.join(30)
+    monkeypatch.setattr(flight_record_file, "_WRITE_SECONDS", 30.0)
     write_flight_record(FlightRecorder(), 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight_record_rank_0", "flight_record_rank_1"]

@@ -17,12 +17,14 @@ from click.testing import CliRunner
 from launches import running_launcher
 from prometheus_client.parser import text_string_to_metric_families
 
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 from unitrain.cli import unitrain as command_line
 from unitrain.progress.goodput import GoodputSummary, read_attempts
 
 # Rank 1 is killed after step 7, and rank 0 after step 12. Checkpoints are saved after every fifth step. The last record
 # before each kill includes the step before it, because records are written at sync points if a second has passed.
+# Before a kill, the rank waits until the endpoint was read in this attempt. After `fit`, rank 0 waits until it was read
+# once more.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -33,13 +35,19 @@ import unitrain
 
 folder = Path(sys.argv[1])
 
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
 class Kills(unitrain.Callback):
     def on_step_end(self, trainer):
         step, rank = trainer.progress.step, trainer.backend.rank
         time.sleep(1.2 if step in (6, 11) else 0.1)
-        for killed, at in ((1, 7), (0, 12)):
+        for restarts, (killed, at) in enumerate(((1, 7), (0, 12))):
             marker = folder / f"killed-{killed}"
             if (rank, step) == (killed, at) and not marker.exists():
+                wait_for(folder / f"scraped-{restarts}")
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,15 +72,20 @@ with unitrain.init(device="cpu") as backend:
     trainer.fit(data, TensorDataset(*data[:8]))
     if backend.rank == 0:
         print("time after", time.time())
-        time.sleep(float(sys.argv[2]))  # for a last scrape
+        (folder / "trained").touch()
+        wait_for(folder / "scraped")
 """
+RESTARTS = ("unitrain_restarts_total", "")  # missing until the first sync point of an attempt
 
 
 class Scraper:
-    """Reads the endpoint on `port` every 0.2 s. `samples` has every answer: values by name and labels."""
+    """Reads the endpoint on `port` every 0.2 s. `samples` has every answer: values by name and labels.
 
-    def __init__(self, port: int) -> None:
-        self._port, self.samples = port, list[dict[tuple[str, str], float]]()
+    `folder` receives the files that PROGRAM waits for.
+    """
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self._port, self._folder, self.samples = port, folder, list[dict[tuple[str, str], float]]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -83,6 +96,7 @@ class Scraper:
 
     def _run(self) -> None:
         while not self._stop.wait(0.2):
+            is_trained = (self._folder / "trained").exists()
             try:
                 text = urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10).read().decode()
             except (OSError, http.client.HTTPException):  # the rank is killed while it answers
@@ -94,6 +108,10 @@ class Scraper:
                     for sample in family.samples
                 }
             )
+            if RESTARTS in self.samples[-1]:
+                (self._folder / f"scraped-{self.samples[-1][RESTARTS]:.0f}").touch()
+            if is_trained:
+                (self._folder / "scraped").touch()
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -106,17 +124,21 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     backend: str, launcher: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    port = free_port()
-    command = [
-        sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2",
-        "--max-restarts", "3", "--metrics-port", str(port), str(tmp_path / "train.py"), str(tmp_path), "3",
-    ]  # fmt: skip
-    started = time.time()
-    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
-        since = time.time()
-        scraper = Scraper(port)
-        output = launch.output()
-        scraper.stop()
+    with reserve_port() as reservation:
+        port = reservation.getsockname()[1]
+        command = [
+            sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2",
+            "--max-restarts", "3", "--metrics-port", str(port), str(tmp_path / "train.py"), str(tmp_path),
+        ]  # fmt: skip
+        started = time.time()
+        with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+            while len(launch.find_processes()) < 2:  # the time counts from the start of the forked process (`preload`)
+                assert launch.process.poll() is None, launch.output()
+                time.sleep(0.01)
+            since = time.time()
+            scraper = Scraper(port, tmp_path)
+            output = launch.output()
+            scraper.stop()
     assert launch.process.returncode == 0, output
 
     # The sum is the time from the start of `unitrain launch` to the end of `fit`.
@@ -161,8 +183,7 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert reasons[1:] == ["rank 0 was killed or crashed"]
 
     # The endpoint was read in all attempts, at the same port.
-    restarts = ("unitrain_restarts_total", "")  # missing until the first sync point of an attempt
-    assert {sample[restarts] for sample in scraper.samples if restarts in sample} == {0, 1, 2}
+    assert {sample[RESTARTS] for sample in scraper.samples if RESTARTS in sample} == {0, 1, 2}
     last = scraper.samples[-1]
     assert last["unitrain_step", ""] == 16
     assert last["unitrain_replayed_steps_total", ""] == reached - 4

@@ -35,9 +35,10 @@ def command(launcher: str, output: Path, *more: str) -> list[str]:
     return [*start, DIGITS, *EPOCHS, "--output", str(output), *more]
 
 
-def wait_for(path: Path, seconds: float = 150) -> None:
+def wait_for(path: Path, seconds: float = 150, *, lines: int = 0) -> None:
+    """Wait until the file exists and has at least this number of lines."""
     deadline = time.monotonic() + seconds
-    while not path.exists():
+    while not path.exists() or path.read_text().count("\n") < lines:
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.02)
 
@@ -57,10 +58,11 @@ def run(arguments: list[str]) -> str:
 def a_rank_of(launch: Launch) -> int:
     """Return the process of one of horovodrun's ranks, and not of the launcher or a shell between the two."""
     for pid in launch.find_processes():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-        if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
-            return pid
+        with contextlib.suppress(OSError):  # a short-lived process of the launcher has ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+            if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
+                return pid
     raise LookupError("no rank is there")
 
 
@@ -83,8 +85,7 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
 ) -> None:
     number, target, codes = CASES[launcher]
     with running_launcher(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
-        wait_for(tmp_path / "run" / "history.jsonl")
-        time.sleep(0.3)
+        wait_for(tmp_path / "run" / "history.jsonl", lines=2)
         pid = launch.process.pid if target == "launcher" else a_rank_of(launch)
         os.kill(pid, number)
         output = launch.output()
@@ -223,7 +224,8 @@ class Counts:
 
 class Ready(unitrain.Callback):
     def on_step_end(self, trainer):
-        Path(sys.argv[1], "ready").touch()
+        if trainer.progress.step == 4:  # both workers have loaded batches, so they ignore the signals
+            Path(sys.argv[1], "ready").touch()
 
 
 with unitrain.init(device="cpu") as backend:

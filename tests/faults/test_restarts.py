@@ -16,7 +16,7 @@ from launches import running_launcher
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ class KillOnce(unitrain.Callback):
         if trainer.backend.rank == 1 and trainer.progress.step == 7 and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
+            # A thread records SIGTERM. The ranks exchange signals at the end of the epoch, after the next step.
+            deadline = time.monotonic() + 30
+            while trainer._stopping._preemption.received is None and time.monotonic() < deadline:
+                time.sleep(0.01)
 
 with unitrain.init(device="cpu") as backend:
     torch.manual_seed(0)

@@ -121,4 +121,4 @@ def test_a_fault_ends_sharded_training_and_the_report_names_the_rank(
             (began,) = re.findall(r"fault (\S+)", together)
             # The ranks of an earlier job may have ended later.
             limit = max(limit for _, limit in FAULTS.values() if limit < 60)
-            assert ended - float(began) < limit + 25, f"{fault}:\n{together}"
+            assert ended - float(began) < limit + 40, f"{fault}:\n{together}"

@@ -20,7 +20,7 @@ from requirements import needs_mpi
 from unitrain.backends.base import Backend
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankError, RankGroup
 from unitrain.testing.models import batch, build, compute_loss
@@ -194,13 +194,10 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
         "sleeps": "Missing ranks: 1",
     }[fault]
     assert expected in output, output
-    assert seconds < 60, f"{seconds:.0f} s\n{output}"
-    if fault != "sleeps":  # no rank waits until the timeout of a collective
+    assert seconds < 100, f"{seconds:.0f} s\n{output}"
+    if fault != "sleeps":  # no rank waits until the timeout of a collective, which is 60 s
         (failed_at,) = re.findall(r"fault (\d+\.\d+)", output)
-        # mpirun always waits twice for the four seconds of its ranks.
-        assert ended - float(failed_at) < (15 if launcher == "mpirun" else 10), (
-            f"{ended - float(failed_at):.0f} s\n{output}"
-        )
+        assert ended - float(failed_at) < 30, f"{ended - float(failed_at):.0f} s\n{output}"
 
 
 START_SCRIPT = """
@@ -236,18 +233,19 @@ def test_ranks_that_never_start_are_reported(options: list[str], tmp_path: Path)
     """Only rank 0 of two is started."""
     script = tmp_path / "train.py"
     script.write_text("import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)")
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    finished = subprocess.run(
-        [sys.executable, *options, str(script)],
-        env=preloaded(environment.copy() | variables),
-        capture_output=True,
-        text=True,
-        timeout=100,  # of which torch's import takes the most, without compiled bytecode
-        check=False,
-    )
+    with reserve_port() as reservation:
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(reservation.getsockname()[1]),
+        }
+        finished = subprocess.run(
+            [sys.executable, *options, str(script)],
+            env=preloaded(environment.copy() | variables),
+            capture_output=True,
+            text=True,
+            timeout=100,  # of which torch's import takes the most, without compiled bytecode
+            check=False,
+        )
     assert finished.returncode == 1
     assert "CollectiveTimeoutError" in finished.stderr, finished.stderr
     assert "The rendezvous of 2 ranks timed out after 3 s, at 'positions'. Missing: rank 1." in finished.stderr, (

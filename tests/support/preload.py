@@ -214,7 +214,8 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     between = os.fork()
     if between:
         os.close(writing)
-        pid = int.from_bytes(os.read(reading, 4), "big")
+        # Nothing is received if the new process could not be forked. A signal to process 0 would reach this server.
+        pid = int.from_bytes(os.read(reading, 4), "big") or between
         os.close(reading)
         return pid, between
     libc = ctypes.CDLL(None, use_errno=True)
@@ -222,7 +223,11 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
         if libc.setns(descriptor, _NAMESPACES[name]):
             os.write(2, f"setns {name}: {os.strerror(ctypes.get_errno())}\n".encode())
             os._exit(1)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the host of the namespaces was killed
+        os.write(2, f"fork: {error.strerror}\n".encode())
+        os._exit(1)
     if pid == 0:
         os.close(reading)
         os.close(writing)
@@ -332,7 +337,7 @@ def _replace_getppid(stub: int) -> None:
             return real()
         try:
             return int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the stub has exited, before or after the file was opened
             return 1
 
     os.getppid = getppid

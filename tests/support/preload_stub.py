@@ -94,12 +94,15 @@ def _hand_over() -> None:
         except OSError:
             pass  # the forked process has ended, and its exit code can be received
 
+    # A signal is forwarded after the request, because the server would read an earlier one as a part of the request.
+    mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
     ignored = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, _signal.SIGTSTP, _signal.SIGTTIN, _signal.SIGTTOU)
     for number in _signal.valid_signals():
         if int(number) not in map(int, ignored) and int(number) < 32 and _signal.getsignal(number) != _signal.SIG_IGN:
             _signal.signal(number, forward)
     connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
     connection.sendall(request)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)
     # A pipe to this process must be closed when the forked process closes it. horovodrun's children detect by a closed
     # pipe that horovodrun has exited.
     for descriptor in [*kept[3:], *opened]:

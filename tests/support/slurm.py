@@ -63,7 +63,7 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
         def start(host: Host, *command: str) -> subprocess.Popen[str]:
             with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as message_text:
                 process = host.start(command, variables, stdout=message_text.fileno())
-            cleanup.callback(process.wait, timeout=10)
+            cleanup.callback(process.wait, timeout=_UP_SECONDS)
             return process
 
         daemons = [start(first, PROGRAMS[0], "--foreground", "--force", f"--key-file={key}", *files)]
@@ -85,6 +85,8 @@ def _wait_until(is_up: Callable[[], bool], what: str, daemons: list[subprocess.P
     deadline = time.monotonic() + _UP_SECONDS
     while not is_up():
         if time.monotonic() > deadline or any(process.poll() is not None for process in daemons):
-            logs = "\n".join(f"{path.name}: {path.read_text()[-1000:]}" for path in folder.glob("*[.]*d*"))
+            logs = "\n".join(
+                f"{path.name}: {path.read_text(errors='replace')[-1000:]}" for path in folder.glob("*[.]*d*")
+            )
             raise RuntimeError(f"{what} does not come up:\n{logs}")
         time.sleep(0.2)
