@@ -4,7 +4,8 @@ that normalizes over the complete micro-batch."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,6 +128,14 @@ def test_results_are_those_of_the_complete_micro_batch(
 # --- features and errors ---
 
 
+def wait_until(happens: Callable[[], bool]) -> None:
+    """Wait until a condition holds, because the threads of a closed multiprocessing queue end later."""
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +161,7 @@ def train_blocks(backend: Backend, **settings: Any) -> list[list[float]]:
     steps, local_ranks = 3, len(local_logical_ranks(5, backend.rank, backend.size))
     assert len(calls) == steps * local_ranks
     assert len(set(calls)) == 1 + steps * (local_ranks - 1)
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before)
     return [tensor.flatten().tolist() for tensor in (*model.parameters(), *model.buffers())]
 
 
@@ -200,7 +209,7 @@ def check_errors(backend: Backend) -> None:
     trainer = Trainer(model, optimizer, cross_entropy, backend=backend, config=config)
     threads = threading.active_count()
     raises(CollectiveMismatchError, "while another rank calls a different one", lambda: trainer.fit(data))
-    assert threading.active_count() == threads
+    wait_until(lambda: threading.active_count() == threads)
     raises(
         ConfigError,
         "find_learning_rate does not support sync_batch_norm with logical_ranks",
