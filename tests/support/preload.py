@@ -214,15 +214,20 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     between = os.fork()
     if between:
         os.close(writing)
-        pid = int.from_bytes(os.read(reading, 4), "big")
+        answer = os.read(reading, 4)
         os.close(reading)
-        return pid, between
+        # Without an answer, no process was forked. The stub receives the exit code of the process between.
+        return int.from_bytes(answer, "big") if answer else between, between
     libc = ctypes.CDLL(None, use_errno=True)
     for name, descriptor in zip(request["namespaces"], descriptors[len(request["descriptors"]) :], strict=True):
         if libc.setns(descriptor, _NAMESPACES[name]):
             os.write(2, f"setns {name}: {os.strerror(ctypes.get_errno())}\n".encode())
             os._exit(1)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the first process of the pid namespace has ended
+        os.write(2, f"fork: {error.strerror}\n".encode())
+        os._exit(1)
     if pid == 0:
         os.close(reading)
         os.close(writing)
@@ -332,7 +337,7 @@ def _replace_getppid(stub: int) -> None:
             return real()
         try:
             return int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the stub has ended, perhaps between opening and reading
             return 1
 
     os.getppid = getppid
