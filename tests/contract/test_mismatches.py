@@ -118,7 +118,7 @@ def test_ranks_in_different_operations_end_long_before_the_timeout(backend: str,
     together = "\n".join(outputs)
     assert all(process.returncode for process in processes), together
     (began,) = re.findall(r"began (\S+)", together)  # on rank 0; rank 1 waits before it
-    assert ended - float(began) < 25, together  # about eight seconds, and more on a busy machine
+    assert ended - float(began) < 60, together  # about eight seconds, and more on a busy machine; the timeout is 90 s
     assert "rank 1 failed first: CollectiveMismatchError: The ranks wait for each other in different" in together
     assert "rank 0 in backward #2, at train.py:13: model(" in together
     assert "rank 1 in allreduce(float32 [2], mean) (collective #" in together

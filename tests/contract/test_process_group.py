@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
+from unitrain.bootstrap.network import reserve_port
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
@@ -242,10 +242,15 @@ def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]
 
 
-def wait_with_timeout(backend: Backend) -> tuple[str, list[float]]:
+def wait_with_timeout(backend: Backend, folder: str) -> tuple[str, list[float]]:
+    """Rank 0 starts the operation after the wait of rank 1 has ended."""
+    waited = Path(folder) / "waited"
     backend.barrier()
     if backend.rank == 0:
-        time.sleep(1.5)
+        deadline = time.monotonic() + 30
+        while not waited.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     own = torch.ones(2)
     work = dist.all_reduce(own, async_op=True)
     message_text = ""
@@ -254,13 +259,14 @@ def wait_with_timeout(backend: Backend) -> tuple[str, list[float]]:
             work.wait(timedelta(seconds=0.3))
         except CollectiveTimeoutError as error:
             message_text = str(error)
+        waited.touch()
     work.wait()
     return message_text, own.tolist()
 
 
-def test_wait_with_a_timeout_raises_and_may_be_repeated() -> None:
+def test_wait_with_a_timeout_raises_and_may_be_repeated(tmp_path: Path) -> None:
     with RankGroup("horovod", 2) as group:
-        (_, first), (message_text, second) = group.run(wait_with_timeout)
+        (_, first), (message_text, second) = group.run(wait_with_timeout, str(tmp_path))
     assert "is not complete after 0.3 s" in message_text
     assert first == second == [2.0, 2.0]
 
@@ -316,18 +322,17 @@ dist.destroy_process_group()
 def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "plain_ddp.py"
     script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    program, *options = launcher.format(port=port).split()
-    program_path = Path(sys.executable).with_name(program)
-    command = [
-        str(program_path) if program_path.exists() else program,
-        *options,
-        sys.executable,
-        str(script),
-        str(tmp_path),
-    ]
-    subprocess.run(command, env=preloaded(_environment()), check=True, timeout=120)
+    with reserve_port() as reservation:
+        program, *options = launcher.format(port=reservation.getsockname()[1]).split()
+        program_path = Path(sys.executable).with_name(program)
+        command = [
+            str(program_path) if program_path.exists() else program,
+            *options,
+            sys.executable,
+            str(script),
+            str(tmp_path),
+        ]
+        subprocess.run(command, env=preloaded(_environment()), check=True, timeout=120)
     results = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert results[0].startswith("horovod 2 [")
     assert results[0] == results[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from preload import preloaded
 from requirements import needs_hosts, needs_mpi
 
 from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import reserve_port
 
 ROOT = str(Path(__file__).parents[2])
 SPAWN = """
@@ -149,7 +149,7 @@ dist.destroy_process_group()
 DESTROYED_AT_ONCE = """
 import os, sys, threading, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 
 def train(rank, ports):
     unitrain.register_process_group()
@@ -164,7 +164,8 @@ def train(rank, ports):
         dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, args=([free_port() for _ in range(20)],), nprocs=2)
+    reservations = [reserve_port() for _ in range(20)]
+    mp.spawn(train, args=([reservation.getsockname()[1] for reservation in reservations],), nprocs=2)
     print("finished")
 """
 
@@ -206,10 +207,13 @@ def _run(command: list[str], timeout: float = 120) -> str:
 def test_spawned_ranks_use_the_arguments(method: str, tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    address = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/file", "store": f"store:{tmp_path}/store"}
-    assert "finished" in _run([sys.executable, str(script), address[method]])
+    with reserve_port() as reservation:
+        address = {
+            "tcp": f"tcp://127.0.0.1:{reservation.getsockname()[1]}",
+            "file": f"file://{tmp_path}/file",
+            "store": f"store:{tmp_path}/store",
+        }
+        assert "finished" in _run([sys.executable, str(script), address[method]])
 
 
 def test_groups_have_a_default_backend(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveArgumentError, CollectiveMismatchError, CollectiveTimeoutError
 from unitrain.testing import RankGroup
 
-SHORT = timedelta(seconds=0.4)
+SHORT, LONG = timedelta(seconds=0.4), timedelta(seconds=30)
 
 
 @pytest.fixture(scope="module", params=[3, *nightly(2)])
@@ -361,11 +362,14 @@ def test_coalesced_operations_return_one_work_with_all_results(groups: Any) -> N
 def monitored_barrier(backend: Backend) -> list[str]:
     rank, size = backend.rank, backend.size
     for wait_all_ranks in (False, True):
-        world().monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=wait_all_ranks)
+        world().monitored_barrier(timeout=LONG, wait_all_ranks=wait_all_ranks)
     message = ""
+    if rank == 0 and size > 2:  # the ranks that are not missing reach the barrier first
+        barrier = world()._monitored_barrier
+        barrier._store.wait([f"{barrier._barrier_index + 1}/{other}" for other in range(1, size - 1)], LONG)
     if rank != size - 1:
         with pytest.raises(RuntimeError) as caught:
-            world().monitored_barrier(timeout=SHORT)
+            world().monitored_barrier(timeout=SHORT if rank == 0 else LONG)
         message = str(caught.value).split("Check")[0]
     backend.barrier()
     if rank == 0:
@@ -386,17 +390,26 @@ def test_a_monitored_barrier_names_missing_ranks(groups: Any) -> None:
         assert f"Rank {rank} successfully reached monitoredBarrier, but received errors" in results[rank][0]
 
 
-def timed_out_operation(backend: Backend) -> list[str]:
-    message = ""
+def wait_for_files(paths: list[Path]) -> None:
+    deadline = time.monotonic() + 40
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def timed_out_operation(backend: Backend, folder: str) -> list[str]:
+    """Rank 1 starts the operation after it has timed out on rank 0."""
+    message, timed_out = "", Path(folder) / "timed out"
     if backend.rank == 0:
         started = time.monotonic()
         with pytest.raises(dist.DistBackendError) as caught:
             world().allreduce(torch.ones(2), timeout=SHORT).wait()
         assert isinstance(caught.value, CollectiveTimeoutError)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20  # long before the timeout of the group, 60 s
         message = str(caught.value)
+        timed_out.touch()
     else:
-        time.sleep(6 * SHORT.total_seconds())  # rank 0 may start later
+        wait_for_files([timed_out])
         world().allreduce(torch.ones(2)).wait()
     return [message]
 
@@ -414,30 +427,31 @@ def aborted_operation(backend: Backend) -> list[str]:
     return [message]
 
 
-def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait() -> None:
+def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait(tmp_path: Path) -> None:
     with RankGroup("horovod", 2) as group:
-        ((message,), _) = group.run(timed_out_operation)
+        ((message,), _) = group.run(timed_out_operation, str(tmp_path))
         ((aborted,), _) = group.run(aborted_operation, timeout_seconds=20)
     assert aborted == "Horovod's allreduce was aborted, because this rank has aborted its process group."
     assert "Horovod's allreduce timed out after 0.4 s, because rank 1 did not call it." in message
 
 
-def operation_without_rank_1(backend: Backend) -> str:
+def operation_without_rank_1(backend: Backend, folder: str) -> str:
     """Return the timeout error of the other ranks. Rank 1 starts the operation afterwards."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=6))
     if backend.rank == 1:
-        time.sleep(7)
+        wait_for_files([Path(folder, str(rank)) for rank in (0, 2)])
         dist.all_reduce(torch.ones(2), group=group)
         return ""
     with pytest.raises(dist.DistBackendError) as caught:
         dist.all_reduce(torch.ones(2), group=group)
+    Path(folder, str(backend.rank)).touch()
     return str(caught.value)
 
 
-def test_a_timeout_names_the_rank_that_did_not_start_the_operation() -> None:
+def test_a_timeout_names_the_rank_that_did_not_start_the_operation(tmp_path: Path) -> None:
     with RankGroup("horovod", 3) as group:
-        texts = group.run(operation_without_rank_1)
-    expected = "Horovod's allreduce timed out after 4 s, because rank 1 did not call it. "
+        texts = group.run(operation_without_rank_1, str(tmp_path))
+    expected = "Horovod's allreduce timed out after 6 s, because rank 1 did not call it. "
     assert [text.startswith(expected) for text in texts] == [True, False, True], texts
 
 

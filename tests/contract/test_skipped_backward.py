@@ -74,7 +74,7 @@ def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: s
     for output in outputs:
         raised = re.findall(r"raised (\S+)", output)
         assert len(raised) == 1, together
-        assert float(raised[0]) - float(began) < 5, together  # two seconds, and more on a busy machine
+        assert float(raised[0]) - float(began) < 20, together  # two seconds, and more on a busy machine
         assert re.search(TEXT[fault], output), together
 
 

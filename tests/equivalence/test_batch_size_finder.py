@@ -222,4 +222,4 @@ def test_a_rank_that_runs_out_of_memory_in_a_sharded_step_ends_all_ranks(
     assert f"ConfigError: {message}" in outputs[1]
     assert f"rank 1 failed first: ConfigError: {message}" in outputs[0]
     (began,) = re.findall(r"fault (\S+)", outputs[1])
-    assert ended - float(began) < 30
+    assert ended - float(began) < 50  # the timeout is 60 s

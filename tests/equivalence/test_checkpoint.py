@@ -545,8 +545,11 @@ from unitrain.checkpoint import files as checkpoint_files
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 model, random = torch.nn.Linear(300, 300), random.Random(0)
-unfinished = 0
-for attempt in range(20):
+attempt, written, unfinished = 0, [], 0
+deadline = time.monotonic() + 100
+# On a slow machine, more attempts are needed until enough checkpoints were written and interrupted.
+while attempt < 20 or ((len(written) < 5 or unfinished < 3) and time.monotonic() < deadline):
+    attempt += 1
     child = os.fork()
     if child == 0:
         step = attempt * 1000
@@ -557,7 +560,7 @@ for attempt in range(20):
             checkpoint_files.write(
                 checkpoint_files.checkpoint_path(folder, step), model.state_dict(), {"step": step}, {"step": step}
             )
-    time.sleep(random.uniform(0.01, 0.2))
+    time.sleep(random.uniform(0.01, 0.2 + 0.01 * max(0, attempt - 20)))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     unfinished += len(list(folder.glob(".*.unfinished")))
@@ -638,9 +641,14 @@ def verification_that_takes_long(backend: Backend, folder: str) -> tuple[str, in
         received.append(broadcast(obj, root))
         return received[-1]
 
+    def verify_slowly(_: Path) -> None:
+        deadline = time.monotonic() + 30
+        while received.count("in progress") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output_folder, "_PROGRESS_INTERVAL_SECONDS", 0.05)
-        patch.setattr(files, "find_corruption", lambda path: time.sleep(0.5))
+        patch.setattr(files, "find_corruption", verify_slowly)
         patch.setattr(backend, "broadcast_object", record)
         checkpoint = checkpointer.find_checkpoint(Path(folder), backend, required=True)
     assert checkpoint is not None

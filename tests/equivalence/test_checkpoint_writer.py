@@ -258,8 +258,8 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     with torch.no_grad():
         model.weight.fill_(7)  # the next step, while the first checkpoint is being written
     assert steps(tmp_path) == []
-    threading.Timer(0.5, gate.opened.set).start()
     started = time.perf_counter()
+    threading.Timer(0.5, gate.opened.set).start()
     writer.save(2, model, {"step": 2}, {"step": 2})  # waits for the first checkpoint: one is written at a time
     assert time.perf_counter() - started > 0.3
     writer.wait()
@@ -432,7 +432,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     write = files.write
 
     def slow(*arguments: Any) -> None:
-        time.sleep(5)
+        time.sleep(8)
         write(*arguments)
 
     def fail(*arguments: Any) -> None:
@@ -452,7 +452,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_ranks_wait_for_a_slow_disk_and_report_a_full_disk(tmp_path: Path, backend: str) -> None:
-    with RankGroup(backend, 2, backend_timeout_seconds=3) as group:
+    with RankGroup(backend, 2, backend_timeout_seconds=6) as group:
         ranks = group.run(on_ranks, str(tmp_path), timeout_seconds=100)
     assert steps(tmp_path / "slow") == [4]
     for found in ranks:

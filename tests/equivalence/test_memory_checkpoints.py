@@ -190,16 +190,30 @@ def test_run_continues_if_the_memory_cannot_be_written(
 
 
 def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list[int]:
-    """Return the newest step in memory at the end of each step, if writing takes much longer than a step."""
+    """Return the newest step in memory at the end of each step, if writing takes much longer than a step.
+
+    Writing begins after all ranks have recorded the step, because a rank may end a step later than the others.
+    """
+    recorded = [Path(folder) / f"recorded-{rank}" for rank in range(backend.size)]
+
+    class Announces(Recorder):
+        def on_step_end(self, trainer: Trainer) -> None:
+            super().on_step_end(trainer)
+            with recorded[backend.rank].open("a") as file:
+                file.write("x")
 
     def slow(function: Any) -> Any:
         def write(*args: Any, **kwargs: Any) -> Any:
+            steps, deadline = len(recorder.steps), time.monotonic() + 30
+            while not all(path.exists() and path.stat().st_size >= steps for path in recorded):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             time.sleep(WRITING_SECONDS)
             return function(*args, **kwargs)
 
         return write
 
-    recorder = Recorder(None, None, f"{folder}/memory")
+    recorder = Announces(None, None, f"{folder}/memory")
     with (
         mock.patch.object(files, "write", slow(files.write)),
         mock.patch.object(sharded_files, "write_shard", slow(sharded_files.write_shard)),

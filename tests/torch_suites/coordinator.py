@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unitrain.bootstrap.network import reserve_port
+
 from . import rank, suites
 
 TEST_SECONDS = 180.0
@@ -42,6 +44,7 @@ class Job:
         self._mpirun: subprocess.Popen[bytes] | None = None
         self._mpirun_log = folder / "mpirun.log"
         self._connections: list[Connection] = []
+        self._reserved_port: socket.socket | None = None  # MASTER_PORT of the ranks
 
     def run(self, module: ModuleType, classes: list[Any], test: tuple[str, str]) -> Outcome:
         """Run one test on all ranks and return its outcome."""
@@ -95,8 +98,8 @@ class Job:
                 raise
 
     def _fork(self, module: ModuleType, classes: list[Any], address: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._reserved_port = reserve_port()
+        port = self._reserved_port.getsockname()[1]
         for number in range(self._size):
             process = os.fork()
             if process == 0:
@@ -141,6 +144,9 @@ class Job:
                 os.killpg(process, signal.SIGKILL)
             os.waitpid(process, 0)
         self._processes = []
+        if self._reserved_port is not None:
+            self._reserved_port.close()
+            self._reserved_port = None
         if self._mpirun is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._mpirun.pid, signal.SIGTERM)

@@ -377,7 +377,7 @@ def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> N
             time.sleep(0.0002)
         os.kill(holder, signal.SIGCONT)
         end.touch()
-        assert process.wait(20) == 7
+        assert process.wait(60) == 7
     finally:
         process.kill()
         process.communicate()

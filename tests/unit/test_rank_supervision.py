@@ -79,6 +79,13 @@ def wait_until(happens: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def stop_process(process: subprocess.Popen[str]) -> None:
+    """Send SIGSTOP, and wait until the process is stopped, because the kernel stops it asynchronously."""
+    process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+
 def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
@@ -144,7 +151,7 @@ def test_a_rank_that_does_not_exit_is_unreachable_and_has_not_crashed() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         stopped = Rank(ranks, 0, "ends in order")
         wait_until(lambda: ranks._connections)
-        stopped.process.send_signal(signal.SIGSTOP)
+        stop_process(stopped.process)
         ranks.exit_all_ranks(0.1)
     wait_until(lambda: threading.active_count() <= num_threads)
     assert (ranks.unreachable_ranks, ranks.crashed_ranks) == ([0], [])
@@ -185,9 +192,7 @@ def test_a_stopped_standby_rank_does_not_respond() -> None:
         standby_ranks = [Rank(ranks, rank, "is standby") for rank in range(2)]
         wait_until(lambda: ranks.num_ready == 2)
         assert ranks.all_respond(30)
-        standby_ranks[1].process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{standby_ranks[1].process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # the kernel stops it asynchronously
+        stop_process(standby_ranks[1].process)
         assert not ranks.all_respond(0.5)
         standby_ranks[1].process.send_signal(signal.SIGCONT)
         assert ranks.all_respond(30)

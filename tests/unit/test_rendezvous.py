@@ -315,14 +315,19 @@ def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks
 
 def test_a_timeout_names_every_missing_rank() -> None:
     store = HashStore()
+    ranks = [
+        Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)) for rank in (1, 2)
+    ]
+    for rendezvous in ranks:  # before the time of either rank begins
+        rendezvous.post("key", rendezvous.rank_info.rank)
 
-    def error_of(rank: int) -> str:
+    def error_of(rendezvous: Rendezvous) -> str:
         with pytest.raises(CollectiveTimeoutError) as caught:
-            Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).allgather("key", rank)
+            rendezvous.allgather("key", rendezvous.rank_info.rank)
         return str(caught.value)
 
     with ThreadPoolExecutor() as pool:
-        texts = list(pool.map(error_of, (1, 2)))
+        texts = list(pool.map(error_of, ranks))
     assert texts[0] == texts[1]
     assert texts[0].startswith("The rendezvous of 4 ranks timed out after 1 s, at 'key'. Missing: ranks 0, 3. ")
 

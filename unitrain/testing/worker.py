@@ -57,7 +57,8 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
         except BaseException as error:
             # The time identifies the rank that failed first. The first report to arrive often comes from a rank that
             # has lost a peer.
-            failure = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
+            failure_time = time.time()  # before the traceback is formatted, which may take long
+            failure = (False, type(error).__name__, str(error), traceback.format_exc(), failure_time)
             answer, failed = pickle.dumps(failure), True
         parent.send_bytes(answer)
         if failed:
