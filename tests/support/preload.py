@@ -205,7 +205,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
-    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process."""
+    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process.
+
+    If the host of the stub has been switched off, there is no new process, and both are those of the child, which exits
+    with 1.
+    """
     if not request["namespaces"]:
         pid = os.fork()
         return pid, pid
@@ -216,13 +220,17 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
         os.close(writing)
         pid = int.from_bytes(os.read(reading, 4), "big")
         os.close(reading)
-        return pid, between
+        return pid or between, between
     libc = ctypes.CDLL(None, use_errno=True)
     for name, descriptor in zip(request["namespaces"], descriptors[len(request["descriptors"]) :], strict=True):
         if libc.setns(descriptor, _NAMESPACES[name]):
             os.write(2, f"setns {name}: {os.strerror(ctypes.get_errno())}\n".encode())
             os._exit(1)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the first process of the host has ended
+        os.write(2, f"fork: {error}\n".encode())
+        os._exit(1)
     if pid == 0:
         os.close(reading)
         os.close(writing)
@@ -332,7 +340,7 @@ def _replace_getppid(stub: int) -> None:
             return real()
         try:
             return int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between the opening and the reading
             return 1
 
     os.getppid = getppid
