@@ -64,6 +64,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        if place + 7 + length > len(content):
+            return  # a record that is just being written
         collected += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
