@@ -115,7 +115,7 @@ class Host:
 
     def kill_all(self) -> None:
         """Kill all processes on this host except the listening sshd."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (processes := self.find_processes()) and time.monotonic() < deadline:
             for pid in processes:
                 with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
         def start(host: Host, *command: str) -> subprocess.Popen[str]:
             with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as message_text:
                 process = host.start(command, variables, stdout=message_text.fileno())
-            cleanup.callback(process.wait, timeout=10)
+            cleanup.callback(process.wait, timeout=60)
             return process
 
         daemons = [start(first, PROGRAMS[0], "--foreground", "--force", f"--key-file={key}", *files)]
