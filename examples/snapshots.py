@@ -54,6 +54,7 @@ class SnapshotTrainer:
         loader.epoch = self.epoch  # each epoch has a different sample order
         while self.epoch < epochs:
             if self.epoch + 1 == fail_in_epoch and not self.restarted:
+                self.backend.barrier()  # the snapshot of the previous epoch is complete
                 raise RuntimeError(f"rank {self.backend.rank} fails in epoch {fail_in_epoch}, as requested")
             for inputs, targets in loader:
                 loss = mse_loss(self.model(inputs), targets) * loader.loss_weight

@@ -57,7 +57,7 @@ def test_a_signal_terminates_the_ranks(number: signal.Signals, tmp_path: Path) -
             lines.append(line)
         job.process.send_signal(number)
         lines.append(job.output())
-        job.wait_until_all_exited(10)
+        job.wait_until_all_exited(30)
     output = "".join(lines)
     assert job.process.returncode == 128 + number, output
     assert "Traceback" not in output

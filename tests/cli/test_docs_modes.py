@@ -15,7 +15,7 @@ from preload import preloaded
 from test_docs import PYTHON_BLOCKS
 
 import unitrain
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 
 BLOCKS = [block.text for block in PYTHON_BLOCKS if block.place.startswith("docs/guides/modes.md:")]
 PROGRAMS = [text for text in BLOCKS if "unitrain.run(" in text]
@@ -54,8 +54,9 @@ def test_programs_return_equal_parameters_on_all_ranks(
 
 def test_spawned_processes_are_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SPAWN[0].replace("29400", str(free_port())))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    with reserve_port() as reservation:
+        script.write_text(SPAWN[0].replace("29400", str(reservation.getsockname()[1])))
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
     # Ranks write to the same pipe, so one may write before the end of the other's line.
     assert sorted(re.findall(r"rank \d of 2: the sum of the ranks is 1\.0", done.stdout)) == [
         f"rank {rank} of 2: the sum of the ranks is 1.0" for rank in (0, 1)

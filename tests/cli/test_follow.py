@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner, Result
 from fake_programs import write_program
 
 from unitrain.cli import unitrain
-from unitrain.supervisor import following
+from unitrain.supervisor import following, kubernetes_job
 from unitrain.supervisor.slurm_job import SlurmJob
 
 # A kubectl whose answers are the files NUMBER.TYPE.json in its folder: each `get` of the job moves to the next number.
@@ -64,6 +65,17 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    copy = kubernetes_job._PodLog.copy
+
+    def copy_output_of_ended_kubectl(log: kubernetes_job._PodLog, pod: Mapping[str, Any] | None) -> bool:
+        """Copy what kubectl has printed when it has ended, however slowly it runs."""
+        is_new = copy(log, pod)
+        if log._process is not None:
+            os.waitid(os.P_PID, log._process.pid, os.WEXITED | os.WNOWAIT)
+            is_new |= copy(log, pod)
+        return is_new
+
+    monkeypatch.setattr(kubernetes_job._PodLog, "copy", copy_output_of_ended_kubectl)
     return folder
 
 
@@ -362,7 +374,8 @@ def test_kubectl_ends_with_a_killed_follow(cluster: Path) -> None:
         wait_for(lambda: not is_running(pid))
     finally:
         if is_running(pid):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -375,7 +388,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between the opening and the reading
         return False
 
 

@@ -130,7 +130,7 @@ def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Sign
             with connection:
                 connection.settimeout(20)
                 process.send_signal(number)
-                assert process.wait(timeout=20) == 128 + number
+                assert process.wait(timeout=60) == 128 + number
                 while connection.recv(4096):
                     pass  # pip's request; the end of pip closes the connection
             assert process.stderr is not None

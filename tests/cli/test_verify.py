@@ -234,12 +234,12 @@ def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: 
 @pytest.mark.ci
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
-    options = ("--timeout-seconds", "20", "--backends", "local,ddp")
+    options = ("--timeout-seconds", "30", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
     assert (tmp_path / "0").exists(), "the ranks had reached the hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
-    assert found["ddp"]["reasons"][0].startswith("it did not finish within 20 s and was terminated.")
+    assert found["ddp"]["reasons"][0].startswith("it did not finish within 30 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")
@@ -255,7 +255,7 @@ def test_a_signal_to_verify_terminates_the_current_run(number: signal.Signals, s
             time.sleep(0.1)
         assert len(launch.find_processes()) >= 4
         launch.process.send_signal(number)
-        launch.wait_until_all_exited(15)
+        launch.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
         assert launch.process.wait(15) == 128 + number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -55,6 +56,12 @@ class Followed:
         return re.findall(r"^unitrain: (.*)$", self.output(), re.MULTILINE)
 
 
+def only_child(process: subprocess.Popen[str]) -> int:
+    """Return the ID of the command that a process of `Host.start` runs."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
 def wait_for(what: str, find: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + SECONDS
     while not (found := find()):
@@ -102,15 +109,15 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert fails.states()[-1] == f"job {fails.job()} has failed, with exit code 3"
 
         wait_for("the log of a running job", lambda: "cancelled attempt 0 rank 0" in cancelled.output())
-        assert re.search(rf"^unitrain: job {cancelled.job()} is running on h[12]$", cancelled.output(), re.M)
+        running = re.compile(rf"^unitrain: job {cancelled.job()} is running on h[12]$", re.M)
+        wait_for("the state of a running job", lambda: running.search(cancelled.output()))  # after the log or before
         control("scancel", cancelled.job())
         assert cancelled.process.wait(SECONDS) not in (0, 130), cancelled.output()
         assert f"job {cancelled.job()} was cancelled, with exit code" in cancelled.states()[-1]
 
         # Ctrl-C ends the command and not the job.
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in waits.output())
-        (pid,) = (pid for pid, command in first.find_processes().items() if "waits.log" in command)
-        os.kill(pid, signal.SIGINT)
+        os.kill(only_child(waits.process), signal.SIGINT)
         assert waits.process.wait(SECONDS) == 130, waits.output()
         job = waits.job()
         assert waits.states()[-2:] == [
@@ -124,7 +131,8 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in again.output())
         for pid, command in first.find_processes().items():
             if "slurmctld" in command:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # its second process ends with it
+                    os.kill(pid, signal.SIGKILL)
         wait_for("the failure", lambda: "the scheduler does not respond, retrying" in again.output())
         controller = first.start(["/usr/sbin/slurmctld", "-D"], variables, stdout=subprocess.DEVNULL)
         wait_for("the response", lambda: "the scheduler responds again" in again.output())
@@ -138,8 +146,14 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         wait_for("the requeue", lambda: re.search(r"is pending \(\w+\), requeued once", requeued.output()))
         wait_for("free nodes", lambda: set(control("sinfo", "-hN", "--format=%T").split()) == {"idle"})
         time.sleep(3)
-        control("scontrol", "update", f"JobId={job}", "StartTime=now")
-        assert requeued.process.wait(SECONDS) == 0, requeued.output()
+
+        def has_ended() -> bool:
+            if control("squeue", "-h", "--states=all", "-o", "%T", "-j", job).strip() == "PENDING":
+                first.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)  # it may start meanwhile
+            return requeued.process.poll() is not None
+
+        wait_for("the end of the requeued job", has_ended)
+        assert requeued.process.returncode == 0, requeued.output()
         attempts = [f"requeued attempt {attempt} rank 0" for attempt in (0, 1)]
         assert [requeued.output().count(attempt) for attempt in attempts] == [1, 1], requeued.output()
         assert requeued.states()[-1] == f"job {job} has completed"

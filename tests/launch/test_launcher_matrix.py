@@ -162,7 +162,7 @@ def test_launchers_that_start_all_ranks_from_one_host(
     seen = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
     check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", SHARES[count], reference)
     for host in both:
-        host.wait_until_all_exited(10)
+        host.wait_until_all_exited(30)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

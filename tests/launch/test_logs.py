@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -105,6 +107,24 @@ def test_lines_of_an_earlier_run_in_the_same_folder_are_ignored(tmp_path: Path) 
         == f"unitrain: last lines of rank 1, from {tmp_path}/rank-1.log:"
     )
     assert last_lines_of_failed_rank(tmp_path, 0, before)[1:] == ["  line"]
+
+
+def test_last_lines_include_those_that_are_still_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_logs, "_COMPLETE_SECONDS", 60.0)
+    with (tmp_path / "rank-0.log").open("ab", buffering=0) as log:
+        fcntl.flock(log, fcntl.LOCK_SH)  # as the copying process
+        log.write(b"first\n")
+
+        def copy_the_rest() -> None:
+            time.sleep(0.2)
+            log.write(b"Traceback (most recent call last):\nValueError: x\n")
+            fcntl.flock(log, fcntl.LOCK_UN)
+
+        thread = threading.Thread(target=copy_the_rest)
+        thread.start()
+        lines = last_lines_of_failed_rank(tmp_path, None, {})
+        thread.join()
+    assert lines[-1:] == ["  ValueError: x"]
 
 
 EARLIER = """

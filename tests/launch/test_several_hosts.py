@@ -88,7 +88,7 @@ def test_one_command_starts_ranks_on_all_hosts(
     assert "not-for-others" not in lines
     assert "train.py" in lines
     for host in two_hosts:
-        host.wait_until_all_exited(15)
+        host.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
 
 
 EXCHANGE = """
@@ -185,8 +185,8 @@ def test_no_rank_outlives_its_launch(
         wait_for_ranks(tmp_path, 2, process)
         fault(two_hosts, process)
         for host in two_hosts:
-            host.wait_until_all_exited(20)
-        output, _ = process.communicate(timeout=20)
+            host.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
+        output, _ = process.communicate(timeout=28)
     assert process.returncode != 0, output
     if fault is fails_itself:
         assert "this rank fails" in output

@@ -118,6 +118,8 @@ def test_launch_in_several_tasks_is_rejected(
     assert named.stdout.count("--standalone --nproc-per-node 2") == 2
 
 
+# The ranks end when as many of them as the second argument says have received the signal, because torchrun terminates
+# the other rank after the first exit.
 WARNED = """
 import os, sys, time
 from pathlib import Path
@@ -125,13 +127,18 @@ from pathlib import Path
 from unitrain.progress.preemption import PreemptionHandler
 
 name = next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+folder, count = Path(sys.argv[1]), int(sys.argv[2])
 with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
-    Path(sys.argv[1], f"started-{name}").touch()
+    (folder / f"started-{name}").touch()
     end = time.monotonic() + 60
     while preemption.received is None and time.monotonic() < end:
         time.sleep(0.02)
+    (folder / f"received-{name}").touch()
+    end = time.monotonic() + 30
+    while len(list(folder.glob("received-*"))) < count and time.monotonic() < end:
+        time.sleep(0.02)
     time.sleep(1)  # as long as a checkpoint takes
-    Path(sys.argv[1], f"saved-{name}").write_text(preemption.received or "nothing")
+    (folder / f"saved-{name}").write_text(preemption.received or "nothing")
 sys.exit(75)
 """
 BATCH = """#!/bin/bash
@@ -161,7 +168,8 @@ def test_ranks_save_when_slurm_warns_the_job(
     the script, which must forward it."""
     found, variables = allocated
     (tmp_path / "train.py").write_text(WARNED)
-    launch = [*LAUNCH, "-np", "2", "--launcher", launcher, str(tmp_path / "train.py"), str(tmp_path)]
+    arguments = [str(tmp_path), str(received.count("SIGUSR1"))]
+    launch = [*LAUNCH, "-np", "2", "--launcher", launcher, str(tmp_path / "train.py"), *arguments]
     batch = tmp_path / "batch"
     batch.write_text(BATCH.format(launch=shlex.join(launch), folder=tmp_path))
 
@@ -275,5 +283,5 @@ def test_ranks_of_srun_on_other_hosts_do_not_outlive_doctor(
                 pytest.fail(str(found[1].find_processes()))
             time.sleep(0.1)
         (tmp_path / "checked").touch()
-        shell_process.wait(20)
+        shell_process.wait(60)
     assert (tmp_path / "status").read_text() == "143\n"

@@ -205,7 +205,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
-    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process."""
+    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process.
+
+    If the host of the stub has been switched off, there is no new process, and both are those of the child, which exits
+    with 1.
+    """
     if not request["namespaces"]:
         pid = os.fork()
         return pid, pid

@@ -7,13 +7,16 @@ itself with the script.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 if __name__ == "__main__":
     # Python prepends the folder of a script to sys.path; this folder contains modules with common names.
@@ -24,6 +27,9 @@ from unitrain.bootstrap import environment
 _FAILED_FIRST_PATTERN = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
 _MAX_BYTES = 2**24  # of the end of a log that are read after a failure; a log may be larger than the memory
+# After the launcher has exited, the time for the copying processes to write the last lines. A process that a rank has
+# left behind may keep the output of the rank open.
+_COMPLETE_SECONDS, _POLL_SECONDS = 2.0, 0.02
 # The copying process ignores signals that terminate a job. It exits when the rank closes its output.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -42,14 +48,18 @@ def last_lines_of_failed_rank(folder: Path, crashed_rank: int | None, sizes_befo
     """Return a headline and the last log lines of the rank that failed first, or [] if that rank is unknown.
 
     The rank is `crashed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
-    `sizes_before`, from `log_sizes`, excludes content from before the last attempt.
+    `sizes_before`, from `log_sizes`, excludes content from before the last attempt. The launcher has exited; the
+    function waits at most 2 s until the logs are complete.
     """
+    deadline = time.monotonic() + _COMPLETE_SECONDS
     logs: dict[int, str] = {}
     # The folder may contain other files, such as a renamed copy of a log.
     for path in sorted(folder.glob("rank-*.log")):
         rank_text = path.stem.removeprefix("rank-")
-        if rank_text.isdecimal() and path.is_file() and (text := _read_end(path, sizes_before.get(path.name, 0))):
-            logs[int(rank_text)] = text
+        if rank_text.isdecimal() and path.is_file():
+            text = _read_end(path, sizes_before.get(path.name, 0), deadline)
+            if text:
+                logs[int(rank_text)] = text
     first_failed_ranks = [
         int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST_PATTERN.findall(text)[-1:]
     ]
@@ -68,11 +78,28 @@ def last_lines_of_failed_rank(folder: Path, crashed_rank: int | None, sizes_befo
     ]
 
 
-def _read_end(path: Path, start: int) -> str:
-    """Return the content from position `start`, but at most the last 16 MiB."""
+def _read_end(path: Path, start: int, deadline: float) -> str:
+    """Return the content from position `start`, but at most the last 16 MiB. Wait until the log is complete, but not
+    after `deadline`."""
     with path.open("rb") as file:
+        _wait_until_complete(file, deadline)
         file.seek(max(start, file.seek(0, os.SEEK_END) - _MAX_BYTES))
         return file.read(_MAX_BYTES).decode(errors="replace")
+
+
+def _wait_until_complete(file: BinaryIO, deadline: float) -> None:
+    """Wait until no copying process has a lock on the log, but not after `deadline`."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+        except OSError:  # the file system does not support locks
+            return
+        else:
+            return
 
 
 def main(folder: Path, program: list[str]) -> None:
@@ -80,6 +107,10 @@ def main(folder: Path, program: list[str]) -> None:
     output."""
     rank_info = environment.detect()
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"rank-{rank_info.rank}.log"
+    log = file.open("ab", buffering=0)  # unbuffered: closing a buffered file would retry a failed write
+    with suppress(OSError):
+        fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the copying process exits
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(writer)
@@ -87,22 +118,22 @@ def main(folder: Path, program: list[str]) -> None:
             signal.signal(signum, signal.SIG_IGN)
         # horovodrun already prefixes each line with the rank.
         prefix = "" if rank_info.launcher == "horovodrun" else f"[{rank_info.rank}] "
-        _copy_output(reader, folder / f"rank-{rank_info.rank}.log", prefix.encode())
+        _copy_output(reader, file, log, prefix.encode())
         os._exit(0)
     os.close(reader)
+    log.close()
     for stream in (1, 2):
         os.dup2(writer, stream)
     os.close(writer)
     os.execv(sys.executable, [sys.executable, "-u", *program])
 
 
-def _copy_output(reader: int, file: Path, prefix: bytes) -> None:
-    """Copy the output of the rank to `file` and to standard output.
+def _copy_output(reader: int, file: Path, log: BinaryIO, prefix: bytes) -> None:
+    """Copy the output of the rank to `log`, which is open at the path `file`, and to standard output.
 
     After a failed write, it continues to read, because a broken pipe would terminate the rank.
     """
-    # Unbuffered: closing a buffered file would retry a failed write.
-    with os.fdopen(reader, "rb") as lines, file.open("ab", buffering=0) as log:
+    with os.fdopen(reader, "rb") as lines, log:
         can_write_log = can_print = True
         for line in lines:
             if can_write_log:
