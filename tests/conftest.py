@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+import hypothesis
 import pytest
 import slow_tests
 from hosts import Host, hosts
@@ -49,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # On a busy machine, an example can take longer than the default limit of 0.2 s.
+    hypothesis.settings.register_profile(
+        "unitrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("unitrain")
     if not hasattr(config, "workerinput"):  # the process that starts the workers of pytest-xdist
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.TemporaryDirectory(prefix="unitrain-tests-", ignore_cleanup_errors=True)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from fake_programs import write_program
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
@@ -573,7 +573,6 @@ PLAIN = st.recursive(
 
 
 # Without limits of time, which a busy machine would exceed.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=4))
 def test_yaml_of_manifests_round_trips(data: dict[str, Any]) -> None:
     assert yaml.safe_load(dump_manifest(data)) == data

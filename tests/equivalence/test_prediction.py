@@ -28,7 +28,7 @@ from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
 # Reproducible, and without a folder of examples. Two examples are 28 datasets on 4 ranks.
-DRAWN = settings(max_examples=2, deadline=None, derandomize=True, database=None)
+DRAWN = settings(max_examples=2, derandomize=True, database=None)
 KINDS = ("tensors", "indexed", "loader", "shuffled")
 Case = tuple[int, int, str]  # samples, batch size, kind of data
 

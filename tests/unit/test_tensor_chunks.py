@@ -40,7 +40,7 @@ def place(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
     return result
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_range_chunks_contain_the_elements_of_a_range_in_storage_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
@@ -52,7 +52,7 @@ def test_range_chunks_contain_the_elements_of_a_range_in_storage_order(data: st.
     assert torch.equal(place(chunks, tensor), expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=6), st.integers(1, 5))
 def test_replicated_tensors_are_divided_once_among_ranks(shapes: list[list[int]], size: int) -> None:
     tensors = {str(index): numbered(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}

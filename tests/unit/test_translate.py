@@ -704,7 +704,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs(), st.sampled_from(LINES))
 def test_parse_inverts_build(job: Job, target: str) -> None:
     if target == "unitrain":
@@ -727,7 +727,7 @@ def test_parse_inverts_build(job: Job, target: str) -> None:
         assert replace(found, remarks=()) == expected, line.shell()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(WORDS, max_size=5))
 def test_split_inverts_join(words: list[str]) -> None:
     assert split(join(words)) == words
