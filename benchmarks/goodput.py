@@ -172,8 +172,8 @@ def main(
         "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
         "ranks and copies in memory. All ways write a checkpoint per epoch; standby also keeps a checkpoint in memory "
         "at the interval in the table. Recovery is the time from SIGKILL until all ranks have completed a step, with "
-        "the minimum and the maximum. Waiting per step is the time that a rank waits in each forward pass without using "
-        "the CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py --minutes "
+        "the minimum and the maximum. Waiting per step is the time that a rank waits in each forward pass without "
+        "using the CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py --minutes "
         f"{minutes:g} --rounds {rounds} --backend BACKEND --way WAY --waiting-ms WAITING --in-memory INTERVAL`.",
         "",
         "| backend | restart | waiting per step | checkpoint in memory | steps/s without faults | "

@@ -1,9 +1,11 @@
-"""Latency of groups of some ranks and of messages on Horovod's process group, compared with bare Horovod calls.
+"""Latency of subgroup collectives and point-to-point messages on Horovod's process group, compared with bare Horovod
+calls.
 
 The calls of each comparison take turns on the same ranks in every round. A message takes half of a round trip between
-ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce uses
-the default group. It is measured without other groups, after a group of ranks 0 and 1 was created and used, and again
-without groups. The mean of the first and the last time is the base of the ratio, and their ratio shows the noise.
+ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce is
+measured in the group of these ranks and in the default group of all ranks: in the latter without other groups, after
+the group of ranks 0 and 1 was created and used, and again without other groups. The mean of the first and the last time
+is the base of the ratio, and their ratio shows the noise.
 
     python benchmarks/groups.py            # starts 4 ranks; writes benchmarks/results/groups.*
 """
@@ -36,36 +38,36 @@ SIZES = {"4 bytes": 1, "4 KB": 2**10, "4 MB": 2**20}
 
 
 def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each way, by size and round."""
+    """Return the seconds of each measured call, by size and round."""
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ("creation", *SIZES)}
     with RankGroup("horovod", ranks, spawn=True) as group:
         group.run(reduce_in_default_group, 1, timeout_seconds=300)  # starts the ranks
         for number in track(range(rounds + 1)):  # the first round warms up
             for name, count in SIZES.items():
                 taken: dict[str, float] = {}
-                reduce_in_all_ranks(group, count, "no group", taken)
+                measure_allreduce(group, count, "no group", taken)
                 created = max(group.run(create_group)[: len(MEMBERS)])
-                for way, function in (
+                for call, function in (
                     ("bare operation", bare_operation),
                     ("message", send_message),
                     ("allreduce in the group", reduce_in_group),
                 ):
-                    taken[way] = max(group.run(function, count))
-                reduce_in_all_ranks(group, count, "idle group", taken)
+                    taken[call] = max(group.run(function, count))
+                measure_allreduce(group, count, "idle group", taken)
                 group.run(destroy_group)
-                reduce_in_all_ranks(group, count, "no group again", taken)
+                measure_allreduce(group, count, "no group again", taken)
                 for what in ("allreduce", "CPU time of allreduce"):
                     taken[f"{what}, no group on average"] = statistics.mean(
                         (taken[f"{what}, no group"], taken[f"{what}, no group again"])
                     )
                 if number:
                     results["creation"].setdefault("seconds", []).append(created)
-                    for way, seconds in taken.items():
-                        results[name].setdefault(way, []).append(seconds)
+                    for call, seconds in taken.items():
+                        results[name].setdefault(call, []).append(seconds)
     return results
 
 
-def reduce_in_all_ranks(group: RankGroup, count: int, situation: str, taken: dict[str, float]) -> None:
+def measure_allreduce(group: RankGroup, count: int, situation: str, taken: dict[str, float]) -> None:
     """Measure an allreduce of all ranks, and store the seconds and the CPU seconds of all ranks in `taken`."""
     seconds, cpu_seconds = zip(*group.run(reduce_in_default_group, count), strict=True)
     taken[f"allreduce, {situation}"] = max(seconds)
@@ -91,23 +93,23 @@ def table(results: dict[str, dict[str, list[float]]], ranks: int) -> list[str]:
         ("message, divided by a bare operation", "message", "bare operation"),
         ("allreduce in the group, divided by a bare operation", "allreduce in the group", "bare operation"),
         (
-            "allreduce of all ranks with an idle group, divided by without",
+            "allreduce of all ranks: with an idle group, divided by without a group",
             "allreduce, idle group",
             "allreduce, no group on average",
         ),
         (
-            "CPU time of all ranks for this allreduce, divided by without",
+            "CPU time of all ranks for this allreduce: with an idle group, divided by without a group",
             "CPU time of allreduce, idle group",
             "CPU time of allreduce, no group on average",
         ),
         (
-            "allreduce without a group, second time divided by the first",
+            "allreduce without a group: second measurement, divided by the first",
             "allreduce, no group again",
             "allreduce, no group",
         ),
     )
-    for title, way, base in rows:
-        lines.append(f"| {title} | {' | '.join(ratio(results[size][way], results[size][base]) for size in SIZES)} |")
+    for title, call, base in rows:
+        lines.append(f"| {title} | {' | '.join(ratio(results[size][call], results[size][base]) for size in SIZES)} |")
     for title in ("message", "bare operation", "allreduce, no group"):
         cells = [f"{statistics.median(results[size][title]) * 1000:.2f} ms" for size in SIZES]
         lines.append(f"| {title} | {' | '.join(cells)} |")

@@ -30,7 +30,7 @@ from tables import Results, Seconds, header_lines, options, ratio, save_results
 from unitrain.testing import RankGroup
 
 TRAINER = "Trainer"
-# The package that provides each way on each backend, or "by hand". Ways of the same package share their processes.
+# The package that provides each loop on each backend, or "by hand". Loops of the same package share their processes.
 OWNERS: dict[str, dict[str, str]] = {
     "ddp": {
         "DistributedDataParallel": "by hand",
@@ -53,12 +53,12 @@ _TOLERANCE = 1e-3
 
 
 def is_installed(owner: str) -> bool:
-    """Return whether the package that provides a way is installed."""
+    """Return whether the package that provides a loop is installed."""
     return owner == "by hand" or importlib.util.find_spec(owner) is not None
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each model, the seconds per step of each way that is installed, round by round."""
+    """Return, for each model, the seconds per step of each loop whose package is installed, round by round."""
     ways = {way: owner for way, owner in OWNERS[backend].items() if is_installed(owner)}
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
@@ -85,16 +85,16 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
 
 
 def _check_equal_losses(losses: dict[str, float]) -> None:
-    """Raise RuntimeError if the losses of the ways differ, which means that their computations differ. The Trainer is
+    """Raise RuntimeError if the losses of the loops differ, which means that their computations differ. The Trainer is
     not compared, because it has another order of samples."""
     compared = {way: loss for way, loss in losses.items() if way != TRAINER}
     least, most = min(compared.values()), max(compared.values())
     if not math.isclose(least, most, rel_tol=_TOLERANCE):
-        raise RuntimeError(f"Not all ways come to the same loss: {compared}.")
+        raise RuntimeError(f"Not all loops have the same loss: {compared}.")
 
 
 def table(results: Results, ranks: int) -> list[str]:
-    """Return the table: a line for each way on each backend, including libraries that are not installed."""
+    """Return the table: a line for each loop on each backend, including libraries that are not installed."""
     models = list(next(iter(results.values())))
     quoted = (
         "Time of a step, divided by that of the Trainer on the same backend in the same round; above 1, the Trainer is "

@@ -48,8 +48,9 @@ class SuspendedRanks:
         self._pids = self.group.run(pin_to_core)
         self._signal(signal.SIGSTOP)
 
-    def turn(self, way: str, model: str, number: int) -> float:
-        return max(self.call(take_turn, way, model, number))
+    def take_turn(self, loop: str, model: str, round_number: int) -> float:
+        """Return the seconds per step of the slowest rank."""
+        return max(self.call(take_turn, loop, model, round_number))
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(backend, *args)` on every rank, as the turn of these ranks, and return the results."""
@@ -68,22 +69,22 @@ class SuspendedRanks:
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each model, the seconds per step of each way, round by round."""
+    """Return, for each model, the seconds per step of each loop, round by round."""
     results: dict[str, Seconds] = {}
     with (
         RankGroup(backend, ranks, spawn=True, variables=HOROVOD_DEFAULTS) as plain,
         RankGroup(backend, ranks, spawn=True) as own,
     ):
         by_hand, ours = SuspendedRanks(plain), SuspendedRanks(own)
-        ways = [(BY_HAND[backend], by_hand), *((way, ours) for way in OURS)]
+        loops = [(BY_HAND[backend], by_hand), *((loop, ours) for loop in OURS)]
         for model in models:
-            seconds: Seconds = {way: [] for way, _ in ways}
+            seconds: Seconds = {loop: [] for loop, _ in loops}
             # The first round warms up.
-            for number in track(range(rounds + 1), f"{backend}, {model}"):
-                for way, contestant in ways[number % 3 :] + ways[: number % 3]:
-                    taken = contestant.turn(way, model, number)
-                    if number:
-                        seconds[way].append(taken)
+            for round_number in track(range(rounds + 1), f"{backend}, {model}"):
+                for loop, contestant in loops[round_number % 3 :] + loops[: round_number % 3]:
+                    taken = contestant.take_turn(loop, model, round_number)
+                    if round_number:
+                        seconds[loop].append(taken)
             results[model] = seconds
         by_hand.resume()
         ours.resume()
@@ -101,7 +102,7 @@ def table(results: Results, ranks: int) -> list[str]:
     for backend, models in results.items():
         for model, seconds in models.items():
             hand = seconds[BY_HAND[backend]]
-            shown = [ratio(hand, seconds[way]) for way in OURS]
+            shown = [ratio(hand, seconds[loop]) for loop in OURS]
             lines.append(
                 f"| {backend} | {model} | {BY_HAND[backend]} | {' | '.join(shown)} "
                 f"| {statistics.median(hand) * 1000:.2f} | {len(hand)} |"

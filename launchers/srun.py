@@ -16,19 +16,20 @@ from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
 DEFAULT_OPTIONS = (
     ("--export", "ALL"),
-    # A cluster may be configured to kill the other tasks some seconds after the first task exits, while rank 0 is still
-    # writing its last checkpoint. unitrain's ranks exit on their own when a peer does not respond.
+    # A cluster may be configured to kill the other tasks a few seconds after the first task exits, while rank 0 is
+    # still writing its last checkpoint. unitrain's ranks exit on their own when a peer does not respond.
     ("--wait", "0"),
 )
 
 
-def task_options(counts: Sequence[int]) -> list[str]:
-    """Return the options for `sum(counts)` ranks on `len(counts)` hosts, with at most `max(counts)` ranks on each.
+def task_options(ranks_per_host: Sequence[int]) -> list[str]:
+    """Return the options for the number of hosts, the number of ranks, and the maximum number of ranks on a host.
 
-    Slurm distributes the ranks evenly, so unequal `counts` are not reproduced.
+    Slurm distributes the ranks evenly, so unequal `ranks_per_host` are not reproduced.
     """
+    hosts, ranks = len(ranks_per_host), sum(ranks_per_host)
     return [
-        *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
+        *("--nodes", str(hosts), "--ntasks", str(ranks), "--ntasks-per-node", str(max(ranks_per_host))),
         "--kill-on-bad-exit=1",  # terminate the job step if a rank fails
     ]
 

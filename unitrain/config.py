@@ -11,7 +11,7 @@ from unitrain import validation
 from unitrain.accumulation import Accumulation, read_accumulation
 from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
+from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -380,7 +380,7 @@ class TrainConfig:
     def _check_local_sgd(self) -> None:
         if self.local_sgd is None:
             return
-        read_local_sgd(self.local_sgd, "TrainConfig.local_sgd")
+        parse_local_sgd(self.local_sgd, "TrainConfig.local_sgd")
         for name, reason, fix in _NOT_WITH_LOCAL_SGD:
             value = getattr(self, name)
             if value not in (None, False, getattr(TrainConfig, name)):

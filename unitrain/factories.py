@@ -33,8 +33,8 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     arguments = _import_function(target)()
     if not isinstance(arguments, Mapping):
         raise ConfigError(
-            f"{target} returned a {type(arguments).__name__}. Return a dictionary with the arguments of Trainer "
-            "and fit: model, optimizer, config, train_data and others."
+            f"{target} returned an object of class {type(arguments).__name__}. Return a dictionary with the "
+            "arguments of Trainer and fit: model, optimizer, config, train_data and others."
         )
     known_names = [*inspect.signature(unitrain.Trainer).parameters, *FIT_ARGUMENTS]
     known_names.remove("backend")

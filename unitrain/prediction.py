@@ -151,7 +151,7 @@ def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list
         copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
         if copied is part:
             raise ModelError(
-                f"predict collects tensors, but {path} is a {type(part).__name__}. "
+                f"predict collects tensors, but {path} is an object of class {type(part).__name__}. "
                 "Do not return it from forward, or make it a tensor with one row per sample."
             )
         return copied

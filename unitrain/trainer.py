@@ -491,7 +491,7 @@ class Trainer(LoggingMethods):
         is_due, checksums, memory_by_rank, modes = ([row[index] for row in ranks] for index in range(4))
         check_same_learning_rates(checksums, self.progress.step)
         trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
-        self._run_metrics.synchronize(self._sync_point, memory_by_rank)
+        self._run_metrics.update_at_sync_point(self._sync_point, memory_by_rank)
         if is_due[0]:  # according to rank 0's clock
             self._save({}, None)
         return [row[4:] for row in ranks]
@@ -503,7 +503,7 @@ class Trainer(LoggingMethods):
         values = {"loss": self._running_loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         tokens = self._running_loss.count_at_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
-        values |= self._run_metrics.throughput(self._timer.samples_per_second(), tokens)
+        values |= self._run_metrics.take_logger_metrics(self._timer.samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)
         memory = self._run_metrics.record_sync_point(values)
         self._run.record_steps({"step": step, **values, **memory, **self._sync_point.slow_ranks()})

@@ -94,7 +94,7 @@ def check_trainer(
 def _check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
     name, fix = type(optimizer).__name__, "Build the optimizer with a learning rate, such as lr=0.1"
     if not optimizer.param_groups:
-        raise ConfigError(f"Trainer(optimizer) is a {name} without parameter groups. {fix}.")
+        raise ConfigError(f"Trainer(optimizer), of class {name}, has no parameter groups. {fix}.")
     for group_index, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
         plain = float(rate) if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
@@ -111,8 +111,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduled_optimizer is not optimizer:
         kind = type(scheduler).__name__
         raise ConfigError(
-            f"Trainer(scheduler=...) is a {kind} of another optimizer, a {type(scheduled_optimizer).__name__}, so the "
-            f"learning rate of the Trainer's {type(optimizer).__name__} would never change. "
+            f"Trainer(scheduler=...), of class {kind}, was built on another optimizer, of class "
+            f"{type(scheduled_optimizer).__name__}, so the learning rate of the Trainer's {type(optimizer).__name__} "
+            "would never change. "
             f"Build it on the same optimizer: {kind}(optimizer, ...)."
         )
 

@@ -194,7 +194,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        ([1, 2], "contains a list, not a dictionary"),
+        ([1, 2], "contains an object of class list, not a dictionary"),
         (
             {"epoch": 1, "lr": 0.1},
             "does not contain the state dictionary of a model under a known key. Its keys are: epoch, lr",

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "scheduler of another optimizer": (
         a_scheduler_of_another_optimizer,
-        "Trainer(scheduler=...) is a StepLR of another optimizer, a Adam",
+        "Trainer(scheduler=...), of class StepLR, was built on another optimizer, of class Adam",
         "StepLR(optimizer, ...).",
     ),
     "list of metrics": (

@@ -79,7 +79,7 @@ def nothing_to_train(backend: Backend, _: str) -> None:
     Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=TrainConfig(max_epochs=1, batch_size=2))
 
 
-def strange_optimizer(backend: Backend, _: str) -> None:
+def optimizer_of_another_model(backend: Backend, _: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
     config = TrainConfig(max_epochs=1, batch_size=2)
     Trainer(nn.Linear(3, 1), optimizer, nn.functional.mse_loss, backend=backend, config=config)
@@ -97,7 +97,7 @@ def shuffled_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader(shuffle=backend.rank == 1))
 
 
-def dropped_on_one_rank(backend: Backend, _: str) -> None:
+def drop_last_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader(9, drop_last=backend.rank == 0))
 
 
@@ -118,7 +118,7 @@ def negative_length_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, OtherLength(-1 if backend.rank else 8))
 
 
-def fractional_length_of_a_loader(backend: Backend, _: str) -> None:
+def fractional_dataset_length_on_one_rank(backend: Backend, _: str) -> None:
     unitrain.ShardedLoader(OtherLength(7.5 if backend.rank else 8), backend, batch_size=2)
 
 
@@ -126,7 +126,7 @@ def scalar_validation_data_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, val_data=torch.tensor(1.0) if backend.rank else _data(8))
 
 
-def different_seeds_of_a_share(backend: Backend, _: str) -> None:
+def different_seeds_of_a_training_shard(backend: Backend, _: str) -> None:
     TrainingShard(_data(8), backend, ShardSettings(batch_size=2, seed=backend.rank))
 
 
@@ -145,7 +145,7 @@ def frozen_on_one_rank(backend: Backend, _: str) -> None:
     _distribute(backend, model)
 
 
-def another_stride_on_one_rank(backend: Backend, _: str) -> None:
+def different_stride_on_one_rank(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 2)
     if backend.rank:
         model.weight.data = model.weight.data.t().contiguous().t()
@@ -183,7 +183,7 @@ def a_model_on_meta_on_one_rank(backend: Backend, _: str) -> None:
     _train_with(backend, model=model)
 
 
-def another_order_in_the_optimizer_of_one_rank(backend: Backend, _: str) -> None:
+def different_parameter_order_in_the_optimizer_of_one_rank(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     parameters = list(model.parameters())
     _train_with(
@@ -199,7 +199,7 @@ def no_learning_rate_on_one_rank(backend: Backend, _: str) -> None:
     _train_with(backend, model=model, optimizer=optimizer)
 
 
-def no_groups_on_one_rank(backend: Backend, _: str) -> None:
+def no_param_groups_on_one_rank(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if backend.rank:
@@ -207,7 +207,7 @@ def no_groups_on_one_rank(backend: Backend, _: str) -> None:
     _train_with(backend, model=model, optimizer=optimizer)
 
 
-def another_schedule_on_one_rank(backend: Backend, _: str) -> None:
+def different_schedule_on_one_rank(backend: Backend, _: str) -> None:
     gamma = 0.9 if backend.rank else 0.5
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma)
     _train_with(backend, scheduler=schedule, scheduler_interval="step")
@@ -236,7 +236,7 @@ def a_callback_that_changes_the_learning_rate_on_one_rank(backend: Backend, _: s
     _train_with(backend, callbacks=[ChangesLearningRate()])
 
 
-def another_order_of_metrics_on_one_rank(backend: Backend, _: str) -> None:
+def different_order_of_metrics_on_one_rank(backend: Backend, _: str) -> None:
     names = ("a", "b") if backend.rank else ("b", "a")
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,7 +249,7 @@ def no_validation_sets_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, val_data={} if backend.rank else {"a": _data(8)})
 
 
-def another_validation_set_on_one_rank(backend: Backend, _: str) -> None:
+def different_validation_set_name_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, val_data={"b" if backend.rank else "a": _data(8)})
 
 
@@ -261,7 +261,7 @@ def no_buffers_on_one_rank(backend: Backend, _: str) -> None:
     unitrain.broadcast_buffers(nn.Linear(3, 1) if backend.rank else nn.BatchNorm1d(3), backend)
 
 
-def buffers_of_another_shape_on_one_rank(backend: Backend, _: str) -> None:
+def buffers_of_different_shape_on_one_rank(backend: Backend, _: str) -> None:
     unitrain.broadcast_buffers(nn.BatchNorm1d(3 + backend.rank), backend)
 
 
@@ -269,7 +269,7 @@ def no_batch_size_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader() if backend.rank == 1 else 8, batch_size=None)
 
 
-def other_data_within_an_epoch(backend: Backend, folder: str) -> None:
+def resume_within_an_epoch_with_different_data(backend: Backend, folder: str) -> None:
     _train(backend, 8, max_epochs=None, max_steps=1, output_dir=folder, resume=True)
     _train(backend, 10, max_epochs=None, max_steps=3, output_dir=folder, resume=True)
 
@@ -298,28 +298,28 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
         optimizer.zero_grad()
 
 
-def another_optimizer_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
+def different_optimizer_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     kind = torch.optim.SGD if backend.rank else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=0.1)
     backend.distributed_optimizer(optimizer, backend.distributed_model(model, shard=shard), shard=shard)
 
 
-def another_optimizer_of_sharded_gradients(backend: Backend, _: str) -> None:
-    another_optimizer_on_one_rank(backend, _, "gradients")
+def different_optimizer_with_sharded_gradients(backend: Backend, _: str) -> None:
+    different_optimizer_on_one_rank(backend, _, "gradients")
 
 
-def other_groups_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
+def different_param_group_sizes_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.Adam((model[0] if backend.rank else model).parameters())
     backend.distributed_optimizer(optimizer, backend.distributed_model(model, shard=shard), shard=shard)
 
 
-def other_groups_of_sharded_parameters(backend: Backend, _: str) -> None:
-    other_groups_on_one_rank(backend, _, "parameters")
+def different_param_group_sizes_with_sharded_parameters(backend: Backend, _: str) -> None:
+    different_param_group_sizes_on_one_rank(backend, _, "parameters")
 
 
-def a_foreign_parameter_of_sharded_gradients(backend: Backend, _: str) -> None:
+def a_foreign_parameter_with_sharded_gradients(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters())
     distributed = backend.distributed_model(model, shard="gradients")
@@ -404,17 +404,17 @@ def a_sum_after_a_mean_in_evaluation_on_one_rank(backend: Backend, _: str) -> No
     _evaluate(backend, lambda output, _: output.mean() if (count := next(counts)) is None else (output.sum(), count))
 
 
-def an_evaluated_sum_on_one_rank(backend: Backend, _: str) -> None:
+def a_sum_in_evaluation_on_one_rank(backend: Backend, _: str) -> None:
     _evaluate(backend, lambda output, _: (output.sum(), 3) if backend.rank else output.mean())
 
 
-class Fits(unitrain.Callback):
+class CallsFit(unitrain.Callback):
     def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
         trainer.fit(_data(8))
 
 
 def fit_within_a_callback(backend: Backend, _: str) -> None:
-    _trainer(backend, callbacks=[Fits()]).fit(_data(8))
+    _trainer(backend, callbacks=[CallsFit()]).fit(_data(8))
 
 
 TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pair (sum, number of tokens) for others."
@@ -422,7 +422,7 @@ TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pa
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (a_sum_after_a_mean_in_training, TWO_LOSSES, "Return the same for every batch"),
     (a_sum_after_a_mean_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same for every batch, on every rank"),
-    (an_evaluated_sum_on_one_rank, TWO_LOSSES, "Return the same for every batch, on every rank"),
+    (a_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same for every batch, on every rank"),
     (
         accumulate_0,
         "TrainConfig.gradient_accumulation_steps must be at least 1, got 0.",
@@ -439,13 +439,29 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (nan_loss_on_one_rank, "The mean loss became nan on rank 1 in epoch 1, by step", "max_grad_norm=1.0"),
     (output_folder_is_a_file, "file", ""),
     (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
-    (strange_optimizer, "2 of the optimizer's 2 parameters do not belong to Linear", "SGD(model.parameters(), ...)"),
-    (another_optimizer_on_one_rank, "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1", "the same value on"),
-    (another_optimizer_of_sharded_gradients, "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1", "the same"),
-    (other_groups_on_one_rank, "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on", "the same value on"),
-    (other_groups_of_sharded_parameters, "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on", "same"),
     (
-        a_foreign_parameter_of_sharded_gradients,
+        optimizer_of_another_model,
+        "2 of the optimizer's 2 parameters do not belong to Linear",
+        "SGD(model.parameters(), ...)",
+    ),
+    (different_optimizer_on_one_rank, "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1", "the same value on"),
+    (
+        different_optimizer_with_sharded_gradients,
+        "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1",
+        "the same",
+    ),
+    (
+        different_param_group_sizes_on_one_rank,
+        "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on",
+        "the same value on",
+    ),
+    (
+        different_param_group_sizes_with_sharded_parameters,
+        "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on",
+        "same",
+    ),
+    (
+        a_foreign_parameter_with_sharded_gradients,
         "a new parameter of shape [3] that does not belong to the distributed model",
         'optimizer.add_param_group({"params": layer.parameters()})',
     ),
@@ -456,17 +472,21 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Use batch_size=2 on every rank, in the DataLoader",
     ),
     (shuffled_on_one_rank, "differs between ranks in shuffle: [False, True].", "Use shuffle=False on every rank"),
-    (dropped_on_one_rank, "differs between ranks in drop_last: [True, False].", "Use drop_last=True on every rank"),
+    (drop_last_on_one_rank, "differs between ranks in drop_last: [True, False].", "Use drop_last=True on every rank"),
     (different_lengths, "the same number of samples on every rank: [8, 9]", "Give every rank the complete dataset"),
     (
         negative_length_on_one_rank,
-        "len() of a OtherLength failed: ValueError: __len__() should",
+        "len() of an object of class OtherLength failed: ValueError: __len__() should",
         "from __len__",
     ),
-    (fractional_length_of_a_loader, "len() of a OtherLength failed: TypeError", "from __len__"),
+    (
+        fractional_dataset_length_on_one_rank,
+        "len() of an object of class OtherLength failed: TypeError",
+        "from __len__",
+    ),
     (
         scalar_validation_data_on_one_rank,
-        "len() of a Tensor failed: TypeError",
+        "len() of an object of class Tensor failed: TypeError",
         "from __len__",
     ),
     (
@@ -476,15 +496,15 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (no_buffers_on_one_rank, "3 buffers on rank 0 and 0 on rank 1", "Pass the same model on every rank"),
     (
-        buffers_of_another_shape_on_one_rank,
-        "a float32 buffer of shape [3] on rank 0 and a float32 buffer of shape [4] on rank 1",
+        buffers_of_different_shape_on_one_rank,
+        "a buffer of shape [3] and dtype float32 on rank 0 and a buffer of shape [4] and dtype float32 on rank 1",
         "Pass the same model on every rank",
     ),
-    (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
+    (different_seeds_of_a_training_shard, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "differs between ranks in sampler: [None, 'WeightedRandomSampler']", "Use sampler=None on"),
     (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),
     (
-        other_data_within_an_epoch,
+        resume_within_an_epoch_with_different_data,
         "4 samples into epoch 1 of training data with length=8, but this data has length=10",
         "Continue with the same data, seed and arguments. Or continue from a checkpoint",
     ),
@@ -508,18 +528,22 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Parameter '0.weight' is trained on rank 0 and frozen on rank 1",
         "Freeze and unfreeze the same",
     ),
-    (another_stride_on_one_rank, "'weight' has stride [3, 1] on rank 0 and [1, 2] on rank 1", "the same memory format"),
+    (
+        different_stride_on_one_rank,
+        "'weight' has stride [3, 1] on rank 0 and [1, 2] on rank 1",
+        "the same memory format",
+    ),
     (a_sparse_parameter_on_one_rank, "'weight' of Linear is a tensor of layout torch.sparse_coo", "tensor.to_dense()"),
     (a_model_on_meta_on_one_rank, "Linear has tensors on device meta", "Use model.to_empty(device=backend.device)"),
     (
-        another_order_in_the_optimizer_of_one_rank,
+        different_parameter_order_in_the_optimizer_of_one_rank,
         "Parameter 0 of the optimizer is 'weight' on rank 0 and 'bias' on rank 1",
         "in the same order on every rank",
     ),
     (no_learning_rate_on_one_rank, "lr in parameter group 0 of the Trainer's SGD", "such as lr=0.1"),
-    (no_groups_on_one_rank, "Trainer(optimizer) is a SGD without parameter groups", "such as lr=0.1"),
+    (no_param_groups_on_one_rank, "Trainer(optimizer), of class SGD, has no parameter groups", "such as lr=0.1"),
     (
-        another_schedule_on_one_rank,
+        different_schedule_on_one_rank,
         "differ after step 1: their weighted sums over the parameter groups are 0.05 and 0.09",
         "Build the same scheduler on every rank",
     ),
@@ -531,12 +555,16 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "let callbacks change the learning rate on every rank",
     ),
     (
-        another_order_of_metrics_on_one_rank,
+        different_order_of_metrics_on_one_rank,
         "metrics=['b', 'a'] on rank 0 and metrics=['a', 'b'] on rank 1",
         "Pass the same value on every rank",
     ),
     (no_validation_sets_on_one_rank, "val_data takes a dataset, or a mapping", "trainer.fit(train_data, {"),
-    (another_validation_set_on_one_rank, "Trainer.fit was called with val_data", "Pass the same value on every rank"),
+    (
+        different_validation_set_name_on_one_rank,
+        "Trainer.fit was called with val_data",
+        "Pass the same value on every rank",
+    ),
     (parameters_unused_later, "Some parameters received no gradient on this rank", "find_unused_parameters=True"),
 ]
 
@@ -590,7 +618,7 @@ def unfrozen_on_one_rank(backend: Backend) -> list[str]:
     return messages
 
 
-def test_a_parameter_that_is_unfrozen_on_one_rank_is_named_after_the_timeout(group: RankGroup) -> None:
+def test_the_timeout_error_names_the_parameter_that_is_unfrozen_on_one_rank(group: RankGroup) -> None:
     messages, _ = group.run(unfrozen_on_one_rank)
     assert len(messages) == 3
     for message in messages:

@@ -366,10 +366,13 @@ class WithActivation(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (WithActivation(3), r"^norm is a WithActivation, which overrides forward, .*BatchNorm1d, 2d or 3d there"),
+        (
+            WithActivation(3),
+            r"^norm is of class WithActivation, which overrides forward, .*BatchNorm1d, 2d or 3d there",
+        ),
         (
             nn.LazyBatchNorm2d(),
-            r"^norm is a LazyBatchNorm2d, which has no channels before its first forward\. Call the model once",
+            r"^norm is of class LazyBatchNorm2d, which has no channels before its first forward\. Call the model once",
         ),
     ],
 )

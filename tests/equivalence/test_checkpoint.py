@@ -350,12 +350,12 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "found"),
     [
-        ([np.ones(2)], r"scheduler\['extra'\]\[0\] is a numpy\.ndarray"),
-        ({"a": {"b": Path("x")}}, r"scheduler\['extra'\]\['a'\]\['b'\] is a pathlib\.PosixPath"),
-        ({Path("x"): 1}, r"scheduler\['extra'\]\.keys\(\) is a pathlib\.PosixPath"),
-        (lambda: 1, r"scheduler\['extra'\] is a function"),
-        (frozenset([1]), r"scheduler\['extra'\] is a frozenset"),
-        (np.longdouble(1), r"scheduler\['extra'\] is a numpy\.longdouble"),
+        ([np.ones(2)], r"scheduler\['extra'\]\[0\] is of class numpy\.ndarray"),
+        ({"a": {"b": Path("x")}}, r"scheduler\['extra'\]\['a'\]\['b'\] is of class pathlib\.PosixPath"),
+        ({Path("x"): 1}, r"scheduler\['extra'\]\.keys\(\) is of class pathlib\.PosixPath"),
+        (lambda: 1, r"scheduler\['extra'\] is of class function"),
+        (frozenset([1]), r"scheduler\['extra'\] is of class frozenset"),
+        (np.longdouble(1), r"scheduler\['extra'\] is of class numpy\.longdouble"),
     ],
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )

@@ -153,9 +153,9 @@ def test_step_without_tokens_changes_no_parameter() -> None:
     ("returned", "message"),
     [
         ((torch.tensor(1.0), torch.ones(4)), r"^The number of tokens in a summed loss must be one number, got"),
-        ((torch.tensor(1.0), "4"), r"must be one number, got a str\. Let loss_fn return"),
-        ((torch.tensor(1.0), 2, 3), r"^The loss must be one number, got a tuple\. Let loss_fn return"),
-        (1.5, r"^The loss must be one number, got a float\."),
+        ((torch.tensor(1.0), "4"), r"must be one number, got an object of class str\. Let loss_fn return"),
+        ((torch.tensor(1.0), 2, 3), r"^The loss must be one number, got an object of class tuple\. Let loss_fn return"),
+        (1.5, r"^The loss must be one number, got an object of class float\."),
     ],
 )  # fmt: skip
 def test_invalid_losses_are_rejected(returned: Any, message: str) -> None:

@@ -76,8 +76,8 @@ def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() 
 @pytest.mark.parametrize(
     ("other", "called"),
     [
-        ("shape", "forward_backward with a float64 batch of shape [6, 6]"),
-        ("forward", "forward with a float64 batch of shape [8, 6]"),
+        ("shape", "forward_backward with a batch of shape [6, 6] and dtype float64"),
+        ("forward", "forward with a batch of shape [8, 6] and dtype float64"),
     ],
 )
 def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(other: str, called: str) -> None:
@@ -85,8 +85,8 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
         group.run(cases.different_shapes_in_one_replica_raise, 2, other)
     assert caught.value.kind == "DataError"
     assert caught.value.errors[1].startswith(
-        "Ranks 0 and 1 compute the same replica of the pipeline, but rank 0 called forward_backward with a float64 "
-        f"batch of shape [8, 6], and rank 1 {called}. Load the data with unitrain.ShardedLoader("
+        "Ranks 0 and 1 compute the same replica of the pipeline, but rank 0 called forward_backward with a batch "
+        f"of shape [8, 6] and dtype float64, and rank 1 {called}. Load the data with unitrain.ShardedLoader("
     )
 
 

@@ -366,7 +366,9 @@ def test_outputs_that_cannot_be_concatenated_are_named() -> None:
         predict(mean)
     with pytest.raises(ModelError, match=r"but output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
         predict(lambda index: (index, Nested(torch.ones(3, 2), index)))
-    with pytest.raises(ModelError, match=r"^predict collects tensors, but output\[0\] is a str\. Do not return it"):
+    with pytest.raises(
+        ModelError, match=r"^predict collects tensors, but output\[0\] is an object of class str\. Do not return it"
+    ):
         predict(lambda index: ["text", index])
     with pytest.raises(ModelError, match=r"^predict collects dense tensors, but output has layout torch\.sparse_coo"):
         predict(lambda index: index.double().to_sparse())

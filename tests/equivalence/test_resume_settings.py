@@ -73,12 +73,12 @@ def group(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ((SGD, None), (ADAM, None), "has the state of a SGD, but the optimizer of this run is a Adam"),
-        ((ADAM, None), (ADAMW, None), "has the state of a Adam, but the optimizer of this run is a AdamW"),
+        ((SGD, None), (ADAM, None), "has the state of SGD, but the optimizer of this run is Adam"),
+        ((ADAM, None), (ADAMW, None), "has the state of Adam, but the optimizer of this run is AdamW"),
         (
             (SGD, step_lr),
             (SGD, exponential),
-            "has the state of a StepLR, but the scheduler of this run is a Exponential",
+            "has the state of StepLR, but the scheduler of this run is Exponential",
         ),
         ((SGD, None), (SGD, step_lr), "has no scheduler and this run has one."),
     ],
@@ -99,7 +99,7 @@ def test_another_optimizer_is_detected_in_checkpoints_without_class_names(tmp_pa
     kept = SGD(model.parameters(), lr=0.1).state_dict()
     path = files.checkpoint_path(tmp_path, 3)
     files.write(path, model.state_dict(), {"optimizer": kept, "progress": {}}, {})
-    with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of a Adam: another optimizer wrote it\."):
+    with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of Adam: another optimizer wrote it\."):
         loading.load(path, model, ADAM(model.parameters(), lr=0.1), None)
     loading.load(path, model, SGD(model.parameters(), lr=0.1), None)
 

@@ -472,7 +472,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
         (["a"], 1, "needs a list of rows, got int"),
         (["a"], [1], r"Row 0 of trainer.log_table\('t'\) is 1, but the columns are"),
         (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], but the columns are \['a'\]"),
-        (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
+        (["a"], [[torch.ones(1)]], "has an object of class Tensor. Use numbers, strings, booleans or None"),
     ):
         with pytest.raises(ConfigError, match=message_text):
             made.log_table("t", columns, rows)

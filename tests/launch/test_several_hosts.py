@@ -210,7 +210,7 @@ def unreachable(hosts: list[Host], script: Path) -> str:
     )
 
 
-def another_key(hosts: list[Host], script: Path) -> str:
+def changed_host_key(hosts: list[Host], script: Path) -> str:
     known = hosts[0].home / ".ssh" / "known_hosts"
     first, second = (line.split(" ", 1) for line in known.read_text().splitlines())
     known.write_text(f"{second[0]} {first[1]}\n")
@@ -254,7 +254,9 @@ def other_torch(hosts: list[Host], script: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "wrong", [unreachable, another_key, closed, no_script, no_python, other_torch], ids=lambda wrong: wrong.__name__
+    "wrong",
+    [unreachable, changed_host_key, closed, no_script, no_python, other_torch],
+    ids=lambda wrong: wrong.__name__,
 )
 def test_host_problems_are_reported_before_the_launch(
     wrong: Callable[[list[Host], Path], str], two_hosts: list[Host], script: str, tmp_path: Path

@@ -56,7 +56,7 @@ class Launch:
 def running_launcher(
     command: list[str], variables: dict[str, str] | None = None, *, fresh: bool = False
 ) -> Iterator[Launch]:
-    """Run `command` in a new session with these variables added, and kill all its processes at the end.
+    """Run `command` in a new session with `variables` added to its environment, and kill all its processes at the end.
 
     Its Python processes are forked from a preloaded interpreter (`preload.py`) unless `fresh` is true.
     """

@@ -373,12 +373,12 @@ def test_error_is_equal_on_every_rank_if_one_rank_has_all_samples(group: RankGro
     starts = [
         "ConfigError: Trainer(forward=...) takes a function, got 3.",
         "DataError: A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got a list",
-        "ModelError: forward must return a pair (output, target), got a Tensor of shape",
+        "ModelError: forward must return a pair (output, target), got a tensor of shape",
         "DataError: A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got a list",
-        "ModelError: forward must return a pair (output, target), got a Tensor of shape [1, 3].",
+        "ModelError: forward must return a pair (output, target), got a tensor of shape [1, 3].",
         "TensorError: accuracy of a batch of 1 must be one number or 1, got shape [5].",
         "DataError: A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got a list",
-        "ModelError: forward must return a pair (output, target), got a Tensor of shape [1, 3].",
+        "ModelError: forward must return a pair (output, target), got a tensor of shape [1, 3].",
     ]
     for text, start in zip(here, starts, strict=True):
         assert text.startswith(start), text

@@ -134,7 +134,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
         ({"steps": 0}, r"LocalSGDConfig\.steps must be at least 1, got 0\. Use LocalSGDConfig\(steps=25\)\.$"),
         ({"steps": 2.5}, r"LocalSGDConfig\.steps must be a whole number, got 2\.5\."),
         ({"steps": 4, "outer_lr": 0}, r"outer_lr must be a number above 0, got 0\. Use outer_lr=0\.7"),
-        ({"steps": 4, "outer_momentum": 1}, r"outer_momentum must be a number from 0 to below 1, got 1\. Use outer_"),
+        ({"steps": 4, "outer_momentum": 1}, r"outer_momentum must be at least 0 and less than 1, got 1\. Use outer_"),
         ({"steps": 4, "outer_momentum": "0.9"}, r"got '0\.9'\. Use outer_momentum=0\.9, or 0 to average the weights\."),
         (
             {"steps": 4, "compression": "int4"},
@@ -153,7 +153,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
             {"steps": 4, "overlap_steps": 4},
             r"overlap_steps must be at most 3 with steps=4, got 4\. Use overlap_steps=3",
         ),
-        ({"steps": 4, "mixing": 1}, r"mixing must be a number from 0 to below 1, got 1\. Use mixing=0\.5, or 0 to"),
+        ({"steps": 4, "mixing": 1}, r"mixing must be at least 0 and less than 1, got 1\. Use mixing=0\.5, or 0 to"),
     ],
 )
 def test_invalid_local_sgd_are_rejected(settings: dict[str, Any], message: str) -> None:

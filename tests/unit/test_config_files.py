@@ -236,7 +236,7 @@ def test_scheduler_classes_and_functions(folder: Path) -> None:
             r"bad.yaml, line 5: callbacks\.patience: expected int, got 'soon'",
         ),
         ("python_path: src", r"bad.yaml, line 2: python_path: .*src"),
-        ("- 1", r"bad.yaml, line 2: the file contains a list\. Use a mapping"),
+        ("- 1", r"bad.yaml, line 2: the file contains a value of type list\. Use a mapping"),
         ("model: null", r"The key 'model' is not set\. Add it to 'bad.yaml', as in model: torch"),
         ("max_steps: 5", r"config/run.yaml, line 20: max_epochs: TrainConfig takes either max_epochs or max_s"),
     ],

@@ -22,15 +22,15 @@ Term = list[Tensor | None]
 SHAPES = [(5, 3), (), (40_000,), (0, 2), (2, 3, 4, 4)]
 
 
-class Processes:
-    """Allreduces between threads, each of which is a process. Sums are in an arbitrary order."""
+class ThreadedAllreduce:
+    """Allreduces between threads, each of which simulates a process. The terms are added in an arbitrary order."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._lock = Barrier(size), Lock()
         self._totals: dict[int, Tensor] = {}
         self._counts = [0] * size
 
-    def start(self, process: int) -> Callable[[Tensor, str], Callable[[], None]]:
+    def start_allreduce_of(self, process: int) -> Callable[[Tensor, str], Callable[[], None]]:
         def start(tensor: Tensor, op: str) -> Callable[[], None]:
             number = self._counts[process]
             self._counts[process] += 1
@@ -53,7 +53,7 @@ def reduce(
 ) -> list[list[Tensor | None]]:
     """Return the means that each of `size` processes computes for the terms of all logical ranks."""
     likes = parameters or [next(one for one in same if one is not None) for same in zip(*terms, strict=True)]
-    count, processes = len(terms), Processes(size)
+    count, allreduce = len(terms), ThreadedAllreduce(size)
 
     def run(process: int) -> list[Tensor | None]:
         reduction = ExactReduction(
@@ -61,7 +61,7 @@ def reduce(
             [like.detach().clone().requires_grad_() for like in likes],
             logical_ranks=count,
             bucket_bytes=100_000,
-            start_allreduce=processes.start(process) if size > 1 else None,
+            start_allreduce=allreduce.start_allreduce_of(process) if size > 1 else None,
             allows_unused=allows_unused,
         )
         own = [
@@ -132,11 +132,14 @@ def test_ordinary_sums_depend_on_the_order() -> None:
     assert len(sums) > 1
 
 
-def reduce_in_backward(terms: Sequence[Term], process: int, processes: Processes, size: int) -> tuple[int, list[bool]]:
+def reduce_in_backward(
+    terms: Sequence[Term], process: int, allreduce: ThreadedAllreduce, size: int
+) -> tuple[int, list[bool]]:
     """Reduce the terms twice, in the second step with gradients added in an order that differs between processes.
-    Return the number of operations started before `finish`, and whether the results of both steps are equal."""
+    Return the number of operations that are started while the gradients of the second step are added, and whether the
+    results of both steps are equal."""
     started = 0
-    start = processes.start(process)
+    start = allreduce.start_allreduce_of(process)
 
     def counting_start(tensor: Tensor, op: str) -> Callable[[], None]:
         nonlocal started
@@ -181,9 +184,9 @@ def test_lazy_conjugates_are_reduced() -> None:
 
 def test_gradients_are_reduced_while_others_are_computed() -> None:
     terms, size = random_terms(5), 3
-    processes = Processes(size)
+    allreduce = ThreadedAllreduce(size)
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(lambda process: reduce_in_backward(terms, process, processes, size), range(size)))
+        results = list(pool.map(lambda process: reduce_in_backward(terms, process, allreduce, size), range(size)))
     for in_backward, are_equal in results:
         assert in_backward == results[0][0] > 2
         assert all(are_equal)
@@ -213,7 +216,7 @@ def test_a_gradient_that_is_added_twice() -> None:
 
 
 @pytest.mark.parametrize("factor", [1e30, 1e-38])
-def test_a_spike_on_one_rank_fits(factor: float) -> None:
+def test_mean_is_accurate_if_one_logical_rank_has_far_larger_or_smaller_gradients(factor: float) -> None:
     terms = random_terms(4)
     terms[2] = [value * factor for value in terms[2]]
     (alone,) = reduce(terms)
@@ -251,13 +254,13 @@ def test_unused_parameters() -> None:
 
 @pytest.mark.parametrize("allows_unused", [False, True])
 def test_processes_that_freeze_different_parameters_raise_an_error(allows_unused: bool) -> None:
-    processes, barrier = Processes(2), Barrier(2)
+    allreduce, barrier = ThreadedAllreduce(2), Barrier(2)
 
     def run(process: int) -> None:
         parameters = [torch.ones(2).requires_grad_(), torch.ones(3).requires_grad_(process == 0)]
         reduction = ExactReduction(
-            ["p0", "p1"], parameters, logical_ranks=2, bucket_bytes=4, start_allreduce=processes.start(process),
-            allows_unused=allows_unused,
+            ["p0", "p1"], parameters, logical_ranks=2, bucket_bytes=4,
+            start_allreduce=allreduce.start_allreduce_of(process), allows_unused=allows_unused,
         )  # fmt: skip
         gradients = [torch.ones(2), torch.ones(3) if process == 0 else None]
         with pytest.raises(ModelError, match="Parameter 'p1' is trained by some processes and frozen by others"):

@@ -31,7 +31,7 @@ def test_learning_rate_factors_follow_the_policy() -> None:
 def test_warmup_grows_linearly_from_1_to_the_full_factor() -> None:
     factor = LearningRateFactor("linear", 256, 1024, 6)
     assert [factor.factor_at(step) for step in (0, 1, 2, 3, 4, 5, 6, 7, 100)] == [1, 1.5, 2, 2.5, 3, 3.5, 4, 4, 4]
-    assert str(factor) == "learning rates x 4: linear from batches of 256 to 1024, reached after 6 steps"
+    assert str(factor) == "learning rates x 4 (linear scaling from batch size 256 to 1024), reached after 6 steps"
 
 
 def data() -> TensorDataset:
@@ -78,6 +78,6 @@ def test_resuming_with_another_policy_is_rejected(tmp_path: Path) -> None:
 
 def test_scaling_is_shown_at_the_start_and_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(0.02, lr_scaling="linear", reference_batch_size=2, progress="lines", output_dir=tmp_path, max_epochs=1)
-    assert "learning rates x 2: linear from batches of 2 to 4" in capfd.readouterr().err
+    assert "learning rates x 2 (linear scaling from batch size 2 to 4)" in capfd.readouterr().err
     row = (tmp_path / "history.jsonl").read_text()
     assert f'"learning_rate": {0.02 * 0.25 * 2}' in row

@@ -231,11 +231,11 @@ def test_output_without_a_loss_is_rejected() -> None:
 def test_unknown_average_is_rejected_with_the_two_choices() -> None:
     found = message(lambda: make(TokenModel(SimpleNamespace, is_shifted=False)).fit(Tokens()))
     assert found.startswith(
-        "ModelError: The batch has labels of shape [4, 6], and the model returned a SimpleNamespace"
+        "ModelError: The batch has labels of shape [4, 6], and the model returned an object of class SimpleNamespace"
     )
     assert 'Use loss_fn=unitrain.ModelLoss("samples"), ModelLoss("tokens", shift_labels=False), or, ' in found
     found = message(lambda: make(TokenModel(dict, is_shifted=False), ModelLoss("tokens")).fit(Tokens()))
-    assert "ModelError: It is unknown whether the model, which returned a dict, predicts the label of the n" in found
+    assert "ModelError: It is unknown whether the model, which returned an object of class dict, predicts the" in found
     found = message(lambda: make(Regression(), ModelLoss("tokens", labels="targets")).fit(Rows()))
     assert "counts the labels in a batch, but this dict does not have a tensor 'targets'. Name the key" in found
 
@@ -288,7 +288,9 @@ def test_lists_instead_of_tensors_are_rejected() -> None:
         make(OutOfMemory()).fit(items)  # type: ignore[arg-type]
     loader = DataLoader([{"inputs": "text"}] * 4, batch_size=2)
     found = message(lambda: make(Regression(), batch_size=None).fit(loader))
-    assert found.startswith("DataError: The batch is a dict without tensors ('inputs': list). Let the samples contain")
+    assert found.startswith(
+        "DataError: The batch, of class dict, has no tensors ('inputs': list). Let the samples contain"
+    )
 
 
 def test_samples_of_a_mapping_are_counted() -> None:

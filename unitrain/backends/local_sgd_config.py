@@ -14,14 +14,14 @@ earlier outer gradients that it has not communicated yet, and c the error of the
 
     "none"      g = mean(x - w), in the dtype of the weights, or float32 for half precision
     "bf16"      q = round(x - w + e),  e = x - w + e - q,  m = sum(q) / N + c,  g = round(m),  c = m - g. The sum is
-                computed in float32, in rank order.
+                computed in rank order, in float64 for weights in float64, otherwise in float32.
     "int8"      like "bf16", with the format int8: each block of BLOCK_ELEMENTS elements is divided by its scale, the
                 largest absolute value of the block / 127, and rounded to the nearest integer. Scales are in float32.
 
 The ranks of a synchronous group have equal weights, so N is the number of groups. The first rank of each group
 communicates with the other groups, and broadcasts the result in its group. If groups have different numbers of ranks,
-x - w is multiplied by the number of ranks in the group, divided by the mean over groups. The result is then the mean
-over all ranks, so every sample has the same weight.
+x - w is multiplied by the number of ranks in the group divided by the mean number of ranks per group. The result is
+then the mean over all ranks, so every sample has the same weight.
 
 With `fragments` = P > 1, the parameters are divided into P fragments in the order of the model, with about the same
 number of bytes. Fragment p = 1, ..., P is synchronized after n steps if n mod `steps` = (p * `steps`) // P mod `steps`.
@@ -30,8 +30,8 @@ n + t, they wait for g, update v and x with it, and merge x into their weights:
 
     w = mixing * w + (1 - mixing) * x
 
-In `steps` steps, each rank that communicates outer gradients sends 2 (N - 1) / N times the size of the weights in this
-format. x is the same on every rank; with `overlap_steps`, w may differ between ranks.
+In `steps` steps, each rank that communicates outer gradients sends 2 (N - 1) / N times the size of the weights in the
+format that `compression` selects. x is the same on every rank; with `overlap_steps`, w may differ between ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LocalSGDConfig:
         momentum: Any = self.outer_momentum
         if not validation.is_finite_number(momentum) or not 0 <= momentum < 1:
             raise ConfigError(
-                f"LocalSGDConfig.outer_momentum must be a number from 0 to below 1, got "
+                f"LocalSGDConfig.outer_momentum must be at least 0 and less than 1, got "
                 f"{validation.describe_value(momentum)}. Use outer_momentum=0.9, or 0 to average the weights."
             )
         validation.check_choice("LocalSGDConfig.compression", self.compression, get_args(OuterCompression))
@@ -107,7 +107,7 @@ class LocalSGDConfig:
         mixing: Any = self.mixing
         if not validation.is_finite_number(mixing) or not 0 <= mixing < 1:
             raise ConfigError(
-                f"LocalSGDConfig.mixing must be a number from 0 to below 1, got {validation.describe_value(mixing)}. "
+                f"LocalSGDConfig.mixing must be at least 0 and less than 1, got {validation.describe_value(mixing)}. "
                 "Use mixing=0.5, or 0 to replace the weights with the synchronized weights."
             )
 
@@ -120,7 +120,7 @@ class LocalSGDConfig:
         if isinstance(given, list | tuple) and given:
             for size in given:
                 validation.check_integer(name, size, 1, fix)
-            # A tuple is hashable, and configurations from a list (in a file) and from a tuple are equal.
+            # Convert to a tuple, which is hashable, so that a list (from a file) and a tuple give equal configurations.
             object.__setattr__(self, "synchronous_ranks", tuple(given))
             return
         validation.check_integer(name, given, 1, fix)
@@ -133,14 +133,15 @@ class LocalSGDConfig:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether parts of the weights differ between ranks after every step."""
+        """Whether the parameters are synchronized in fragments or with overlapped transfers, so that a synchronization
+        may not make all weights equal."""
         return self.fragments > 1 or self.overlap_steps > 0
 
 
-def read_local_sgd(local_sgd: int | LocalSGDConfig, setting: str) -> LocalSGDConfig:
+def parse_local_sgd(local_sgd: int | LocalSGDConfig, argument_name: str) -> LocalSGDConfig:
     """Return `local_sgd`, with a number replaced by LocalSGDConfig(steps=number). Raises ConfigError for an invalid
-    value."""
+    value. `argument_name` is the name of the argument in messages."""
     if isinstance(local_sgd, LocalSGDConfig):
         return local_sgd
     fix = "Use a number of steps, or unitrain.LocalSGDConfig(steps=25, outer_lr=0.7, outer_momentum=0.9)"
-    return LocalSGDConfig(steps=validation.check_integer(setting, local_sgd, 1, fix))
+    return LocalSGDConfig(steps=validation.check_integer(argument_name, local_sgd, 1, fix))

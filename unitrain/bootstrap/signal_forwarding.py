@@ -21,8 +21,8 @@ def forward_warning_signals(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
     A rank is a descendant with the environment variable `variable` whose parent lacks this variable. If this host has
-    no ranks, a signal is reported in a message. Processes started by this process have the default actions for both
-    signals. Only the main thread may call this function.
+    no ranks, a message on stderr reports the signal instead. Processes started by this process have the default actions
+    for both signals. Only the main thread may call this function.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -65,7 +65,7 @@ def ignore_warning_signals() -> Iterator[None]:
 
 def _find_descendants_with_variable(pid: int, prefix: bytes) -> Iterator[int]:
     """Yield the nearest descendants of process `pid` that have an environment variable with `prefix`."""
-    children = _children()
+    children = _children_by_parent()
     to_visit = [pid]
     while to_visit:
         for child in children.get(to_visit.pop(), []):
@@ -81,7 +81,7 @@ def _find_descendants_with_variable(pid: int, prefix: bytes) -> Iterator[int]:
                 to_visit.append(child)
 
 
-def _children() -> dict[int, list[int]]:
+def _children_by_parent() -> dict[int, list[int]]:
     """Return the child processes of each process on this machine; empty if the system has no /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -53,8 +53,8 @@ def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
-            f"'{path}' contains a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the "
-            "model."
+            f"'{path}' contains an object of class {type(loaded).__name__}, not a dictionary. Save "
+            "model.state_dict() instead of the model."
         )
     if _is_state_dict(loaded):
         return ForeignCheckpoint("state dictionary", _strip_ddp_prefix(loaded), None, None, None, None)

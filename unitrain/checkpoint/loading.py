@@ -146,8 +146,7 @@ def _check_classes(
     for part, name in class_names(optimizer, scheduler).items():
         if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
             raise CheckpointError(
-                f"Checkpoint '{path}' has the state of a {saved_classes[part]}, but the {part} of this run is a "
-                f"{name}. "
+                f"Checkpoint '{path}' has the state of {saved_classes[part]}, but the {part} of this run is {name}. "
                 f"Use {saved_classes[part]}, or start a new run from the weights: "
                 f"trainer.load_weights('{path}')."
             )
@@ -170,7 +169,7 @@ def _check_settings(
             and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
         ):
             raise CheckpointError(
-                f"Checkpoint '{path}' has no {', '.join(missing_settings)} of a {type(optimizer).__name__}: another "
+                f"Checkpoint '{path}' has no {', '.join(missing_settings)} of {type(optimizer).__name__}: another "
                 "optimizer wrote it. Use the same optimizer as the run that wrote it, or start a new run from the "
                 f"weights: trainer.load_weights('{path}')."
             )

@@ -123,8 +123,8 @@ def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
     for name, tensor in tensors.items():
         if not is_storable(tensor):
             raise CheckpointError(
-                f"{name!r} in the state of the model is a {type(tensor).__name__}, which a sharded checkpoint cannot "
-                "store. Register a dense tensor as parameter or buffer, or leave it out of the state_dict."
+                f"{name!r} in the state of the model is of class {type(tensor).__name__}, which a sharded checkpoint "
+                "cannot store. Register a dense tensor as parameter or buffer, or leave it out of the state_dict."
             )
         key = _storage_key(tensor)
         if key in first:

@@ -111,7 +111,7 @@ def _save_and_load(value: Any, path: str) -> Any:
     except Exception as error:  # methods of the value may raise any exception
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
-            f"{path} is a {name}, which torch.load(weights_only=True) cannot load from a checkpoint. "
+            f"{path} is of class {name}, which torch.load(weights_only=True) cannot load from a checkpoint. "
             "Store only tensors, numbers, strings and containers of these in the state of optimizers, schedulers and "
             "callbacks: torch.from_numpy(array) instead of an array, dict(mapping) instead of a defaultdict."
         ) from error

@@ -45,7 +45,7 @@ def doctor(launch_options: tuple[str, ...] | None, as_json: bool, timeout_second
     try:
         if launch_options is not None:
             exit_on_termination_signals()
-            click.echo("Checking all ranks. This takes some seconds.", err=True)
+            click.echo("Checking all ranks. This takes a few seconds.", err=True)
             report = examine_launch(launch_options, timeout_seconds)
         else:
             examined = examine(timeout_seconds)

@@ -68,8 +68,8 @@ class ConfigFile:
             )
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{path}, line {node.start_mark.line + 1}: the file contains a {type(content).__name__}. Use a mapping "
-                "of keys and values, as in batch_size: 32"
+                f"{path}, line {node.start_mark.line + 1}: the file contains a value of type {type(content).__name__}. "
+                "Use a mapping of keys and values, as in batch_size: 32"
             )
         try:
             entries = tuple(itertools.islice(_entries(path, node, ()), _MAX_ENTRIES + 1))

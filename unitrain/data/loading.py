@@ -359,8 +359,8 @@ def _read_length(data: Data) -> int:
         return len(dataset)
     except Exception as error:  # if only this rank raised it, the other ranks would hang
         raise DataError(
-            f"len() of a {type(dataset).__name__} failed: {type(error).__name__}: {error}. Return a whole number of at "
-            "least 0 from __len__, or pass an IterableDataset."
+            f"len() of an object of class {type(dataset).__name__} failed: {type(error).__name__}: {error}. Return "
+            "a whole number of at least 0 from __len__, or pass an IterableDataset."
         ) from error
 
 

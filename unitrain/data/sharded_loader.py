@@ -40,8 +40,8 @@ class ShardedLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Each iteration is the next epoch. With the default arguments, every sample is in exactly one batch on one rank. All
-    ranks yield the same number of batches, for any length of the data. Multiply the mean loss of a batch by
+    Each loop over the loader is the next epoch. With the default arguments, every sample is in exactly one batch on one
+    rank. All ranks yield the same number of batches, for any length of the data. Multiply the mean loss of a batch by
     `loss_weight`, so that the gradient averaged over ranks is the gradient of the mean loss over the samples of all
     ranks. A rank without samples for a batch yields a dummy batch with loss weight 0, which `sync_batch_norm` layers
     ignore.
@@ -99,8 +99,9 @@ class ShardedLoader:
         validation.check_instance(f"{_CLASS_NAME}(backend)", backend, Communicator, "a backend", fix)
         if logical_ranks is not None and not isinstance(backend, Backend):
             raise ConfigError(
-                f"ShardedLoader(logical_ranks={logical_ranks}) needs the backend that unitrain.init() returned, got a "
-                f"{type(backend).__name__}. Pipelines do not support logical ranks: leave logical_ranks out."
+                f"ShardedLoader(logical_ranks={logical_ranks}) needs the backend that unitrain.init() returned, got an "
+                f"object of class {type(backend).__name__}. Pipelines do not support logical ranks: leave "
+                "logical_ranks out."
             )
         if isinstance(backend, Lifecycle):
             backend.check_running(_CLASS_NAME)
@@ -158,9 +159,9 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration or, after a complete iteration, of the next one. The first epoch is 0. Set
-        it to start at a different epoch. It does not change in evaluation. After an iteration that stopped within its
-        epoch, it is still that epoch, and the next iteration begins the following epoch.
+        """The epoch of the current loop over the loader or, after a complete loop, of the next one. The first epoch is
+        0. Set it to start at a different epoch. It does not change in evaluation. If a loop over the loader ends early
+        (`break`), `epoch` does not change, and the next loop starts the following epoch.
         """
         return self._epoch
 
@@ -178,8 +179,9 @@ class ShardedLoader:
     def loss_weight(self) -> float:
         """The factor for the mean loss of the last yielded batch: its samples * number of ranks / samples of the step.
 
-        With logical ranks, it is the number of logical ranks. A step consists of `gradient_accumulation_steps` batches
-        (1 by default) on every rank or logical rank; the last step of an epoch may have fewer.
+        With logical ranks, the number of ranks in this formula is the number of logical ranks. A step consists of
+        `gradient_accumulation_steps` batches (1 by default) on every rank or logical rank; the last step of an epoch
+        may have fewer.
         """
         self._check_is_for_training("loss_weight")
         return self._loss_weight
@@ -218,7 +220,7 @@ class ShardedLoader:
                 "A ShardedLoader for training was iterated under torch.no_grad(), where its dummy batches would be "
                 "evaluated like samples. Use ShardedLoader(data, backend, shuffle=False) for evaluation."
             )
-        if self._is_within_epoch:  # the last iteration stopped within its epoch
+        if self._is_within_epoch:  # the last loop ended within its epoch
             self._set_position(self._epoch + 1, 0)
         self._check_same_position()
         try:
@@ -261,7 +263,7 @@ class ShardedLoader:
         return state if data is None else {**state, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`: the next iteration yields the remainder of its epoch. All ranks call it.
+        """Resume from `state`: the next loop over the loader yields the remainder of its epoch. All ranks call it.
 
         Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
         Raises CheckpointError if `state` is not a result of `state_dict`, or if it is within an epoch and the order of

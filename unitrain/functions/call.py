@@ -39,7 +39,8 @@ class FunctionCall:
             name = getattr(self.function, "__name__", repr(self.function))
             raise FunctionError(
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
-                f"Create objects that belong to one process inside {name}: files, locks, connections, iterators."
+                "Create files, locks, connections, iterators and other objects that belong to one process inside "
+                f"{name}."
             ) from error
         # A rank needs the import path of this process to unpickle the call. Notebook cells have no source file, so
         # their source is included for tracebacks.
@@ -98,7 +99,7 @@ class CallOutcome:
     @staticmethod
     def load_all(folder: Path, size: int) -> dict[int, CallOutcome]:
         """Return {rank: outcome} for all outcomes stored in `folder`. An outcome that cannot be unpickled is replaced
-        by one with the error of unpickling it."""
+        by an outcome that contains the unpickling error."""
         outcomes: dict[int, CallOutcome] = {}
         for rank in range(size):
             path = folder / f"{_OUTCOME}-{rank}"

@@ -19,7 +19,9 @@ _BINS = 64
 def check_image(image: Tensor) -> None:
     """Raise TensorError unless `image` has the shape and dtype (uint8, bool or floating point) of an image."""
     is_tensor = isinstance(image, Tensor)
-    found = f"shape {list(image.shape)} and {image.dtype}" if is_tensor else f"a {type(image).__name__}"
+    found = (
+        f"shape {list(image.shape)} and {image.dtype}" if is_tensor else f"an object of class {type(image).__name__}"
+    )
     is_image = is_tensor and (
         image.dim() == 2 or (image.dim() == 3 and (image.shape[0] in _CHANNELS or image.shape[2] in _CHANNELS))
     )
@@ -89,6 +91,6 @@ def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
         for cell in row:
             if not (cell is None or isinstance(cell, str | int | float | bool)):
                 raise ConfigError(
-                    f"Row {number} of trainer.log_table({name!r}) has a {type(cell).__name__}. "
+                    f"Row {number} of trainer.log_table({name!r}) has an object of class {type(cell).__name__}. "
                     "Use numbers, strings, booleans or None, as from tensor.tolist()."
                 )

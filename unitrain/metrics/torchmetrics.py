@@ -265,7 +265,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
             rank_states = [states[path] for states in states_of_ranks if path in states and states[path].updates]
             if rank_states:
                 part._update_count = sum(updates for updates, _ in rank_states)
-                joined_states = _merge_moments(part, [state for _, state in rank_states])
+                joined_states = _merge_nrmse_states(part, [state for _, state in rank_states])
                 for name in rank_states[0][1]:
                     if name in joined_states:
                         setattr(part, name, joined_states[name])
@@ -286,17 +286,17 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
                 setattr(part, name, value)
 
 
-def _read_local_state(part: Any) -> tuple[int, bool, dict[str, Any]]:
-    return part._update_count, part._to_sync, {name: getattr(part, name) for name in part._defaults}
+def _read_local_state(metric: Any) -> tuple[int, bool, dict[str, Any]]:
+    return metric._update_count, metric._to_sync, {name: getattr(metric, name) for name in metric._defaults}
 
 
-def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _merge_nrmse_states(metric: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the merged states of a NormalizedRootMeanSquaredError; an empty dictionary for any other metric.
 
     torchmetrics merges them in the metric's `compute`, which fails for more than two ranks.
     """
     kind = getattr(sys.modules["torchmetrics"], "NormalizedRootMeanSquaredError", None)
-    if kind is None or not isinstance(part, kind) or len(states) == 1:
+    if kind is None or not isinstance(metric, kind) or len(states) == 1:
         return {}
     states_of_ranks = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     count, mean, squares = (states_of_ranks[name].double() for name in ("total", "mean_val", "var_val"))
@@ -313,11 +313,11 @@ def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[st
 
 
 def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
-    """Merge one state over ranks, according to the `reduction` of `add_state`. `values` contains a pair (number of
-    updates, state) per rank.
+    """Merge one state over ranks according to `reduction`, the `dist_reduce_fx` of `add_state`. `values` contains a
+    pair (number of updates, state) per rank.
 
     Without a `reduction`, tensors are stacked, as in torchmetrics, and the metric merges them. A custom `reduction` is
-    called with the stacked tensors.
+    called with the stacked tensors or, if the states are lists, with one list of the items of all ranks.
     """
     functions: Any = sys.modules["torchmetrics.utilities"]
     states = [state for _, state in values]
@@ -354,9 +354,13 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     elif isinstance(value, Tensor) and value.dim() == 1:
         yield from ((f"{name}_{position}", float(part)) for position, part in enumerate(value.tolist()))
     else:
-        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        shape = (
+            f"a tensor of shape {list(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"an object of class {type(value).__name__}"
+        )
         raise MetricError(
-            f"Metric {name!r} returns {shape}, but a result is a number, a vector or a dictionary of these. "
+            f"Metric {name!r} returns {shape}, but a result must be a number, a vector or a dictionary of these. "
             "Subclass it, and let its compute return the numbers to record."
         )
 

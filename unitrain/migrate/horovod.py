@@ -402,7 +402,9 @@ def _convert_synchronize(edits: Edits) -> None:
             continue
         variable = script.binding(node.func.value)
         if variable in ambiguous:
-            edits.refuse(node, "It is an optimizer in some calls only. Write a function for each case")
+            edits.refuse(
+                node, "This variable is an optimizer only in some calls of its function. Write a function for each case"
+            )
             continue
         if member == "synchronize" and variable not in optimizers:
             if isinstance(node.func.value, cst.Name | cst.Attribute):

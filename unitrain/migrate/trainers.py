@@ -1,8 +1,8 @@
 """Rules for Accelerate and Fabric.
 
 Their loops train on the process group that `unitrain.init` starts, so the script keeps them. On Horovod, they compute
-the same results as on DDP. They take ranks from the variables of torchrun; under another launcher, each rank would
-train independently, so the converted script compares the ranks.
+the same results as on DDP. Accelerate and Fabric read the ranks from torchrun's environment variables; under another
+launcher, each rank would train independently, so the converted script compares the ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def convert(edits: Edits) -> None:
             statement = script.statement(node)
             accelerators += targets(statement) if statement is not None else ()
             _check_accelerator(edits, node)
-            _compare_ranks(edits, node, "process_index", _FIX)
+            _add_rank_comparison(edits, node, "process_index", _FIX)
         elif name in FABRIC:
             _check_fabric(edits, node)
-            _compare_ranks(edits, node, "global_rank", _FABRIC_FIX)
+            _add_rank_comparison(edits, node, "global_rank", _FABRIC_FIX)
     variables = distributed_variables(script, accelerators)
     ambiguous = variables_with_other_values(script, variables)
     for node in script.nodes:
@@ -47,9 +47,12 @@ def convert(edits: Edits) -> None:
             continue
         variable = script.binding(node.func.value)
         if variable in ambiguous:
-            edits.refuse(node, "It is an Accelerator in some calls only. Write a function for each case")
+            edits.refuse(
+                node,
+                "This variable is an Accelerator only in some calls of its function. Write a function for each case",
+            )
         elif variable in variables:
-            _convert_end(edits, node)
+            _convert_end_training(edits, node)
         elif accelerators:
             edits.explain(node, "unchanged: if this object is the Accelerator, remove the call")
 
@@ -58,7 +61,7 @@ def _check_accelerator(edits: Edits, call: cst.Call) -> None:
     for name in _PLUGINS:
         argument = (arguments(call, ()) or {}).get(name)
         if argument is not None and literal(argument) is not None:
-            edits.refuse(argument, "unitrain's process group trains with DDP only: remove it", name=name)
+            edits.refuse(argument, "unitrain's process group supports only DDP: remove this argument", name=name)
     edits.explain(call, "Accelerate trains on the process group that unitrain starts, with the same results")
 
 
@@ -70,7 +73,7 @@ def _check_fabric(edits: Edits, call: cst.Call) -> None:
     strategy = literal(call_arguments.get("strategy"))
     if strategy not in _STRATEGIES:
         edits.refuse(
-            call_arguments["strategy"], 'unitrain\'s process group trains with strategy="ddp" only', name="strategy"
+            call_arguments["strategy"], 'unitrain\'s process group supports only strategy="ddp"', name="strategy"
         )
     edits.explain(
         call,
@@ -79,7 +82,7 @@ def _check_fabric(edits: Edits, call: cst.Call) -> None:
     )
 
 
-def _compare_ranks(edits: Edits, call: cst.Call, rank: str, fix: str) -> None:
+def _add_rank_comparison(edits: Edits, call: cst.Call, rank_attribute: str, fix: str) -> None:
     """Add an assertion with the message `fix`, and with the same result on all ranks, after the statement that assigns
     the object."""
     statement = edits.script.statement(call)
@@ -88,14 +91,14 @@ def _compare_ranks(edits: Edits, call: cst.Call, rank: str, fix: str) -> None:
         edits.refuse(call, "Assign it to a variable in a statement of its own")
         return
     name = edits.script.text(target[0])
-    ranks = f"{edits.backend}.allgather_object({name}.{rank}) == [*range({edits.backend}.size)]"
+    ranks = f"{edits.backend}.allgather_object({name}.{rank_attribute}) == [*range({edits.backend}.size)]"
     check = parse_statement(f'assert {ranks}, "{fix}"')
     edits.replace_statement(statement, lambda updated: [updated, check])
     edits.backend_uses.append(call)
     edits.explain(call, "under a launcher other than torchrun, each rank would train independently")
 
 
-def _convert_end(edits: Edits, call: cst.Call) -> None:
+def _convert_end_training(edits: Edits, call: cst.Call) -> None:
     """Remove `accelerator.end_training()`, which destroys the process group, if the script has no trackers."""
     script = edits.script
     statement = script.statement(call)

@@ -77,7 +77,7 @@ def _difference_error(layouts_by_rank: list[list[tuple[list[int], str]]]) -> Mod
 
 def _describe_buffer(buffer: tuple[list[int], str]) -> str:
     shape, dtype = buffer
-    return f"a {dtype.removeprefix('torch.')} buffer of shape {shape}"
+    return f"a buffer of shape {shape} and dtype {dtype.removeprefix('torch.')}"
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:

@@ -31,15 +31,16 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
 
     With grad mode enabled, the result requires grad even if this rank's tensor does not (for example, because it has no
     samples), so that every rank participates in the backward pass. For integers and complex numbers, and in
-    torch.no_grad(), the function returns the result of `communicator.allgather`, without gradients. Every rank must use
-    the result in the same order relative to other collectives. Double backward is supported.
+    torch.no_grad(), the function returns the result of `communicator.allgather`, without gradients. On every rank,
+    the backward pass must reach the result in the same order relative to other collectives. Double backward is
+    supported.
 
     Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if the dtype, the shape
     (except dim 0) or the grad mode differs between ranks.
     """
     fix = "Use differentiable_allgather(tensor, backend)"
     check_instance("differentiable_allgather(communicator)", communicator, Communicator, "a backend", fix)
-    if not (torch.is_grad_enabled() and _has_rows(tensor) and tensor.is_floating_point()):
+    if not (torch.is_grad_enabled() and _is_regular_tensor(tensor) and tensor.is_floating_point()):
         return communicator.allgather(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
     # Five dimensions, so that the allgather of a rank that passed integers does not match.
@@ -49,11 +50,12 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
     return gathered
 
 
-def _has_rows(tensor: Any) -> bool:
-    """Return whether `tensor` is a tensor with rows. If not, the allgather raises the error on every rank."""
-    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
+def _is_regular_tensor(value: Any) -> bool:
+    """Return whether `value` is a tensor that is not lazy, nested or on device meta. Otherwise,
+    `communicator.allgather` raises TensorError on every rank."""
+    if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
         return False
-    return not (tensor.is_nested or tensor.is_meta)
+    return not (value.is_nested or value.is_meta)
 
 
 class _Allgather(torch.autograd.Function):

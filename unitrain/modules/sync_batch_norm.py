@@ -251,12 +251,12 @@ def _check(name: str, layer: BatchNormBase) -> None:
     kind = type(layer)
     if isinstance(layer, LazyModuleMixin):
         raise ModelError(
-            f"{name} is a {kind.__name__}, which has no channels before its first forward. "
+            f"{name} is of class {kind.__name__}, which has no channels before its first forward. "
             "Call the model once, model(inputs), before sync_batch_norm."
         )
     if kind.forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
-            f"{name} is a {kind.__name__}, which overrides forward, so sync_batch_norm cannot synchronize it. "
+            f"{name} is of class {kind.__name__}, which overrides forward, so sync_batch_norm cannot synchronize it. "
             "Build the model with BatchNorm1d, 2d or 3d there, or leave sync_batch_norm out."
         )
     if getattr(layer, "process_group", None) is not None:

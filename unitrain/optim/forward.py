@@ -106,7 +106,7 @@ class Keywords:
         if not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
             kinds = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
             raise DataError(
-                f"The batch is a {type(batch).__name__} without tensors ({kinds or 'it is empty'}). {_TENSORS_FIX}"
+                f"The batch, of class {type(batch).__name__}, has no tensors ({kinds or 'it is empty'}). {_TENSORS_FIX}"
             )
         unknown = [key for key, value in batch.items() if key not in self._accepted and self._is_rejected(key, value)]
         if unknown:
@@ -186,12 +186,14 @@ def split_into_input_and_target(batch: Any) -> tuple[Any, Any]:
 
 
 def _describe_object(value: Any) -> str:
-    kind = type(value).__name__
     if isinstance(value, Tensor):
-        return f"a {kind} of shape {list(value.shape)}"
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value) in (list, tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = f"an object of class {type(value).__name__}"
     if isinstance(value, Mapping):
-        return f"a {kind} with {', '.join(map(repr, value)) or 'nothing in it'}"
-    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple)) else f"a {kind}"
+        return f"{text} with {', '.join(map(repr, value)) or 'nothing in it'}"
+    return f"{text} with {len(value)} elements" if isinstance(value, list | tuple) else text
 
 
 def _forward_example(batch: Any) -> str:

@@ -81,8 +81,8 @@ class LearningRateFactor:
     def __str__(self) -> str:
         warmup = f", reached after {self.warmup_steps} steps" if self.warmup_steps else ""
         return (
-            f"learning rates x {self.full_factor:g}: {self.policy} from batches of {self.reference_batch_size} to "
-            f"{self.global_batch_size}{warmup}"
+            f"learning rates x {self.full_factor:g} ({self.policy} scaling from batch size "
+            f"{self.reference_batch_size} to {self.global_batch_size}){warmup}"
         )
 
 

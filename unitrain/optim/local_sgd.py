@@ -18,7 +18,7 @@ from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.gradients.forward_buffers import split_running_statistics
-from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
+from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.sharding.state_format import keeps_shards
@@ -75,7 +75,7 @@ class LocalSGD:
         backend.check_running("LocalSGD")
 
         def check() -> LocalSGDConfig:
-            settings = read_local_sgd(local_sgd, "LocalSGD(local_sgd)")
+            settings = parse_local_sgd(local_sgd, "LocalSGD(local_sgd)")
             validation.check_boolean("LocalSGD(broadcast_buffers=...)", broadcast_buffers)
             checks.check_unwrapped_model("LocalSGD(model)", model)
             checks.check_trainable_model(model, "none", backend.device)

@@ -67,10 +67,16 @@ def read_loss(output: LossOutput) -> Loss:
     """
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
-        description = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        description = (
+            f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"an object of class {type(value).__name__}"
+        )
         raise ModelError(f"The loss must be one number, got {description}. {_FIX}")
     if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
-        description = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        description = (
+            f"shape {list(tokens.shape)}"
+            if isinstance(tokens, Tensor)
+            else f"an object of class {type(tokens).__name__}"
+        )
         raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_FIX}")
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")

@@ -106,14 +106,16 @@ class ModelLoss:
             return _CountedLabels(labels, is_shifted and self._shifts_labels(output, labels, loss))
         if is_auto:
             raise ModelError(
-                f"The batch has labels of shape {list(labels.shape)}, and the model returned a {name}, so it is "
-                "unknown whether its loss is a mean over samples or over tokens. Use loss_fn=unitrain.ModelLoss"
+                f"The batch has labels of shape {list(labels.shape)}, and the model returned an object of class "
+                f"{name}, so it is unknown whether its loss is a mean over samples or over tokens. Use "
+                "loss_fn=unitrain.ModelLoss"
                 '("samples"), ModelLoss("tokens", shift_labels=False), or, if the model predicts the next token, '
                 'ModelLoss("tokens", shift_labels=True).'
             )
         raise ModelError(
-            f"It is unknown whether the model, which returned a {name}, predicts the label of the next token. Use "
-            'loss_fn=unitrain.ModelLoss("tokens", shift_labels=True) if it does, and shift_labels=False otherwise.'
+            f"It is unknown whether the model, which returned an object of class {name}, predicts the label of the "
+            'next token. Use loss_fn=unitrain.ModelLoss("tokens", shift_labels=True) if it does, and '
+            "shift_labels=False otherwise."
         )
 
     def _shifts_labels(self, output: Any, labels: Tensor, loss: Tensor) -> bool:
@@ -185,9 +187,10 @@ def _find_loss(output: Any, batch: Any) -> Tensor:
     keys = f"The batch has {', '.join(map(repr, batch))}. " if isinstance(batch, Mapping) else ""
     if isinstance(output, tuple) and not isinstance(output, Mapping):
         raise ModelError(
-            f"The Trainer has no loss_fn, and the model returned a {kind} without a loss. For a model of "
-            f"transformers, use model.config.return_dict = True. {_ADD_LOSS_FN}"
+            f"The Trainer has no loss_fn, and the model returned an object of class {kind} without a loss. For a "
+            f"model of transformers, use model.config.return_dict = True. {_ADD_LOSS_FN}"
         )
     raise ModelError(
-        f"The Trainer has no loss_fn, and the model returned a {kind} without a loss. {keys}{_ADD_LOSS_FN}"
+        f"The Trainer has no loss_fn, and the model returned an object of class {kind} without a loss. "
+        f"{keys}{_ADD_LOSS_FN}"
     )

@@ -26,8 +26,8 @@ class History:
         self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step`, and starts of the run at `step`. The run that resumes at `step` writes them
-        again.
+        """Remove the rows after `step`, and in run.jsonl also the rows at `step`. The run that resumes at `step` writes
+        them again.
         """
         for name, last_step in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
             drop_rows_after(last_step, self.folder / name)

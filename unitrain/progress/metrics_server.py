@@ -17,7 +17,7 @@ _RECEIVE_TIMEOUT_SECONDS = 10.0
 
 
 class _Handler(WSGIRequestHandler):
-    """Handles one request. It closes a connection that sends nothing for some seconds, and logs nothing."""
+    """Handles one request. It closes a connection that sends nothing for `timeout` seconds, and logs nothing."""
 
     timeout = _RECEIVE_TIMEOUT_SECONDS
 

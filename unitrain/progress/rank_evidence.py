@@ -22,8 +22,8 @@ from unitrain.progress.stragglers import (
 )
 from unitrain.progress.timing import LoopTimer
 
-# A reading takes about 0.2 ms, so it is not repeated at every sync point if these follow each other closely. The second
-# interval applies at the end of an observation, so that the evidence covers all of it.
+# Minimum intervals between two readings. A reading takes about 0.2 ms, so it is skipped at sync points that follow the
+# last reading closely. The second interval applies at the end of an observation, so that the evidence covers all of it.
 _INTERVAL_SECONDS, _INTERVAL_SECONDS_AT_END = 1.0, 0.1
 
 
@@ -63,7 +63,7 @@ class RankEvidence:
         row of evidence for `find_stragglers`, since the last observation.
 
         The seconds are those of `LoopTimer.take_recent_seconds`. Except for `data`, they are extrapolated from a few
-        steps, so they lack stalls that occur in other steps. A stall that a CPU quota or a copy explains is added.
+        steps, so they do not include stalls in other steps. A stall that a CPU quota or a copy explains is added.
         """
         seconds, steps = self._timer.take_recent_seconds()
         recent = self._timer.recent

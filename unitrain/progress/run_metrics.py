@@ -38,8 +38,8 @@ from unitrain.progress.stopping import SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.progress.training_progress import TrainingProgress
 
-# The interval between two measurements of the memory of this rank, and the relative change from which the memory of all
-# ranks is recorded again.
+# The interval between two measurements of the memory of this rank, and the relative change above which the memory of
+# all ranks is recorded again.
 _MEMORY_INTERVAL_SECONDS = 1.0
 _MIN_MEMORY_CHANGE = 0.01
 _STATM = Path("/proc/self/statm")
@@ -52,7 +52,7 @@ class RunMetrics:
     and the endpoint.
 
     All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
-    describe rank 0, except the metrics of all ranks that `synchronize` receives. `flops` counts the FLOPs of a
+    describe rank 0, except the metrics of all ranks that `update_at_sync_point` receives. `flops` counts the FLOPs of a
     micro-batch on rank 0, if the peak FLOP/s are known and the model is not compiled. Without `has_endpoint`, no
     endpoint is opened. Raises ConfigError or MissingDependencyError on every rank if the endpoint cannot be opened.
     """
@@ -78,7 +78,7 @@ class RunMetrics:
         self._goodput = GoodputMeter(_attempt_start(info))
         self._goodput_file, self._events = GoodputFile(folder), EventLog(folder)
         self._peak_flops = device_peak_flops(backend.device, model, config) if self._is_rank_zero else None
-        # torch.compile would compute a micro-batch without compilation while torch's counter is active.
+        # While torch's FLOP counter is active, a compiled model would run uncompiled.
         self.flops = FlopsMeasurement(is_enabled=self._peak_flops is not None and not config.compile)
         self._run_values = RunValues()
         self._run_values.gauges["ranks"] = backend.size
@@ -99,8 +99,8 @@ class RunMetrics:
         """Context manager that records a `fit` call: its start, and its end or failure. Shows the goodput of a run
         with an output folder.
 
-        `is_new_run` is False if the run continues one that is recorded in the output folder. A run that is already
-        complete has no description, and is not recorded.
+        `is_new_run` is False if the run continues one that is recorded in the output folder. Nothing is recorded if
+        `description` has no entry "started", as for a run that was already complete.
         """
         if not (self._is_rank_zero and "started" in description):
             yield
@@ -123,7 +123,7 @@ class RunMetrics:
             self._finish(status, reason or self._reporter.stop_reason)
 
     def begin(self, category: Category) -> None:
-        """Start a category of the goodput."""
+        """Count the time from now on in the goodput category `category`."""
         self._goodput.begin(category)
 
     @contextmanager
@@ -144,13 +144,13 @@ class RunMetrics:
             self._memory_measured_at, self._memory_bytes = now, _read_memory_bytes(self._backend.device)
         return self._memory_bytes
 
-    def synchronize(self, sync_point: SyncPoint, memory_bytes: Sequence[float]) -> None:
-        """Update the metrics after a sync point, given the memory of all ranks."""
+    def update_at_sync_point(self, sync_point: SyncPoint, memory_by_rank: Sequence[float]) -> None:
+        """Update the metrics after a sync point, given the memory of all ranks in bytes."""
         if not self._is_rank_zero:
             return
         progress = self.progress
         self._goodput.count_steps(progress.step, sync_point.seconds[0][0])
-        self._run_values.memory = memory_bytes
+        self._run_values.memory = memory_by_rank
         self._run_values.gauges |= {"step": progress.step, "epoch": progress.epoch}
         if self._has_endpoint:
             self._run_values.add_phase_seconds(sync_point.seconds)
@@ -161,7 +161,7 @@ class RunMetrics:
             self._events.append("straggler", progress.step, ranks=slow_ranks)
         self._write_if_due()
 
-    def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
+    def take_logger_metrics(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
         """Return the metrics for loggers; an empty dictionary on ranks other than 0.
 
         Throughput and MFU refer to the time since the last call. `tokens` is the number of tokens of all ranks since
@@ -208,7 +208,7 @@ class RunMetrics:
             self._events.append("validation", step, epochs=epochs, seconds=seconds, results=_without_nan(results))
 
     def record_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Record that a checkpoint is written. Called in the thread that writes the checkpoint."""
+        """Record that a checkpoint has been written. Called in the thread that writes the checkpoint."""
         if self._is_rank_zero:
             count, total = self._run_values.checkpoint_count_and_seconds
             self._run_values.checkpoint_count_and_seconds = count + 1, total + seconds
@@ -242,12 +242,12 @@ class RunMetrics:
                 self._events.append("resize", self._first_step, ranks=self._backend.size, previous_ranks=previous.ranks)
         else:
             self._events.append("start", self._first_step, **environment_values)
-        self._goodput_file.write(self._record("running"))
+        self._goodput_file.write(self._attempt_record("running"))
 
     def _finish(self, status: Status, reason: str | None) -> None:
         progress = self.progress
         self._goodput.count_steps(progress.step, 0.0)
-        attempt = self._record(status)
+        attempt = self._attempt_record(status)
         self._goodput_file.write(attempt)
         summary = self._earlier_summary.with_attempt(attempt)
         self._run_values.goodput = lambda: summary  # the time after `fit` does not count
@@ -262,13 +262,13 @@ class RunMetrics:
 
     def _write_if_due(self) -> None:
         if self._has_started and self._goodput_file.is_due:
-            self._goodput_file.write(self._record("running"))
+            self._goodput_file.write(self._attempt_record("running"))
 
-    def _record(self, status: Status) -> AttemptRecord:
+    def _attempt_record(self, status: Status) -> AttemptRecord:
         return self._goodput.record(self._first_step, self._backend.size, status)
 
     def _summary(self) -> GoodputSummary:
-        return self._earlier_summary.with_attempt(self._record("running"))
+        return self._earlier_summary.with_attempt(self._attempt_record("running"))
 
     def _open_endpoint(self, config: TrainConfig, info: supervisor_client.AttemptInfo | None) -> MetricsEndpoint | None:
         port, address = _endpoint_settings(config)

@@ -21,8 +21,8 @@ _COMPUTE = TRAINING.index("compute")
 # A straggler's busy time exceeds the median of the other ranks, or its own earlier time, by at least this fraction of a
 # step.
 _MIN_EXCESS = 0.2
-# A rank whose own time rose is reported if other ranks wait for it: its `wait` exceeds the shortest `wait` of all ranks
-# by at most this fraction of a step.
+# A rank that is slower than in its earlier steps, but not than the other ranks, is reported only if other ranks wait
+# for it: if its `wait` exceeds the shortest `wait` of all ranks by at most this fraction of a step.
 _MAX_SLACK = 0.1
 # Without earlier times, a slow link takes at least this multiple of the time of other links.
 _MIN_LINK_RATIO = 2.0
@@ -43,8 +43,8 @@ EVIDENCE = RankFigures._fields[len(TRAINING) :]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `phase` takes `seconds` per step on this rank, `others` seconds in the median of the other ranks
-    (None if there are none), and `earlier` seconds in the median of earlier steps of this rank (None if unknown).
+    """A slow rank. `phase` takes `seconds` seconds per step on this rank. `others` is the median of the other ranks
+    (None if there are none), and `earlier` the median of earlier observations of this rank (None if unknown).
 
     `cause` is a key of `slow_causes.CAUSES`, or None without evidence. `figures` are all figures of the rank, or None
     without evidence. `host` and `evidence`, a text with figures, are set when the rank is reported.
@@ -103,9 +103,9 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
 
     `evidence` has a row per rank, the result of `pack_evidence`: the seconds of EVIDENCE in these steps, and the
     earlier figures of the rank (see EarlierFigures). Without it, causes are unknown, and a rank is only compared with
-    the other ranks. A rank is slow if it is busy for longer than the other ranks (at most half of the ranks are), or if
-    it is busy for longer than in its earlier steps and other ranks wait for it. `Straggler.phase` is the phase with the
-    largest excess, or "network".
+    the other ranks. A rank is slow if it is busy for longer than the median of the other ranks (at most half of the
+    ranks, rounded up, are), or if it is busy for longer than in its earlier steps and other ranks wait for it.
+    `Straggler.phase` is the phase with the largest excess, or "network".
     """
     unpacked = [_unpack_evidence(row) for row in evidence or [()] * len(seconds)]
     figures = [
@@ -115,7 +115,7 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     earlier = [earlier_figures for _, earlier_figures in unpacked]
     stragglers = _find_busy_ranks(figures, earlier, has_evidence=bool(evidence))
     if evidence and not any(straggler.cause in slow_causes.CPU_CAUSES for straggler in stragglers):
-        # A rank without CPU time also sends and receives slowly.
+        # A rank that is short of CPU time also sends and receives slowly.
         stragglers += _find_slow_links(figures, earlier)
     return stragglers
 
@@ -154,8 +154,9 @@ def _find_busy_ranks(
         )
         if not is_slower_than_others and not has_risen:
             continue
-        others = _figures_of_others(figures, rank)
-        # With two ranks, the other one may be the exception. The earlier times of a rank are not ambiguous.
+        others = _median_figures_of_others(figures, rank)
+        # With two ranks, a comparison does not show which of them is abnormal. The reference is then the rank's own
+        # earlier figures, if its time has risen.
         reference = earlier_figures if has_risen and (len(figures) <= 2 or not is_slower_than_others) else others
         assert reference is not None
         phase = max(WORK, key=lambda phase: getattr(rank_figures, phase) - getattr(reference, phase))
@@ -289,7 +290,7 @@ class EarlierFigures:
         return self._median
 
 
-def _figures_of_others(figures: Sequence[RankFigures], rank: int) -> RankFigures:
+def _median_figures_of_others(figures: Sequence[RankFigures], rank: int) -> RankFigures:
     """Return the median of the other ranks per figure (the lower one if their number is even)."""
     others = [figures_of_rank for index, figures_of_rank in enumerate(figures) if index != rank]
     return RankFigures(*map(median_low, zip(*others, strict=True))) if others else figures[rank]

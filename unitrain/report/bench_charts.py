@@ -16,7 +16,7 @@ from unitrain.bench.results import (
     row_names,
     samples_per_second,
 )
-from unitrain.report.charts import COLORS, RUNS, Chart, Line, LineChart, TimeChart, to_png, to_svg
+from unitrain.report.charts import COLORS, RUNS, Chart, DurationChart, Line, LineChart, to_png, to_svg
 from unitrain.report.page import load_template
 
 
@@ -139,7 +139,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
     labels = [f"{row_name(row)}, {row['ranks']}" for row in rows]
     phases = {phase: [1000 * quartiles(row["phases"][phase])[1] for row in rows] for phase in PHASES}
     charts: list[Chart] = [
-        TimeChart("time per phase of a step, mean over ranks", labels, phases, x_label="milliseconds")
+        DurationChart("time per phase of a step, mean over ranks", labels, phases, x_label="milliseconds")
     ]
     ranks = sorted({row["ranks"] for row in rows})
     if len(ranks) > 1:

@@ -98,7 +98,7 @@ class LineChart:
 
 
 @dataclass(frozen=True)
-class TimeChart:
+class DurationChart:
     """Stacked bars of durations by phase, one bar per label. Bars are horizontal, or vertical for numeric labels.
 
     The `durations` of vertical bars are in seconds. For horizontal bars, `x_label` names the unit.
@@ -111,14 +111,14 @@ class TimeChart:
     x_label: str = ""
 
 
-Chart = LineChart | TimeChart
+Chart = LineChart | DurationChart
 
 
 def to_svg(chart: Chart) -> str:
     """Return the chart as an SVG element with CSS variables as colors and without external resources."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
         height = _HEIGHT
-        if isinstance(chart, TimeChart) and not chart.is_vertical:
+        if isinstance(chart, DurationChart) and not chart.is_vertical:
             height = 1.15 + 0.24 * len(chart.labels)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         _draw(figure.subplots(), chart)
@@ -136,8 +136,8 @@ def to_svg(chart: Chart) -> str:
 
 
 def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
-    """Write the charts to one PNG with two columns. `names` are the names of the runs. Raises ReportError without
-    charts.
+    """Write the charts to one PNG with two columns. `names` are the names of the runs. Raises ReportError if
+    `charts` is empty.
     """
     if not charts:
         raise ReportError(
@@ -244,7 +244,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         _add_legend(axes, len(chart.lines))
 
 
-def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset_keyword: str) -> None:
+def _draw_bars(axes: Axes, chart: DurationChart, draw: Callable[..., Any], offset_keyword: str) -> None:
     offsets = [0.0] * len(chart.labels)
     positions = [float(label) for label in chart.labels] if chart.is_vertical else range(len(chart.labels))
     options = {"linewidth": 0.6, "edgecolor": COLORS["paper"]}

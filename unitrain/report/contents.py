@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from unitrain.progress.goodput import CATEGORIES
 from unitrain.report import run_statistics
-from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
+from unitrain.report.charts import Chart, DurationChart, Line, LineChart, Style
 from unitrain.report.record import PHASES, RunRecord
 
 _MAX_BARS, _MAX_MEMORY_LINES = 24, 4
@@ -57,12 +57,12 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
     ]
 
 
-def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
+def time_charts(records: Sequence[RunRecord]) -> list[DurationChart]:
     """Return charts of time: by rank, epoch and attempt for one run, and per epoch for several runs."""
     return [*_rank_time_charts(records), *_attempt_charts(records)]
 
 
-def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
+def _attempt_charts(records: Sequence[RunRecord]) -> list[DurationChart]:
     """Return a chart of the wall-clock time of a run by category, if it was restarted."""
     if len(records) != 1 or len(records[0].attempts) < 2:
         return []
@@ -70,10 +70,10 @@ def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     first = len(records[0].attempts) - len(attempts) + 1
     labels = [f"attempt {attempt_number}" for attempt_number in range(first, first + len(attempts))]
     seconds = {name: [attempt.seconds.get(name, 0.0) for attempt in attempts] for name in CATEGORIES}
-    return [TimeChart("wall-clock time of each attempt", labels, seconds, x_label="seconds")]
+    return [DurationChart("wall-clock time of each attempt", labels, seconds, x_label="seconds")]
 
 
-def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
+def _rank_time_charts(records: Sequence[RunRecord]) -> list[DurationChart]:
     times = [(record, rank_times) for record in records if (rank_times := run_statistics.rank_times(record))]
     if not times:
         return []
@@ -82,11 +82,11 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
             phase: [rank_times.mean(phase) / rank_times.num_epochs for _, rank_times in times] for phase in PHASES
         }
         title = "time per epoch, mean over ranks"
-        return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")]
+        return [DurationChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")]
     record, rank_times = times[0]
     ranks = shown_ranks(rank_times)
     seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in PHASES}
-    charts = [TimeChart("time of each rank", [f"rank {rank}" for rank in ranks], seconds, x_label="seconds")]
+    charts = [DurationChart("time of each rank", [f"rank {rank}" for rank in ranks], seconds, x_label="seconds")]
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if len({row["epoch"] for row in rows}) > 1:
         by_epoch = {
@@ -100,7 +100,9 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
             for phase in PHASES
         }
         labels = [str(epoch) for epoch in by_epoch]
-        charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, is_vertical=True, x_label="epoch"))
+        charts.append(
+            DurationChart("time of each epoch, mean over ranks", labels, mean, is_vertical=True, x_label="epoch")
+        )
     return charts
 
 

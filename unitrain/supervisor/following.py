@@ -123,7 +123,7 @@ def _follow(job: FollowedJob) -> int:
 
 
 def _copy_rest_of_log(job: FollowedJob) -> None:
-    """Copy the log until it has not grown for some seconds, but for at most five minutes."""
+    """Copy the log until it has not grown for a few seconds, but for at most five minutes."""
     start = quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < _LAST_LOG_SECONDS:
         if time.monotonic() - start > _MAX_LAST_LOG_SECONDS:

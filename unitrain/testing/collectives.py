@@ -22,8 +22,7 @@ from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
 from unitrain.testing.models import build
 
-# Small tensors are transferred together with the consistency check; larger ones such as (11, 13) are not. Messages
-# abbreviate shapes with many dimensions.
+# Small tensors are transferred together with the consistency check; larger ones such as (11, 13) are not.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     *((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0), (11, 13)),
     *((*(1,) * 10, 3), (*(1,) * 10, 143)),
@@ -107,7 +106,7 @@ def invalid_argument_on_one_rank_raises_on_every_rank(backend: Backend) -> None:
 
 
 @contract
-def unknown_ops_and_roots_raise(backend: Backend) -> None:
+def invalid_ops_roots_and_tensors_raise(backend: Backend) -> None:
     tensor = torch.ones(2)
     raises(ConfigError, "Did you mean 'mean'?", lambda: backend.allreduce(tensor, "maen"))  # type: ignore[arg-type]
     for root in (-1, backend.size):
@@ -247,7 +246,7 @@ def collectives_accept_negative_views(backend: Backend) -> None:
 
 
 @contract
-def tensor_without_values_raises_on_every_rank(backend: Backend) -> None:
+def meta_nested_and_lazy_tensors_raise_on_every_rank(backend: Backend) -> None:
     tensors = {
         "on device meta": torch.ones(backend.size, device="meta"),
         "a nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -296,7 +295,7 @@ def special_values_are_preserved(backend: Backend) -> None:
 def min_and_max_propagate_nan(backend: Backend) -> None:
     floating = [dtype for dtype in DTYPES if dtype.is_floating_point]
     for dtype, op, columns in itertools.product(floating, ("min", "max"), (1, 5, 400)):  # small and large tensors
-        # Every column contains each special value, on ranks that differ between rows.
+        # About 30 % of the elements are replaced with special values, which are chosen at random.
         values = torch.tensor([0.0, -0.0, 1.5, -2.5, torch.inf, -torch.inf, torch.nan, -torch.nan, 6e-8, -6e-8])
         inputs = []
         for rank in range(backend.size):
@@ -413,7 +412,7 @@ def ranks_and_local_ranks_are_numbered_without_gaps(backend: Backend) -> None:
     assert [position[0] for position in positions] == list(range(backend.size))
     assert {position[1] for position in positions} == {backend.size}
     places = [(position[2], position[3]) for position in positions]
-    assert len(set(places)) == backend.size, f"two ranks have the same node rank and local_ranks rank: {places}"
+    assert len(set(places)) == backend.size, f"two ranks have the same node rank and local rank: {places}"
     for node in range(backend.num_nodes):
         local_ranks = sorted(place[1] for place in places if place[0] == node)
         assert local_ranks == list(range(len(local_ranks)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
+from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
@@ -55,7 +55,7 @@ class StepTimer(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         local_sgd = trainer.config.local_sgd
-        self._period = 1 if local_sgd is None else read_local_sgd(local_sgd, "TrainConfig.local_sgd").steps
+        self._period = 1 if local_sgd is None else parse_local_sgd(local_sgd, "TrainConfig.local_sgd").steps
         self._start_time = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -4,9 +4,9 @@ Horovod executes an operation when all ranks have started it under the same name
 number of elements, and the reduction or root. If these differ, or if ranks call different collectives, every rank waits
 for an operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds writes its pending operations to the group's store, and compares them with those
-of rank 0. When an operation times out, the ranks that have not written it are reported as missing. Steps without long
-waits write nothing.
+A rank that has waited for a few seconds writes its pending operations to the group's store, and compares them with
+those of rank 0. When an operation times out, the ranks that have not written it are reported as missing. Steps without
+long waits write nothing.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class MonitoredBarrier:
             self._store.set(f"{prefix}/{self._rank}", _NO_ERROR)
             self._wait_for_rank_0(prefix, timeout)
             return
-        error = self._find_error(prefix, timeout, wait_all_ranks)
+        error = self._wait_for_other_ranks(prefix, timeout, wait_all_ranks)
         self._store.set(prefix, error or _NO_ERROR)
         if error:
             raise dist.DistBackendError(error)
@@ -45,7 +45,9 @@ class MonitoredBarrier:
         for rank in range(1, self._size):
             self._store.delete_key(f"{prefix}/{rank}")
 
-    def _find_error(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> str | None:
+    def _wait_for_other_ranks(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> str | None:
+        """Wait until all other ranks have arrived, and return None. Return an error message if ranks are missing after
+        `timeout`."""
         milliseconds = round(timeout.total_seconds() * 1000)
         deadline = time.monotonic() + timeout.total_seconds()
         if milliseconds <= 0:

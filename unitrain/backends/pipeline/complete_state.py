@@ -92,12 +92,12 @@ def load_optimizer_state(
 
     Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
     """
-    own = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
-    by_stage = [communicator.broadcast_object(own, root=stage) for stage in range(stages)]
+    own_names = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
+    names_by_stage = [communicator.broadcast_object(own_names, root=stage) for stage in range(stages)]
 
     def load() -> None:
         try:
-            _load_stage(optimizer, own, by_stage, state)
+            _load_stage(optimizer, own_names, names_by_stage, state)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointError(
                 f"The optimizer state cannot be loaded: {type(error).__name__}: {error}. Pass the result of "
@@ -109,13 +109,13 @@ def load_optimizer_state(
 
 def _load_stage(
     optimizer: torch.optim.Optimizer,
-    own: list[list[str]],
-    by_stage: list[list[list[str]]],
+    own_names: list[list[str]],
+    names_by_stage: list[list[list[str]]],
     state: Mapping[str, Any],
 ) -> None:
-    """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of this stage's
-    parameters by group, and `by_stage` the names of every stage's parameters by group."""
-    groups = [[name for names in by_stage for name in names[index]] for index in range(len(own))]
+    """Load the entries that `state` contains for this stage into `optimizer`. `own_names` contains the names of this
+    stage's parameters by group, and `names_by_stage` the names of every stage's parameters by group."""
+    groups = [[name for names in names_by_stage for name in names[index]] for index in range(len(own_names))]
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in groups]:
         raise CheckpointError(
@@ -128,7 +128,7 @@ def _load_stage(
         for names, group in zip(groups, saved, strict=True)
         for name, index in zip(names, group["params"], strict=True)
     }
-    order = [name for group in own for name in group]
+    order = [name for group in own_names for name in group]
     positions = {name: position for position, name in enumerate(order)}
     optimizer.load_state_dict(
         {
@@ -139,7 +139,7 @@ def _load_stage(
             },
             "param_groups": [
                 {**group, "params": [positions[name] for name in names]}
-                for group, names in zip(saved, own, strict=True)
+                for group, names in zip(saved, own_names, strict=True)
             ],
         }
     )

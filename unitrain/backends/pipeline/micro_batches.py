@@ -54,7 +54,11 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
             "tensor.to_padded_tensor(0.0)."
         )
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
-        description = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        description = (
+            f"shape {list(inputs.shape)}"
+            if isinstance(inputs, Tensor)
+            else f"an object of class {type(inputs).__name__}"
+        )
         raise TensorError(
             f"The inputs of a Pipeline must be one tensor [samples, ...], got {description}. Pass a batch."
         )
@@ -94,7 +98,9 @@ def weighted_loss(loss_fn: LossFunction, output: Any, target: WeightedTargets) -
     """Return the loss of a micro-batch times its weight. Raises ModelError unless it is one floating-point number."""
     loss = loss_fn(output, target.values)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        description = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        description = (
+            f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"an object of class {type(loss).__name__}"
+        )
         raise ModelError(
             f"The loss_fn of a Pipeline must return the mean over the samples of a micro-batch, one floating-point "
             f"number, got {description}. Return loss.mean()."

@@ -197,7 +197,11 @@ class ScheduledStageRuns(StageRuns):
 
 
 def _describe_output(output: Any) -> str:
-    return f"{output.dtype} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    return (
+        f"{output.dtype} {list(output.shape)}"
+        if isinstance(output, Tensor)
+        else f"an object of class {type(output).__name__}"
+    )
 
 
 def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
@@ -213,8 +217,8 @@ def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
 def _as_text(description: Tensor) -> str:
     _, kind, dtype, autocast, dims, *shape = description.tolist()
     method = {_STEP: "forward_backward", _FORWARD: "forward"}[_KINDS[kind]]
-    texts = [f"{method} with a {DTYPES[dtype]} batch" if dtype >= 0 else f"{method} with a batch"]
-    texts.append(f"of shape {shape[:dims]}")
+    texts = [f"{method} with a batch of shape {shape[:dims]}"]
+    texts += [f"and dtype {DTYPES[dtype]}"] if dtype >= 0 else []
     texts += [f"under autocast to {DTYPES[autocast]}"] if autocast >= 0 else []
     return " ".join(texts).replace("torch.", "")
 

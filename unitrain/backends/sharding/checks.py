@@ -76,7 +76,7 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     selects_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):
         chosen_blocks = find_large_blocks(model, blocks)
-        _check_any_block(model, blocks, chosen_blocks)
+        _check_blocks_found(model, blocks, chosen_blocks)
     else:
         chosen_blocks = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
     chosen_blocks.pop("", None)  # the model itself is always a block
@@ -116,7 +116,7 @@ def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[in
     return owners
 
 
-def _check_any_block(model: nn.Module, min_elements: int, chosen_blocks: dict[str, nn.Module]) -> None:
+def _check_blocks_found(model: nn.Module, min_elements: int, chosen_blocks: dict[str, nn.Module]) -> None:
     if chosen_blocks:
         return
     total = sum(parameter.numel() for parameter in model.parameters())
