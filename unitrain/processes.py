@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,7 +70,8 @@ def process_age_seconds() -> float:
 
 
 def run_at_low_priority(function: Callable[[], None]) -> None:
-    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns.
+    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns. An exception
+    of `function` is raised.
 
     Only a privileged process can raise its priority again, but the niceness of Linux belongs to a thread. Threads that
     `function` starts keep the low priority. If the kernel groups the processes by session (autogroup, see sched(7)), it
@@ -88,9 +90,8 @@ def run_at_low_priority(function: Callable[[], None]) -> None:
             session.write_text(str(_LOWEST_PRIORITY))
             is_lowered = True
     try:
-        thread = threading.Thread(target=run, name="unitrain low priority")
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1, "unitrain low priority") as pool:
+            pool.submit(run).result()
     finally:
         if is_lowered:
             _restore_session_priority(session)

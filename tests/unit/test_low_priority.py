@@ -1,0 +1,51 @@
+"""Work at low priority leaves the priority of the process unchanged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unitrain.processes import run_at_low_priority
+
+# A session leader, which prints the niceness of its threads and of its session before, during and after the call.
+PROGRAM = """
+import json, os, pathlib
+from unitrain.processes import run_at_low_priority
+
+def state():
+    session = pathlib.Path("/proc/self/autogroup")
+    return os.getpriority(os.PRIO_PROCESS, 0), session.read_text().split()[-1] if session.exists() else None
+
+states = [state()]
+run_at_low_priority(lambda: states.append(state()))
+states.append(state())
+print(json.dumps(states))
+"""
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_priority_is_low_during_the_call_only(is_leader: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        start_new_session=is_leader,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    before, during, after = json.loads(done.stdout)
+    assert before == after
+    assert during[0] == 19
+    if Path("/proc/self/autogroup").exists() and is_leader:
+        assert (before[1], during[1]) == ("0", "19")
+    else:
+        assert during[1] == before[1], "the session belongs to other processes too"
+
+
+def test_errors_of_the_function_are_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_at_low_priority(lambda: 1 // 0)
