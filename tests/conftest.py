@@ -16,6 +16,8 @@ import pytest
 import slow_tests
 from hosts import Host, hosts
 
+from unitrain.testing.ranks import import_before_fork
+
 TESTS = Path(__file__).parent
 
 
@@ -136,3 +138,10 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """
     with hosts(2, tmp_path_factory.mktemp("hosts")) as both:
         yield both
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_in_fork_server(request: pytest.FixtureRequest) -> None:
+    """Import the modules that take seconds to import, RANKS_IMPORT of the test file, once instead of in each rank."""
+    if names := getattr(request.module, "RANKS_IMPORT", ()):
+        import_before_fork(*names)

@@ -70,8 +70,8 @@ def process_age_seconds() -> float:
 
 
 def run_at_low_priority(function: Callable[[], None]) -> None:
-    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns. An exception
-    of `function` is raised.
+    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns. Raises the
+    exceptions of `function`.
 
     Only a privileged process can raise its priority again, but the niceness of Linux belongs to a thread. Threads that
     `function` starts keep the low priority. If the kernel groups the processes by session (autogroup, see sched(7)), it

@@ -35,9 +35,7 @@ def read_metrics(port: int) -> dict[str, float]:
 @pytest.mark.ci
 def test_program_serves_its_metrics_and_writes_its_events(tmp_path: Path) -> None:
     folder, script, port = tmp_path / "runs/first", tmp_path / "train.py", free_port()
-    script.write_text(
-        program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder)))
-    )
+    script.write_text(program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder))))
     command = [
         sys.executable, "-m", "unitrain", "launch", "-np", "2", "--max-restarts", "3", "--metrics-port", str(port),
         str(script),

@@ -21,6 +21,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
+RANKS_IMPORT = ("datasets", "transformers")
 LOCAL = LocalBackend(torch.device("cpu"))
 WORDS, LENGTH, ROWS, EPOCHS, STEP = 17, 9, 32, 2, 12  # 32 rows: in steps of 12, the last step has 8
 

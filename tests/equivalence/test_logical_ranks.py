@@ -40,6 +40,7 @@ from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
 
+RANKS_IMPORT = ("torchmetrics",)
 GROUPS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 1), ("ddp", 2), ("horovod", 1), ("horovod", 3))]
 
 

@@ -29,6 +29,7 @@ from unitrain.testing import RankGroup
 
 # Constructors of StatefulDataLoader in torchdata 0.11 call a function that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+RANKS_IMPORT = ("datasets",)
 LOCAL = LocalBackend(torch.device("cpu"))
 LENGTHS = (31, 22, 9)  # items of the ranks' own streams
 

@@ -24,6 +24,7 @@ from unitrain.errors import CollectiveMismatchError, ConfigError
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
 
+RANKS_IMPORT = ("torchmetrics",)
 GROUPS = [
     *ci(("ddp", 3), ("horovod", 2)),
     *nightly(("ddp", 1), ("ddp", 2), ("ddp", 4), ("horovod", 1), ("horovod", 3), ("horovod", 4)),

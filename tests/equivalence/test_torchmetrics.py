@@ -19,6 +19,7 @@ from unitrain.errors import ConfigError, MetricError
 from unitrain.metrics.torchmetrics import TorchMetrics
 from unitrain.testing import RankGroup
 
+RANKS_IMPORT = ("torchmetrics",)
 CLASSES, BATCH = 3, 4
 COUNTS = (29, 2)  # with two samples and three ranks, the first rank has none
 

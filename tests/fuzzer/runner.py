@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unitrain.testing import RankError, RankGroup
+from unitrain.testing.ranks import import_before_fork
 
 from . import cases, collectives, loops, subject
 from .oracle import Oracle, Piece, Step, check_samples
@@ -35,6 +36,7 @@ class Pool:
         """Call `function(backend, *args)` on every rank. Raises RankError after CASE_SECONDS."""
         group = self._groups.get(layout)
         if group is None:
+            import_before_fork("torchmetrics")
             group = self._groups[layout] = RankGroup(*layout, backend_timeout_seconds=BACKEND_SECONDS)
         return group.run(function, *args, timeout_seconds=CASE_SECONDS)
 

@@ -315,9 +315,7 @@ def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks
 
 def test_a_timeout_names_every_missing_rank() -> None:
     store = HashStore()
-    ranks = [
-        Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)) for rank in (1, 2)
-    ]
+    ranks = [Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)) for rank in (1, 2)]
     for rendezvous in ranks:  # before the time of either rank begins
         rendezvous.post("key", rendezvous.rank_info.rank)
 

@@ -104,6 +104,11 @@ class ForkServer:
         }
         return Child(self, self.send_request(request, [1, 2])["pid"])
 
+    def import_modules(self, names: Sequence[str]) -> None:
+        """Import modules before the next fork, so that the ranks need not import them. A module that is not installed
+        is skipped."""
+        self.send_request({"import": list(names)})
+
     def send_request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send `request` and return the reply. Raises OSError if the fork server has exited."""
         with self._lock:
@@ -140,14 +145,18 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 def main() -> None:
     """Import the modules, then fork a rank for each request until the connection closes."""
-    for name in _IMPORTS:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.freeze()  # otherwise a collection in a child would copy the pages of all imported modules
+    _import_modules(_IMPORTS)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         child_request = _serve(connection)
     if child_request is not None:
         _run_rank(*child_request)
+
+
+def _import_modules(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # otherwise a collection in a child would copy the pages of all imported modules
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -157,6 +166,10 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
         request, descriptors = _receive(connection)
         if request is None:
             return None
+        if "import" in request:
+            _import_modules(request["import"])
+            _send(connection, {})
+            continue
         if "poll" in request:
             pid = request["poll"]
             if codes[pid] is None:

@@ -29,6 +29,21 @@ _AFTER_FAILURE_SECONDS = 15.0
 _shared_fork_server: ForkServer | None = None
 
 
+def import_before_fork(*names: str) -> None:
+    """Import modules in the process from which ranks are forked, so that ranks of later groups need not import them.
+
+    Use it for modules that take seconds to import. A module that is not installed is skipped.
+    """
+    _get_fork_server().import_modules(names)
+
+
+def _get_fork_server() -> ForkServer:
+    global _shared_fork_server
+    if _shared_fork_server is None or not _shared_fork_server.is_running:
+        _shared_fork_server = ForkServer()
+    return _shared_fork_server
+
+
 class RankError(AssertionError):
     """A function failed on at least one rank. The message contains the traceback of the first failed rank and the state
     of the other ranks.
@@ -154,11 +169,8 @@ class RankGroup:
                 rank.connection.send(message)
 
     def _start_process(self, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes] | Child:
-        global _shared_fork_server
         if self._forks:
-            if _shared_fork_server is None or not _shared_fork_server.is_running:
-                _shared_fork_server = ForkServer()
-            return _shared_fork_server.fork(arguments, variables)
+            return _get_fork_server().fork(arguments, variables)
         program = [*self._command, sys.executable, "-m", "unitrain.testing.worker", *arguments]
         return subprocess.Popen(program, env=variables, start_new_session=True)
 
