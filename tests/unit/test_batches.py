@@ -315,8 +315,8 @@ def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> No
     expected = {
         "a list of 3": ([1, 2, 3], "(model(*batch[:-1]), batch[-1])"),
         "a list of 1": ([1], "(model(batch[0]), batch[0])"),
-        "a Tensor of shape [2, 3]": (torch.ones(2, 3), "(model(batch), batch)"),
-        "a Graph": (Graph(torch.ones(1)), "(model(batch.x), batch.y)"),
+        "a tensor of shape [2, 3]": (torch.ones(2, 3), "(model(batch), batch)"),
+        "an object of class Graph": (Graph(torch.ones(1)), "(model(batch.x), batch.y)"),
     }
     for found, (batch, body) in expected.items():
         assert raised_message(batch) == f"{found} -> {forward(body)}"
@@ -326,8 +326,8 @@ def test_invalid_forward_functions_and_results_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^Trainer\(forward=\.\.\.\) takes a function, got 'mean'\. Use forward="):
         make(LOCAL, "mean")
     for result, found in (
-        (torch.ones(2, 3), r"a Tensor of shape \[2, 3\]"),
-        (None, "a NoneType"),
+        (torch.ones(2, 3), r"a tensor of shape \[2, 3\]"),
+        (None, "an object of class NoneType"),
         ((1, 2, 3), "a tuple of 3"),
         ({"loss": 1}, "a dict with 'loss'"),
     ):

@@ -211,9 +211,9 @@ def test_output_without_a_loss_is_rejected() -> None:
             return {"inputs": self.inputs[index]}
 
     starts = {
-        "object": "a SimpleNamespace without a loss. The batch has 'inputs'. Let the model return its loss",
-        "mapping": "a dict without a loss. The batch has 'inputs'. Let the model return its loss",
-        "loss": "a NoneType without a loss. The batch has 'inputs'. Let the model return its loss",
+        "object": "an object of class SimpleNamespace without a loss. The batch has 'inputs'. Let the model return its loss",
+        "mapping": "an object of class dict without a loss. The batch has 'inputs'. Let the model return its loss",
+        "loss": "an object of class NoneType without a loss. The batch has 'inputs'. Let the model return its loss",
     }
     for returned, start in starts.items():
         found = message(lambda returned=returned: make(Regression(returned)).fit(Unlabeled()))
