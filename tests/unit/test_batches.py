@@ -329,7 +329,7 @@ def test_invalid_forward_functions_and_results_are_rejected() -> None:
         (torch.ones(2, 3), r"a tensor of shape \[2, 3\]"),
         (None, "an object of class NoneType"),
         ((1, 2, 3), "a tuple of 3"),
-        ({"loss": 1}, "a dict with 'loss'"),
+        ({"loss": 1}, "an object of class dict with 'loss'"),
     ):
         trainer = make(LOCAL, lambda model, batch, result=result: result)
         with pytest.raises(

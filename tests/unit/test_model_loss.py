@@ -210,16 +210,20 @@ def test_output_without_a_loss_is_rejected() -> None:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"inputs": self.inputs[index]}
 
+    end = "without a loss. The batch has 'inputs'. Let the model return its loss"
     starts = {
-        "object": "an object of class SimpleNamespace without a loss. The batch has 'inputs'. Let the model return its loss",
-        "mapping": "an object of class dict without a loss. The batch has 'inputs'. Let the model return its loss",
-        "loss": "an object of class NoneType without a loss. The batch has 'inputs'. Let the model return its loss",
+        "object": f"an object of class SimpleNamespace {end}",
+        "mapping": f"an object of class dict {end}",
+        "loss": f"an object of class NoneType {end}",
     }
     for returned, start in starts.items():
         found = message(lambda returned=returned: make(Regression(returned)).fit(Unlabeled()))
         assert found.startswith(f"ModelError: The Trainer has no loss_fn, and the model returned {start}"), found
     found = message(lambda: make(Regression("tuple")).fit(Rows()))
-    assert "a tuple without a loss. For a model of transformers, use model.config.return_dict = True." in found
+    assert (
+        "an object of class tuple without a loss. For a model of transformers, use model.config.return_dict = True."
+        in found
+    )
     pairs = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.ones(4))
     found = message(lambda: make(nn.Linear(3, 2)).fit(pairs))
     assert found.startswith(
