@@ -259,6 +259,18 @@ def test_a_signal_to_verify_terminates_the_current_run(number: signal.Signals, s
         assert launch.process.wait(15) == 128 + number
 
 
+@pytest.mark.ci
+def test_the_ranks_of_a_killed_verify_are_terminated(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unitrain", "verify", "--backends", "ddp", script, "hang", str(tmp_path)]
+    with running_launcher(command, fresh=True) as launch:
+        deadline = time.monotonic() + SECONDS
+        while not (tmp_path / "1").exists() and launch.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(launch.find_processes()) >= 4
+        launch.process.kill()
+        launch.wait_until_all_exited(28)
+
+
 def test_a_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
     """The example trains 3 steps, fewer than requested. One process computes both stages."""
     example = (str(EXAMPLES / "pipeline.py"), "--epochs", "1", "--batch-size", "500")
