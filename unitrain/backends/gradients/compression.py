@@ -143,11 +143,12 @@ class _BucketCompression:
         return self._compressor.reduce(parameters, bucket.gradients(), self._start_allreduce)
 
     def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size].
+        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size]; on two
+        ranks, [3, elements], whose last two rows receive the values of the ranks.
 
         They are reused in later backward passes, because allocating them takes longer than the arithmetic.
         """
-        shape = (2, -(-buffer.numel() // self._size) * self._size)
+        shape = (3, buffer.numel()) if self._size == 2 else (2, -(-buffer.numel() // self._size) * self._size)
         scratch = self._scratch.get(index)
         if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward pass
             scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
@@ -158,11 +159,25 @@ class _BucketCompression:
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank adds its slice in float32, in rank order.
+        On two ranks, one allgather transfers the same number of bytes, and completely overlaps with the backward pass.
         """
         group = self._process_group()
+        if self._size == 2:
+            own, received = scratch[0], scratch[1:]
+            own.copy_(buffer.div_(2))
+            # As bytes, because some transports do not support half precision.
+            yield self._create_wait(
+                dist.all_gather_single(
+                    received.view(torch.uint8).view(-1), own.view(torch.uint8), group=group, async_op=True
+                )
+            )
+            total = buffer if buffer.dtype == torch.float32 else received[0].float()
+            total.copy_(received[0])
+            total += received[1]
+            buffer.copy_(total.to(own.dtype))
+            return
         own, received = scratch
         own[: buffer.numel()] = buffer.div_(self._size)
-        # As bytes, because some transports do not support half precision.
         yield self._create_wait(
             dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         )
