@@ -14,6 +14,7 @@ from pathlib import Path
 from unitrain.launchers.errors import LaunchError
 
 _MAX_HOSTFILE_CHARACTERS = 2**24
+_MAX_SLOT_DIGITS = 9  # Python converts at most 4,300 digits
 _MAX_SHOWN_CHARACTERS = 500  # of a list of hosts in an error message
 _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
 
@@ -173,7 +174,7 @@ def _parse_host(part: str, text: str) -> Host:
             f"Host {_shorten(part)!r} in {_shorten(text)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
         )
     slots = "1" if match["slots"] is None else match["slots"]
-    if not slots.isdecimal() or int(slots) < 1:
+    if not slots.isdecimal() or len(slots) > _MAX_SLOT_DIGITS or int(slots) < 1:
         raise LaunchError(
             f"Host {_shorten(part)!r} must have a whole number of slots from 1, got {_shorten(slots)!r}. "
             f"Use: -H {_shorten(match['name'])}:1"

@@ -90,6 +90,11 @@ def test_parse_hosts_rejects_invalid_hosts(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_parse_hosts_rejects_more_digits_than_python_converts() -> None:
+    with pytest.raises(LaunchError, match="must have a whole number of slots from 1, got '111"):
+        parse_hosts("a:" + "1" * 5000)
+
+
 def test_two_names_of_one_machine_are_rejected() -> None:
     addresses = {"a": "10.0.0.1", "a.site": "10.0.0.1", "b": "10.0.0.2"}
 

@@ -130,7 +130,7 @@ class _Lines(_TimedDisplay):
         remaining_text = ""
         if self._steps is not None:
             seconds = (time.perf_counter() - self._start_time) / self._steps_done * (self._steps - self._steps_done)
-            remaining_text = f"{seconds:.0f} s left"
+            remaining_text = f"{max(0.0, seconds):.0f} s left"  # data may have more batches than its length
         self._print(
             self._epoch_text(epoch),
             f"step {self._steps_text()}",
