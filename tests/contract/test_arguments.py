@@ -230,7 +230,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "batches as data": (
         lambda p: p.fit(data=BATCHES),
-        "Trainer.fit(train_data) is a list of 3 pairs of tensors that are probably batches",
+        "Trainer.fit(train_data) is a list of 3 sequences of tensors that are probably batches",
         "DataLoader(data, batch_size=32).",
     ),
     "batches to evaluate": (

@@ -502,7 +502,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (different_seeds_of_a_training_shard, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "differs between ranks in sampler: [None, 'WeightedRandomSampler']", "Use sampler=None on"),
-    (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),
+    (no_batch_size_on_one_rank, "TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),
     (
         resume_within_an_epoch_with_different_data,
         "4 samples into epoch 1 of training data with length=8, but this data has length=10",

@@ -799,7 +799,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     ),
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
     (no_tensor, r"^DataError: The number of samples in this list is unknown, because it contains no tensor\. Yield"),
-    (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
+    (no_batch_size, r"^ConfigError: Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was requested, but .* batch_size=1\. Leave one of them out"),
     (
         global_batch_of_dataset_batches,

@@ -140,7 +140,7 @@ def check(case: Case, found: list[Any]) -> None:
     """Check what all ranks found."""
     length = case[0]
     if length == 0:
-        empty = "The evaluation data is empty. Give a dataset with at least one sample."
+        empty = "The evaluation data is empty. Pass a dataset with at least one sample."
         assert found == [(empty, empty)] * len(found)
         return
     numbers, logits = expected(length)

@@ -44,7 +44,7 @@ class Pool:
         """Terminate the ranks of `layout`. The next case starts new ranks."""
         group = self._groups.pop(layout, None)
         if group is not None:
-            group._end_processes()
+            group._kill_processes()
 
     def close(self) -> None:
         for group in self._groups.values():

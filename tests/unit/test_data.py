@@ -386,7 +386,7 @@ class OwnIteration(DataLoader[Any]):
         (DataLoader(Stream(), batch_size=2), r"^Got data of type Stream"),
         (iter([1]), r"^Got data of type list_iterator, which does not have __len__ and __getitem__\."),
         (OwnIteration(Numbers(5), batch_size=2), r"^OwnIteration is a DataLoader with a custom __iter__"),
-        (Numbers(0), r"^The training data is empty\. Give a dataset with at least one sample\.$"),
+        (Numbers(0), r"^The training data is empty\. Pass a dataset with at least one sample\.$"),
         (
             Numbers(3),
             r"^The training data has 3 samples, fewer than the 4 ranks\. Start at most 3 ranks",
@@ -419,7 +419,7 @@ def test_global_batch_that_the_logical_ranks_do_not_divide_is_rejected_with_thei
 
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
-        ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
+        ConfigError, match=r"^TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
     ):
         TrainingShard(tensors(4), simulate_rank(0, 1))
     loader = DataLoader(tensors(4), batch_size=2)

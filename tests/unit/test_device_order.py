@@ -76,7 +76,9 @@ def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
         copies_batches=False,
     )
     steps = list(
-        aligner.micro_batches(lambda: (CountedBatch(4, 4, number) for number in range(3)), start=0, stride=8, skipped=0)
+        aligner.micro_batches(
+            lambda: (CountedBatch(4, 4, number) for number in range(3)), start=0, stride=8, num_skipped=0
+        )
     )
     assert [batch for batch, _ in steps] == [0, 1, 2]
     assert [part.step_samples for _, part in steps] == [8, 8, 8]

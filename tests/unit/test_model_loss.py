@@ -318,7 +318,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 def test_stream_of_batches_with_different_lengths_is_rejected() -> None:
     loader = DataLoader(Stream(), batch_size=None)
     found = message(lambda: make(Regression(), batch_size=None).fit(loader))
-    assert "the first dimensions of its tensors differ ('inputs': 3, 'labels': 2). Make samples the first" in found
+    assert "the first dimensions of its tensors differ ('inputs': 3, 'labels': 2). Make the samples the first" in found
 
 
 def keys_that_differ(backend: Any) -> str:

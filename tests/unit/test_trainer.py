@@ -373,7 +373,7 @@ def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
 
 def test_evaluation_without_a_batch_size_names_eval_batch_size() -> None:
     with pytest.raises(
-        ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
+        ConfigError, match=r"^TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
     ):
         make(settings(batch_size=None)).evaluate(samples())
 

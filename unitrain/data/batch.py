@@ -116,9 +116,9 @@ class CountedBatch(NamedTuple):
 
 
 class BatchInfo(NamedTuple):
-    """The number of samples in a batch for evaluation, and its position in the data: the index of its first item.
+    """The number of samples in an evaluation batch, and the batch's position in the data: the index of its first item.
 
-    For an iterable dataset, the position counts the items of this rank.
+    For an iterable dataset, the position counts only the items of this rank.
     """
 
     samples: int
@@ -138,7 +138,8 @@ class CountingCollate:
 
 
 def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
-    """Return the number of samples in `batch`, the result of a `collate_fn` for `items`; 0 for None or an empty list.
+    """Return the number of samples in `batch`, the result of a `collate_fn` for `items`; 0 if `batch` is None or an
+    empty list or tuple.
 
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
@@ -214,7 +215,8 @@ def _has_structure_of(part: Any, item: Any) -> bool:
 def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
     """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features].
 
-    This is assumed if the second dimension has size `count`, unless `item` has a tensor with the same remaining shape.
+    This is assumed if the second dimension of every tensor has size `count`, unless `item` contains a tensor whose
+    shape is that of a tensor in the batch without the first dimension.
     """
     tensors = [leaf for column in columns for leaf in leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = {tuple(leaf.shape) for leaf in leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
@@ -227,7 +229,7 @@ def count_batch_samples(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in `batch`, at any depth.
 
     In a mapping, 0-dim tensors are skipped. Raises DataError if the batch has no tensor, if its first tensor is 0-dim,
-    or if it is a mapping whose values are tensors with different first dimensions.
+    or if the batch is a mapping with tensor values whose first dimensions differ.
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, Mapping):
@@ -236,12 +238,12 @@ def count_batch_samples(batch: Any) -> int:
             lengths_text = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
             raise DataError(
                 f"The number of samples in this {type(batch).__name__} is unknown, because the first dimensions of its "
-                f"tensors differ ({lengths_text}). Make samples the first dimension of each tensor, or let the dataset "
-                "yield single samples, which are counted: DataLoader(dataset, batch_size=32, collate_fn=...)."
+                f"tensors differ ({lengths_text}). Make the samples the first dimension of each tensor, or let the "
+                "dataset yield single samples, which are counted: DataLoader(dataset, batch_size=32, collate_fn=...)."
             )
         tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
     if not tensors or tensors[0].dim() == 0:
-        reason = "its first tensor has no dimension" if tensors else "it contains no tensor"
+        reason = "its first tensor is 0-dimensional" if tensors else "it contains no tensor"
         example = "(inputs, targets) with tensors of shape [samples, ...]"
         if isinstance(batch, Mapping):
             example = (

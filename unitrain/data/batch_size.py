@@ -15,10 +15,10 @@ from unitrain.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Batch size per rank and micro-batch (None if the data determines it), and micro-batches per step.
+    """Batch size per rank and micro-batch (None if the data determines it), and number of micro-batches per step.
 
-    `global_batch_size` is set only for an elastic job, in which it may differ from batch_size * ranks * micro-batches.
-    Each step of map-style data is then sharded as evenly as possible.
+    `global_batch_size` is set only for an elastic job, in which it may differ from batch_size * ranks *
+    gradient_accumulation_steps. Each step of map-style data is then sharded as evenly as possible.
     """
 
     batch_size: int | None
@@ -33,8 +33,9 @@ class ElasticBatchSize(NamedTuple):
     global_batch_size: int
 
 
-def describe_accumulation(batch_sizes: Mapping[int, BatchSizes]) -> int | dict[int, int]:
-    """Return the number of micro-batches per step: one number, or numbers by the first epoch to which they apply."""
+def accumulation_setting(batch_sizes: Mapping[int, BatchSizes]) -> int | dict[int, int]:
+    """Return the number of micro-batches per step or, if it changes between epochs, the numbers by the first epoch to
+    which they apply."""
     steps = {epoch: sizes.gradient_accumulation_steps for epoch, sizes in batch_sizes.items()}
     return steps[0] if len(steps) == 1 else steps
 
@@ -98,9 +99,9 @@ def elastic_batch_sizes(
     """Return the batch sizes of an elastic job on `size` ranks, with the global batch size of the first attempt.
 
     `elastic_batch_size` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then set.
-    The number of samples per rank and micro-batch is at most `batch_size`. If `batch_size` is None, the limit is the
-    number in the first attempt. With `full_batches_only`, each rank and micro-batch has exactly that number of samples,
-    and the global batch size is approximate.
+    The number of samples per rank and micro-batch is at most `batch_size`. If `batch_size` is None, the limit is that
+    number in the first attempt. With `full_batches_only`, every rank has exactly the limit in each micro-batch, so the
+    actual global batch size only approximates that of the first attempt.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:
@@ -130,11 +131,12 @@ def derive_batch_sizes(
     global_batch_size: int | None,
     kind_of_ranks: str = "ranks",
 ) -> BatchSizes:
-    """Return the batch sizes on `size` ranks. Error messages call them `kind_of_ranks`, such as "logical ranks".
+    """Return the batch sizes on `size` ranks. Error messages call the ranks `kind_of_ranks`, such as "logical ranks".
 
-    Two of the three arguments determine the third. If only `global_batch_size` is set, it is divided by the number of
-    ranks; if only `batch_size` is set, gradients are not accumulated. Raises ConfigError if the arguments contradict
-    each other, or if `global_batch_size` cannot be divided exactly.
+    Any two of `batch_size`, `gradient_accumulation_steps` and `global_batch_size` determine the third. If only
+    `global_batch_size` is set, it is divided by the number of ranks; if only `batch_size` is set, gradients are not
+    accumulated. Raises ConfigError if the arguments contradict each other, or if `global_batch_size` cannot be divided
+    without a remainder.
     """
     if global_batch_size is None:
         return BatchSizes(batch_size, gradient_accumulation_steps or 1)
@@ -170,8 +172,9 @@ def evaluation_batch_sizes(
     `limit_batches` counts (None for the batch size per rank).
 
     `batch_size` is the user's setting. Without it, evaluation uses the batch size of training: `train_batch_size` if it
-    is known, otherwise `global_batch_size` divided by the micro-batches per step and the number of ranks. The limit
-    then counts batches over all ranks. In both cases, the evaluated samples do not depend on the number of ranks.
+    is known, otherwise `global_batch_size` divided by the micro-batches per step and the number of ranks. If the user
+    has set only `global_batch_size`, `limit_batches` counts batches of all ranks together. The evaluated samples
+    therefore never depend on the number of ranks.
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None

@@ -21,15 +21,15 @@ from unitrain.randomness import IsolatedGenerators
 # Maximum number of batches per rank that are loaded before an exchange of batch sizes, if the workers prefetch that
 # many.
 _MAX_BATCHES_AHEAD = 8
-# Exchanged instead of the number of items if a rank has no batch.
+# Exchanged instead of the numbers of items and samples if a rank has no batch.
 NO_BATCH = -1
 # Exchanged to state whether a rank has a batch that can be used as a dummy batch, or has failed to load a batch.
 _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
-def common_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
-    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `max_batches_ahead` of StepAligner.
-    All ranks call it.
+def reduce_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
+    """Return the minimum of `prefetch_count` over ranks, at most 8, for the argument `max_batches_ahead` of
+    StepAligner. All ranks call it.
 
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
@@ -42,10 +42,10 @@ class StepAligner:
 
     With `uneven` "weight", a rank without a batch gets a dummy batch; with "pad", it repeats its batches; with "drop",
     the epoch ends before the first incomplete step. Batch sizes count samples, which may be fewer than the items passed
-    to the `collate_fn`. The ranks load at most `max_batches_ahead` batches (at least one step), and exchange the sizes
-    of these batches in one collective. With `copies_batches`, loaded batches are copied, for datasets that reuse a
-    batch's memory for the next batch. With `min_step_items`, the epoch ends before a step with fewer items. All ranks
-    must make the same calls.
+    to the `collate_fn`. The ranks load up to `max_batches_ahead` batches (but at least the batches of one step), and
+    exchange the sizes of these batches in one collective. With `copies_batches`, loaded batches are copied, for
+    datasets that reuse a batch's memory for the next batch. With `min_step_items`, the epoch ends before a step with
+    fewer items over all ranks. All ranks must make the same calls.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class StepAligner:
         self._data_state: StreamState | None = None
 
     def set_accumulation(self, gradient_accumulation_steps: int, min_step_items: int | None = None) -> None:
-        """Set the number of micro-batches per step. Call it between epochs. `min_step_items` replaces the argument of
-        the constructor if it was set."""
+        """Set the number of micro-batches per step. Call it between epochs. `min_step_items`, unless None, replaces the
+        argument of the constructor."""
         self._gradient_accumulation_steps = gradient_accumulation_steps
-        self._steps = max(1, self._max_batches_ahead // gradient_accumulation_steps)
-        self._copies_batches = self._may_copy_batches and self._steps * gradient_accumulation_steps > 1
+        self._steps_per_window = max(1, self._max_batches_ahead // gradient_accumulation_steps)
+        self._copies_batches = self._may_copy_batches and self._steps_per_window * gradient_accumulation_steps > 1
         if min_step_items is not None:
             self._min_step_items = min_step_items
 
@@ -83,17 +83,17 @@ class StepAligner:
         *,
         start: int,
         stride: int,
-        skipped: int,
-        repeated: Callable[[], Generator[CountedBatch]] | None = None,
+        num_skipped: int,
+        batches_to_repeat: Callable[[], Generator[CountedBatch]] | None = None,
         data_state: StreamState | None = None,
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each micro-batch of this rank until the epoch ends on all ranks.
 
-        `batches` starts this rank's iteration; the batches of the first `skipped` micro-batches are skipped. `start` is
-        the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. `repeated`
-        starts the iteration over batches to repeat (default: `batches`). `data_state` is the state from which `batches`
-        resumes. If the interrupted run was already repeating batches, `batches` yields the remaining ones. Raises
-        DataError on every rank if any rank cannot load its batches.
+        `batches` starts this rank's iteration; the batches of the first `num_skipped` micro-batches are skipped.
+        `start` is the position after the skipped micro-batches, and `stride` the number of positions per micro-batch.
+        `batches_to_repeat` starts the iteration over the batches to repeat (default: `batches`). `data_state` is the
+        state from which `batches` resumes. If the interrupted run was already repeating batches, `batches` yields the
+        rest of that repetition. Raises DataError on every rank if any rank cannot load its batches.
         """
         is_repeating = data_state is not None and data_state.repeats
         self._data_state = data_state
@@ -101,11 +101,13 @@ class StepAligner:
         # collection.
         with (
             closing(_no_batches() if is_repeating else batches()) as batches_here,
-            closing(_repeat_endlessly(repeated or batches, batches if is_repeating else None)) as repeated_batches,
+            closing(
+                _repeat_endlessly(batches_to_repeat or batches, batches if is_repeating else None)
+            ) as repeated_batches,
         ):
             self._error = None
-            self._skip_batches(batches_here, repeated_batches, skipped)
-            window_length = self._steps * self._gradient_accumulation_steps
+            self._skip_batches(batches_here, repeated_batches, num_skipped)
+            window_length = self._steps_per_window * self._gradient_accumulation_steps
             positions_per_step = self._gradient_accumulation_steps * stride
             is_finished = False
             while not is_finished:
@@ -125,7 +127,7 @@ class StepAligner:
                 for step in steps:
                     end = start + positions_per_step
                     micro_batches = [MicroBatch(slice(start, end), 0, 0, end, False) for _ in step]
-                    yield from self._step(window, step, micro_batches, samples)
+                    yield from self._micro_batches_of_step(window, step, micro_batches, samples)
                     start = end
 
     def align_planned_micro_batches(
@@ -134,12 +136,13 @@ class StepAligner:
         """Yield (batch, micro-batch) for each of `micro_batches`, whose sizes are planned in items.
 
         The yielded micro-batches have the actual numbers of samples. Micro-batches in which no rank has a sample are
-        skipped; `has_ended` becomes True at the end. Raises DataError on every rank if any rank cannot load its
-        batches, or if an epoch has no sample and `has_started` is False.
+        skipped; `has_ended` becomes True at the end. `has_started` is True if the run resumes after the first step of
+        the epoch. Raises DataError on every rank if any rank cannot load its batches, or if an epoch has no sample and
+        `has_started` is False.
         """
         with closing(batches()) as batches_here:
             self._error, self.has_ended = None, False
-            while planned := list(_take_steps(micro_batches, self._steps)):
+            while planned := list(_take_steps(micro_batches, self._steps_per_window)):
                 window: list[CountedBatch | None] = [None] * len(planned)
                 self._fetch(window, range(len(planned)), batches_here)
                 for index, (micro_batch, counted_batch) in enumerate(zip(planned, window, strict=True)):
@@ -149,7 +152,7 @@ class StepAligner:
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(planned) if micro_batch.ends_step)]
                 for begin, end in pairwise(ends):
-                    for item in self._step(window, range(begin, end), planned[begin:end], samples):
+                    for item in self._micro_batches_of_step(window, range(begin, end), planned[begin:end], samples):
                         has_started = True
                         yield item
         if not has_started:
@@ -159,20 +162,21 @@ class StepAligner:
             )
         self.has_ended = True
 
-    def _step(
+    def _micro_batches_of_step(
         self,
         window: list[CountedBatch | None],
-        step: Sequence[int],
+        indices: Sequence[int],
         micro_batches: Sequence[MicroBatch],
-        samples: list[list[int]],
+        sample_counts: list[list[int]],
     ) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield the micro-batches of one step. This rank's batches are `window[index]` for each `index` in `step`."""
-        nonempty = [index for index in step if any(counts[index] > 0 for counts in samples)]
-        total = sum(max(0, counts[index]) for counts in samples for index in nonempty)
-        for index in step:
+        """Yield the micro-batches of one step. This rank's batches are `window[index]` for each index in `indices`;
+        `sample_counts` is the second result of `_exchange_counts`."""
+        nonempty = [index for index in indices if any(counts[index] > 0 for counts in sample_counts)]
+        total = sum(max(0, counts[index]) for counts in sample_counts for index in nonempty)
+        for index in indices:
             if (counted_batch := window[index]) is not None and counted_batch.state is not None:
                 self._data_state = counted_batch.state
-        for index, micro_batch in zip(step, micro_batches, strict=True):
+        for index, micro_batch in zip(indices, micro_batches, strict=True):
             if index not in nonempty:
                 window[index] = None
                 continue
@@ -188,15 +192,15 @@ class StepAligner:
             )
 
     def _skip_batches(
-        self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
+        self, batches_here: Iterator[CountedBatch], repeated_batches: Iterator[CountedBatch], num_skipped: int
     ) -> None:
-        """Skip the batches that an interrupted run has already used, including repeated ones."""
+        """Skip the batches that an interrupted run has already used, including repeated batches."""
         # The restored RNG states were saved after these batches, so loading the batches again must not advance the
         # global generators.
         with IsolatedGenerators(0):
-            fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
+            fetched = self._fetch([None] * num_skipped, range(num_skipped), batches_here, keep=False)
             if self._uneven == "pad":
-                self._fetch([None] * skipped, range(skipped - fetched), repeated, keep=False)
+                self._fetch([None] * num_skipped, range(num_skipped - fetched), repeated_batches, keep=False)
 
     def _fetch(
         self,
@@ -229,7 +233,8 @@ class StepAligner:
         return fetched
 
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of items and of samples per batch, [ranks][window]; NO_BATCH for a missing batch.
+        """Return the numbers of items, and the numbers of samples, of each batch of each rank, both as [ranks][indices
+        of the window]. NO_BATCH stands for a missing batch.
 
         Raises DataError on every rank if `_fetch` has stored an error on any rank. All ranks call it.
         """
@@ -245,7 +250,7 @@ class StepAligner:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
         if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
-            # At most once per run: ranks that have not loaded a batch yet receive one from another rank.
+            # At most once per run: ranks that have not loaded a batch with samples yet receive one from another rank.
             received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
             self._dummy_batch = self._dummy_batch or received
         return [counts[: len(window)] for counts in counts_of_ranks], [
@@ -253,12 +258,12 @@ class StepAligner:
         ]
 
 
-def _take_steps(micro_batches: Iterator[MicroBatch], steps: int) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of the next `steps` steps, or of the remaining steps if there are fewer."""
+def _take_steps(micro_batches: Iterator[MicroBatch], num_steps: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of the next `num_steps` steps, or of the remaining steps if there are fewer."""
     for micro_batch in micro_batches:
         yield micro_batch
-        steps -= micro_batch.ends_step
-        if not steps:
+        num_steps -= micro_batch.ends_step
+        if not num_steps:
             return
 
 
@@ -267,8 +272,9 @@ def plan_steps(
 ) -> tuple[list[list[int]], bool]:
     """Return the indices of the window that each step uses, and whether the epoch ends with these steps.
 
-    `counts_of_ranks[rank]` lists the numbers of items in the next batches of a rank, NO_BATCH for a missing batch. An
-    index is used if any rank has items at it, so a step may use fewer indices than micro-batches, or none.
+    `counts_of_ranks[rank]` lists the numbers of items in the next batches of that rank, NO_BATCH for a missing batch.
+    An index is used if any rank has items at it, so a step may use fewer than `gradient_accumulation_steps` indices, or
+    none.
     """
     steps: list[list[int]] = []
     for begin in range(0, len(counts_of_ranks[0]), gradient_accumulation_steps):

@@ -25,11 +25,12 @@ from unitrain.randomness import SeedPurpose, derive_seed
 
 
 class EvaluationShard:
-    """This rank's shard of evaluation data, which may be empty. A shard of map-style data is a contiguous part of it.
+    """This rank's shard of evaluation data; the shard may be empty. Each shard of map-style data is contiguous.
 
     Every sample is evaluated; `drop_last` of a DataLoader is ignored. Indices are drawn from a sampler once, so every
     evaluation uses the same samples. An iterable dataset is restarted for every evaluation, with the same random seed.
-    With stream="shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
+    With stream="shared", its items are assigned to ranks round-robin; with "own", each rank evaluates all items that
+    its dataset yields.
 
     With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
     ranks.
@@ -60,7 +61,7 @@ class EvaluationShard:
         class_name: str = "TrainConfig",
     ) -> None:
         subject = "The evaluation data"
-        setting = "eval_batch_size" if class_name == "TrainConfig" else "batch_size"
+        batch_size_name = "eval_batch_size" if class_name == "TrainConfig" else "batch_size"
         self._rank, self._has_logical_ranks = communicator.rank, logical_ranks is not None
         check_logical_ranks(f"{class_name}(logical_ranks=...)", logical_ranks, communicator)
         self._source: IndexedSource | StreamSource
@@ -75,7 +76,7 @@ class EvaluationShard:
                 num_workers=num_workers,
                 stream_kind=stream,
                 seed=0,
-                setting=setting,
+                batch_size_name=batch_size_name,
                 class_name=class_name,
                 subject=subject,
                 yields_every_item=True,
@@ -90,7 +91,7 @@ class EvaluationShard:
             shuffle=False,
             drop_last=False,
             num_workers=num_workers,
-            setting=setting,
+            batch_size_name=batch_size_name,
             class_name=class_name,
             seeds_batches=logical_ranks is not None,
         )
@@ -109,7 +110,7 @@ class EvaluationShard:
             num_shards = logical_ranks
 
         def divide(count: int) -> list[range]:
-            """Return the parts of `count` samples or batches that belong to the shards of this process."""
+            """Return the index ranges, of `count` samples or batches, that belong to the shards of this process."""
             return [range(shard * count // num_shards, (shard + 1) * count // num_shards) for shard in shards]
 
         if bounds is not None:
@@ -167,8 +168,8 @@ class EvaluationShard:
 
     @property
     def seeds_batches(self) -> bool:
-        """Whether the caller seeds the random number generators for each batch with its position: with logical
-        ranks."""
+        """Whether the caller must seed the random number generators for each batch with the batch's position. True with
+        logical ranks."""
         return self._has_logical_ranks
 
     @property

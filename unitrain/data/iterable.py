@@ -46,9 +46,9 @@ class StreamSource:
     Every rank and worker iterates over the entire stream. If `batch_size` is None, each item is a batch; if the dataset
     loads batches by index, each rank loads only its own batches. With `yields_every_item`, `drop_last` is ignored.
 
-    If the dataset is stateful, each batch of training has the state after it, from which an iteration can resume. The
-    states of a shared stream are at positions that are common to all ranks and workers. A stateful loader is a stream
-    of batches, which it loads with its own workers.
+    If the dataset is stateful, each training batch contains the state of the dataset after the batch, from which an
+    iteration can resume. The states of a shared stream are at positions that are common to all ranks and workers. A
+    stateful loader is a stream of batches, which it loads with its own workers.
 
     Raises DataError and ConfigError like `IndexedSource`.
     """
@@ -64,14 +64,14 @@ class StreamSource:
         num_workers: int,
         pin_memory: bool,
         seed: int,
-        setting: str,
+        batch_size_name: str,
         class_name: str,
         drop_last: bool,
         yields_every_item: bool,
         limit_batches: int | None,
         limit_batch_size: int | None,
     ) -> None:
-        self.batch_size = determine_batch_size(data, batch_size, setting, class_name)
+        self.batch_size = determine_batch_size(data, batch_size, batch_size_name, class_name)
         yields_batches = is_stateful_loader(data)
         loader = data if isinstance(data, DataLoader) and not yields_batches else None
         self.drop_last = (drop_last if loader is None else loader.drop_last) and not yields_every_item
@@ -81,7 +81,7 @@ class StreamSource:
         if loader is not None and not is_stream(dataset):
             # The dataset returns a batch per index, so the stream consists of indices.
             items, load_item, stream_kind = find_custom_sampler(loader), dataset.__getitem__, "shared"
-        # Evaluation starts each iteration at the beginning.
+        # Evaluation always starts at the beginning of the stream, so it needs no states.
         self.is_stateful = load_item is None and not yields_every_item and is_stateful(items)
         self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed
@@ -124,8 +124,8 @@ class StreamSource:
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether a batch may overwrite the memory of the preceding batch: the dataset or a custom `collate_fn` creates
-        the batches, in this process.
+        """Whether a batch may overwrite the memory of the preceding batch. True if the dataset or a custom `collate_fn`
+        creates the batches in this process.
 
         Batches from workers, and batches that torch collates from items, do not share memory.
         """
@@ -153,7 +153,7 @@ class StreamSource:
         position = start
         with closing(iterate_loader(self._loader)) as batches_of_workers:
             for loaded in islice(batches_of_workers, self._limit_batches):
-                if loaded is None:  # see `_Batches`
+                if loaded is None:  # a placeholder, see `_Batches`
                     continue
                 self.first_item_fingerprint, position = loaded.first_item_fingerprint, position + self.stride
                 batch: CountedBatch = loaded.batch
@@ -178,7 +178,7 @@ def open_stream(
     num_workers: int,
     stream_kind: StreamKind,
     seed: int,
-    setting: str,
+    batch_size_name: str,
     class_name: str,
     subject: str,
     drop_last: bool = False,
@@ -188,7 +188,7 @@ def open_stream(
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, if the settings differ between ranks.
 
-    `subject` is the subject of error messages. All ranks call it.
+    `subject` is the grammatical subject of error messages. All ranks call it.
     """
     source = call_on_all_ranks(
         communicator,
@@ -201,7 +201,7 @@ def open_stream(
             num_workers=num_workers,
             pin_memory=communicator.device.type == "cuda",
             seed=seed,
-            setting=setting,
+            batch_size_name=batch_size_name,
             class_name=class_name,
             drop_last=drop_last,
             yields_every_item=yields_every_item,
@@ -272,7 +272,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         epoch, start, has_state = map(int, self._start.tolist())
         state = self._state if has_state else None
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._kind == "shared":
             seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
         else:
@@ -286,10 +286,10 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
                 stream = stream if snapshot is None else load_snapshot(stream, snapshot)
         self._has_ended = False
         if self._kind == "shared":
-            batches = self._batches_of_shared_stream(stream, 0 if state is not None else start, worker, workers)
+            batches = self._batches_of_shared_stream(stream, 0 if state is not None else start, worker, num_workers)
         else:
             batches = self._batches_of_own_stream(stream)
-            if state is not None and worker <= state.last_worker < workers - 1:
+            if state is not None and worker <= state.last_worker < num_workers - 1:
                 yield None
         while True:
             # Only the stream uses these generators. If loading or collating a batch advanced them, the rest of a shared
@@ -304,7 +304,8 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
             snapshot = None
             if self._is_stateful:
                 if self._kind == "shared" and self.collate is not default_collate:
-                    # The items of other ranks, which are read before the snapshot, may overwrite the memory.
+                    # The items of other ranks, which are read before the snapshot, may overwrite the memory of the
+                    # batch.
                     batch = batch._replace(batch=copy_batch(batch.batch))
                 with generators:
                     next(batches)
@@ -321,7 +322,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         return CountingCollate(self.collate)(items)
 
     def _batches_of_shared_stream(
-        self, dataset: Iterable[Any], start: int, worker: int, workers: int
+        self, dataset: Iterable[Any], start: int, worker: int, num_workers: int
     ) -> Iterator[list[Any]]:
         """Yield the items of each batch of this rank and worker, from a shared stream.
 
@@ -336,7 +337,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         length = self._batch_size or 1
         for micro_step in count():
             # Items of other ranks and workers are discarded.
-            if micro_step % workers != worker:
+            if micro_step % num_workers != worker:
                 _skip_items(stream, self._size * length)
                 continue
             _skip_items(stream, self._rank)
@@ -364,8 +365,8 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
                     yield []
 
 
-def _skip_items(stream: Iterator[Any], items: int) -> None:
-    for _ in islice(stream, items):
+def _skip_items(stream: Iterator[Any], num_items: int) -> None:
+    for _ in islice(stream, num_items):
         pass
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unitrain.backends.base import Communicator
-from unitrain.data.batch_size import BatchSizes, describe_accumulation
-from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
+from unitrain.data.batch_size import BatchSizes, accumulation_setting
+from unitrain.data.dummy_batches import StepAligner, reduce_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.loading import Data, check_same_data, format_call
 from unitrain.data.order import MicroBatch
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class TrainingStream(TrainingData):
     """This rank's shard of an iterable dataset, or of a dataset that yields batches. All ranks create it.
 
-    The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. With stream="shared", a
-    position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
+    The length of an epoch is unknown until the epoch ends; `__len__` of the dataset is not used. With stream="shared",
+    a position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
     Otherwise, it counts micro-batches. A run that resumes within an epoch reads and discards the items before the
     position. If the stream depends only on the seed, the run then continues with the same items as an uninterrupted
     run. A stateful dataset resumes from its state instead, without reading these items.
@@ -45,7 +45,7 @@ class TrainingStream(TrainingData):
             num_workers=settings.num_workers,
             stream_kind=settings.stream,
             seed=settings.seed,
-            setting="batch_size",
+            batch_size_name="batch_size",
             class_name=settings.class_name,
             subject="The training data",
             drop_last=settings.drop_last,
@@ -54,21 +54,21 @@ class TrainingStream(TrainingData):
             "The training data",
             communicator,
             None,
-            {"uneven": uneven, "gradient_accumulation_steps": describe_accumulation(self._batch_sizes)},
+            {"uneven": uneven, "gradient_accumulation_steps": accumulation_setting(self._batch_sizes)},
         )
         sizes_and_kinds = communicator.allgather_object((source.batch_size, source.is_stateful))
         sizes: list[int | None] = [size for size, _ in sizes_and_kinds]
         self._is_stateful = all(is_stateful for _, is_stateful in sizes_and_kinds)
         self._resume_state: Mapping[str, Any] | None = None
         self.batch_size = source.batch_size
-        # Samples in one micro-batch of each rank, summed over ranks; None if unknown.
+        # Number of samples in one micro-batch, summed over ranks; None if unknown.
         self._micro_batch_samples = sum(size or 0 for size in sizes) if all(sizes) else None
         self._communicator = communicator
         self._aligner = StepAligner(
             communicator,
             gradient_accumulation_steps=self._batch_sizes[0].gradient_accumulation_steps,
             uneven=uneven,
-            max_batches_ahead=common_prefetch_count(source.prefetch_count, communicator),
+            max_batches_ahead=reduce_prefetch_count(source.prefetch_count, communicator),
             min_step_items=None,
             copies_batches=source.may_reuse_memory,
         )
@@ -84,7 +84,7 @@ class TrainingStream(TrainingData):
         self._current_epoch = _EpochMicroBatches(source, self._aligner, communicator, 0, 0, None, self._class_name)
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
-        """Use the `batch_sizes` for the next steps."""
+        """Use `batch_sizes` for the next steps."""
         steps, samples = batch_sizes.gradient_accumulation_steps, self._micro_batch_samples
         self.global_batch_size = None if samples is None else samples * steps
         drops_last = self._source.drop_last and self._source.stream_kind == "shared"
@@ -121,7 +121,7 @@ class TrainingStream(TrainingData):
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
-        state = self._read_resume_state(epoch, start)
+        state = self._take_resume_state(epoch, start)
         self._current_epoch = _EpochMicroBatches(
             self._source, self._aligner, self._communicator, epoch, start, state, self._class_name
         )
@@ -151,7 +151,7 @@ class TrainingStream(TrainingData):
         """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
         local_state = self.state_to_save(state, epoch, position)
         if self._source.stream_kind == "shared":
-            # Rank 0 has a batch of each step. Its state is broadcast, so that the result is the same on all ranks.
+            # Rank 0 has a batch in each step. Its state is broadcast, so that the result is the same on all ranks.
             state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(local_state)
             return state_of_rank_zero
         states = [state for state in self._communicator.allgather_object(local_state) if state is not None]
@@ -166,8 +166,9 @@ class TrainingStream(TrainingData):
         """Let the next `micro_batches` call start from `state`; see TrainingData."""
         self._resume_state = state
 
-    def _read_resume_state(self, epoch: int, position: int) -> StreamState | None:
-        """Return the state from which this rank resumes; None if it skips the items before `position`."""
+    def _take_resume_state(self, epoch: int, position: int) -> StreamState | None:
+        """Remove the state that `resume_from` stored, and return this rank's part of it; None if this rank must instead
+        skip the items before `position`."""
         state, self._resume_state = self._resume_state, None
         kind, expected = self._source.stream_kind, self._state_properties(epoch, position)
         if not position or not self._is_stateful or state is None:
@@ -222,9 +223,9 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
             lambda: source.batches(epoch, start if is_shared else 0, state, repeats=is_repeating),
             start=start,
             stride=source.stride,
-            skipped=0 if is_shared or state is not None else start,
-            repeated=lambda: source.batches(epoch, repeats=True),
-            # With start 0, a rank without batches has the state before the first one.
+            num_skipped=0 if is_shared or state is not None else start,
+            batches_to_repeat=lambda: source.batches(epoch, repeats=True),
+            # With start 0, a rank without batches has the state before the first batch.
             data_state=StreamState({}) if state is None and start == 0 and source.is_stateful else state,
         )
 
@@ -232,9 +233,9 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
         item = next(self._micro_batches, None)
         if item is None and not self._has_started:
             raise DataError(
-                f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded no item, or "
-                "with drop_last fewer than a global batch. Let its __iter__ return a new iterator in each call, and "
-                "yield more items or use a smaller batch_size."
+                f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded no item or, "
+                "with drop_last, fewer items than a global batch. Let its __iter__ return a new iterator in each call, "
+                "and yield more items or use a smaller batch_size."
             )
         if item is None:
             raise StopIteration

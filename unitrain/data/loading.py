@@ -39,8 +39,9 @@ class IndexedSource:
     `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. A DataLoader's
     own settings replace `shuffle`, `drop_last`, `num_workers` and `pin_memory`. `sampler` is the custom sampler of a
     DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True, batches can have fewer
-    samples than indices: use `counted_batches` instead of `batches`. Error messages name `class_name` and its batch
-    size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
+    samples than indices: use `counted_batches` instead of `batches`. Error messages contain `class_name`, the name of
+    the public class, and `batch_size_name`, the name of its batch size parameter. With `seeds_batches`, pass `seeds` to
+    `counted_batches`.
 
     Raises DataError for data without `__getitem__` or a valid `__len__`, and for a DataLoader that cannot be sharded;
     ConfigError for a batch size that is missing or differs from that of the DataLoader.
@@ -55,11 +56,11 @@ class IndexedSource:
         drop_last: bool,
         num_workers: int,
         pin_memory: bool,
-        setting: str,
+        batch_size_name: str,
         class_name: str,
         seeds_batches: bool = False,
     ) -> None:
-        self.batch_size = determine_batch_size(data, batch_size, setting, class_name)
+        self.batch_size = determine_batch_size(data, batch_size, batch_size_name, class_name)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
@@ -124,8 +125,8 @@ class IndexedSource:
         they are persistent.
 
         With `seeds`, the random number generators are seeded with the next seed before each batch is loaded, in this
-        process or in a worker; the RNG state of this process is restored afterwards. Indexing tensors uses no random
-        numbers, so `seeds` then has no effect.
+        process or in a worker; the RNG state of this process is restored afterwards. For a dataset of tensors, which
+        are indexed without random numbers, `seeds` has no effect.
         """
         if seeds is not None and self._seeds_batches:
             positions, ahead = tee(positions)
@@ -159,7 +160,8 @@ class IndexedSource:
         self._indices.batches = batches
 
     def _may_index_tensors(self, data: Data, num_workers: int) -> bool:
-        """Return whether batches are collated with torch's default `collate_fn` in this process."""
+        """Return whether tensors may be indexed directly, because batches are collated in this process with torch's
+        default `collate_fn`."""
         workers = data.num_workers if isinstance(data, DataLoader) else num_workers
         return workers == 0 and not self.may_drop_samples
 
@@ -169,10 +171,10 @@ class IndexedSource:
         """Yield each batch by indexing each tensor once, which is much faster than stacking single samples.
 
         Each batch is a copy. A view of a larger tensor would be cheaper, but memory alignment affects the rounding of
-        some kernels, so a resumed run would not be bit-identical to an uninterrupted one.
+        some kernels, so a resumed run might not be bit-identical to an uninterrupted run.
         """
         if self.sampler is not None:  # it may yield negative indices
-            order = _normalize_negative(order, self.length)
+            order = _normalize_negative_indices(order, self.length)
         order = (order if subset is None else subset[order]).to(tensors[0].device)
         pin = self._loader.pin_memory and order.device.type == "cpu"
         for part in positions:
@@ -182,7 +184,7 @@ class IndexedSource:
 
 
 class _Indices(Sampler[list[int]]):
-    """Batch sampler that yields the lists of indices set for the next epoch."""
+    """Batch sampler that yields the lists of indices in `batches`, which is set before each epoch."""
 
     batches: Iterator[list[int]] = iter(())
 
@@ -227,7 +229,8 @@ def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     try:
         yield from fetched
     finally:
-        # If a traceback keeps the iterator alive, its later garbage collection takes five seconds per worker.
+        # Stop the workers now: if a traceback keeps the iterator alive, its later garbage collection takes five seconds
+        # per worker.
         if loader.num_workers and not loader.persistent_workers:
             stop_workers(fetched)
 
@@ -282,18 +285,18 @@ def _subset_indices(indices: Any, length: int) -> Tensor | None:
         return None
     index_tensor = index_tensor.to("cpu", torch.int64)
     return (
-        _normalize_negative(index_tensor, length)
+        _normalize_negative_indices(index_tensor, length)
         if bool(((index_tensor >= -length) & (index_tensor < length)).all())
         else None
     )
 
 
-def _normalize_negative(indices: Tensor, length: int) -> Tensor:
-    """Return `indices` with negative ones replaced by the equivalent non-negative ones."""
+def _normalize_negative_indices(indices: Tensor, length: int) -> Tensor:
+    """Return `indices` with negative indices replaced by the equivalent non-negative indices."""
     return torch.where(indices < 0, indices + length, indices)
 
 
-def determine_batch_size(data: Data, batch_size: int | None, setting: str, class_name: str) -> int | None:
+def determine_batch_size(data: Data, batch_size: int | None, batch_size_name: str, class_name: str) -> int | None:
     """Return the batch size of a DataLoader, otherwise `batch_size`.
 
     Return None if a stateful loader, or the DataLoader's dataset or batch_sampler, creates the batches. Raises
@@ -304,7 +307,7 @@ def determine_batch_size(data: Data, batch_size: int | None, setting: str, class
         if batch_size is not None:
             raise ConfigError(
                 f"A batch size of {batch_size} was requested, but {type(data).__name__} creates the batches itself. "
-                f"Leave one of them out: with a loader, {class_name} does not need {setting}."
+                f"Leave one of them out: with a loader, {class_name} does not need {batch_size_name}."
             )
         return None
     if isinstance(data, DataLoader):
@@ -319,14 +322,12 @@ def determine_batch_size(data: Data, batch_size: int | None, setting: str, class
             )
             raise ConfigError(
                 f"A batch size of {batch_size} was requested, but the DataLoader was built with {description}. "
-                f"Leave one of them out: with a DataLoader, {class_name} does not need {setting}."
+                f"Leave one of them out: with a DataLoader, {class_name} does not need {batch_size_name}."
             )
         return data.batch_size
     if batch_size is None:
-        raise ConfigError(
-            f"A {type(data).__name__} was given without a batch size. Use {format_call(class_name, f'{setting}=32')}, "
-            "or pass a DataLoader."
-        )
+        call = format_call(class_name, f"{batch_size_name}=32")
+        raise ConfigError(f"{type(data).__name__} was given without a batch size. Use {call}, or pass a DataLoader.")
     return batch_size
 
 
@@ -342,8 +343,8 @@ def is_stream(data: Any) -> bool:
         if is_stateful_loader(data):
             return True
         return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
-    # Iterable datasets of Hugging Face are not subclasses of torch's. An iterator, unlike an iterable, can be iterated
-    # only once.
+    # Iterable datasets of Hugging Face are not subclasses of torch's. Iterators are excluded, because they can be
+    # iterated only once.
     is_iterable = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
     return isinstance(data, IterableDataset) or is_iterable
 
@@ -357,7 +358,7 @@ def _read_length(data: Data) -> int:
         )
     try:
         return len(dataset)
-    except Exception as error:  # if only this rank raised it, the other ranks would hang
+    except Exception as error:  # not every rank would raise it; a DataError is raised on every rank
         raise DataError(
             f"len() of an object of class {type(dataset).__name__} failed: {type(error).__name__}: {error}. Return "
             "a whole number of at least 0 from __len__, or pass an IterableDataset."
@@ -390,7 +391,7 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
                 "DataLoader if there is one."
             )
     if length == 0:
-        raise DataError(f"{subject} is empty. Give a dataset with at least one sample.")
+        raise DataError(f"{subject} is empty. Pass a dataset with at least one sample.")
 
 
 def check_is_dataset(argument: str, data: Any) -> None:
@@ -398,15 +399,15 @@ def check_is_dataset(argument: str, data: Any) -> None:
     fix = "Pass a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
     if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
         raise DataError(f"{argument} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
-    if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
+    if isinstance(data, list | tuple) and data and all(map(_looks_like_batch, data[:8])):
         raise DataError(
-            f"{argument} is a {type(data).__name__} of {len(data)} pairs of tensors that are probably batches, but "
-            "each pair counts as one sample. Use TensorDataset(inputs, targets), which has samples, or, if each pair "
-            "is one sample, DataLoader(data, batch_size=32)."
+            f"{argument} is a {type(data).__name__} of {len(data)} sequences of tensors that are probably batches, "
+            "but each sequence counts as one sample. Use TensorDataset(inputs, targets), which has samples, or, if "
+            "each sequence is one sample, DataLoader(data, batch_size=32)."
         )
 
 
-def _is_batch(item: Any) -> bool:
+def _looks_like_batch(item: Any) -> bool:
     """Return whether `item` consists of several tensors with the same first dimension, larger than 1."""
     tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
     return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)

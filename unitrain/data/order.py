@@ -64,11 +64,11 @@ def micro_batches_of_samples(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches over the positions from `start` to `stop` of an epoch's order.
 
-    Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
-    set. With the same number of positions per step, steps have the same samples for any number of ranks. A step has as
-    few micro-batches as possible, and the same number on every rank. Within a micro-batch, each rank takes every
-    size-th position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If a
-    micro-batch has fewer samples than ranks, the ranks without a sample use a dummy batch.
+    Each step takes the next size * batch_size * gradient_accumulation_steps positions, or the next `global_batch_size`
+    positions if it is set. With the same number of positions per step, steps have the same samples for any number of
+    ranks. A step has as few micro-batches as possible, and the same number on every rank. Within a micro-batch, each
+    rank takes every size-th position, as with DistributedSampler, so the number of samples differs by at most 1 between
+    ranks. If a micro-batch has fewer samples than ranks, the ranks without a sample use a dummy batch.
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
@@ -162,7 +162,7 @@ def _batch_length(bounds: Sequence[int], batch_index: int) -> int:
 def strided_order(lengths: Sequence[Tensor]) -> Tensor:
     """Return the indices that restore the data order of rows that were assigned to ranks round-robin, int64 [rows].
 
-    `lengths` has one int64 tensor per rank: the number of rows that the rank received in each round. The indices refer
+    `lengths` has one int64 tensor per rank: the numbers of rows that the rank received in each round. The indices refer
     to the rows in rank order: all rows of rank 0, then all rows of rank 1, and so on.
     """
     size = len(lengths)

@@ -21,8 +21,8 @@ class Prefetcher:
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
     one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
-    while gradients are reduced: `measure_fetching` returns the context manager in which it is loaded. `measure_copying`
-    returns the context manager in which each batch is copied to a device other than the CPU.
+    while gradients are reduced. `measure_fetching` returns the context manager in which the next batch is loaded, and
+    `measure_copying` the context manager in which each batch is copied to a device other than the CPU.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Prefetcher:
         assert self._stream is not None
         batch, info = item
         # The allocator may reuse the memory of an earlier batch that queued kernels still read, so the copy waits for
-        # them. The alternative, record_stream, does not reach tensors inside objects with a `to` method, and delays the
-        # reuse of memory while the host is ahead of the GPU.
+        # these kernels. The alternative, record_stream, does not reach tensors inside objects with a `to` method, and
+        # delays the reuse of memory while the host is ahead of the GPU.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return self._copy(batch), info

@@ -1,4 +1,4 @@
-"""Loading and evaluation of each batch with its own random seed, which does not depend on processes and workers."""
+"""Loading and evaluation of each batch with its own random seed, for any number of processes and workers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SeededIndices(list[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset that seeds the global generators before it loads the samples of `SeededIndices`.
 
-    The seed also applies to the `collate_fn` of the batch, which runs afterwards in the same process. All other
-    attributes are read from the user's dataset.
+    The seed also applies to the `collate_fn` of the batch, which runs afterwards in the same process. Attributes that
+    this class does not define are read from the user's dataset.
     """
 
     def __init__(self, dataset: Any) -> None:

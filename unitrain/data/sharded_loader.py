@@ -63,18 +63,18 @@ class ShardedLoader:
         drop_last: Whether to drop the last step if it has fewer samples than a global batch.
         num_workers: Worker processes that load batches, per rank; 0 to load them in the training process.
         gradient_accumulation_steps: Batches per optimizer step. `loss_weight` refers to the samples of all these
-            batches; `ends_step` is True for the last one.
+            batches; `ends_step` is True for the last of them.
         stream: Whether an IterableDataset yields the same items on every rank and worker ("shared"), which the loader
             then shards, or different items ("own").
         uneven: How to handle different numbers of batches per rank from an IterableDataset or a batch_sampler: "weight"
             (dummy batches), "drop" (end the epoch), or "pad" (repeat batches).
         logical_ranks: Divide the data among this number of logical ranks, for a model that was distributed with the
             same `logical_ranks`. `batch_size` then applies to each logical rank. In each step, the loader yields the
-            batches of the logical ranks of this process, and `ends_step` is True for the last one.
+            batches of the logical ranks of this process, and `ends_step` is True for the last of them.
 
     With `logical_ranks`, the loader seeds the global random number generators of torch, numpy and Python for each
-    batch. In training, random numbers, such as those of dropout, then depend only on the seed, the step, the logical
-    rank and the number of the batch in the step.
+    batch. In training, random numbers, such as those of dropout, then depend only on the seed, the epoch, the step, the
+    logical rank and the index of the batch in the step.
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
     DataError for data that is empty, cannot be sharded or differs between ranks.
@@ -159,7 +159,7 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current loop over the loader or, after a complete loop, of the next one. The first epoch is
+        """The epoch of the current loop over the loader or, after a complete loop, of the next loop. The first epoch is
         0. Set it to start at a different epoch. It does not change in evaluation. If a loop over the loader ends early
         (`break`), `epoch` does not change, and the next loop starts the following epoch.
         """
@@ -293,8 +293,8 @@ class ShardedLoader:
         self._epoch, self._position, self._is_within_epoch, self._data_state = epoch, position, False, None
 
     def _check_same_position(self) -> None:
-        """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap. All ranks call
-        it."""
+        """Raise ConfigError on every rank if the positions differ between ranks, because batches would then overlap.
+        All ranks call it."""
         positions_by_rank = gather_if_different(self._backend, (self._epoch, self._position)) or []
         if positions_by_rank:
             raise ConfigError(
@@ -323,7 +323,7 @@ class ShardedLoader:
 
 
 def _describe_invalid_state(state: Any) -> str | None:
-    """Return a description of the error in a loader's state, or None if it is valid."""
+    """Return a description of the invalid part of a loader's state, or None if the state is valid."""
     if not isinstance(state, Mapping):
         return validation.describe_value(state)
     for name in ("epoch", "position"):

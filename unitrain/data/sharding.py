@@ -14,8 +14,8 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.data.batch_size import BatchSizes, describe_accumulation
-from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
+from unitrain.data.batch_size import BatchSizes, accumulation_setting
+from unitrain.data.dummy_batches import StepAligner, reduce_prefetch_count
 from unitrain.data.iterable_training import TrainingStream
 from unitrain.data.loading import Data, check_is_indexed, check_same_data, format_call, is_stream, open_source
 from unitrain.data.order import (
@@ -41,9 +41,9 @@ class TrainingShard(TrainingData):
     `epoch_order` determines the order, unless rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
     ranks receive its batches round-robin, and `uneven` determines how the last step is handled, as in TrainConfig.
 
-    Raises on all ranks: DataError for data that is empty, has fewer samples than ranks or logical ranks (unless
-    `allow_empty_ranks`) or, with `drop_last`, than a global batch, differs between ranks or is not indexed; ConfigError
-    for a missing or contradictory batch size.
+    Raises on all ranks: DataError for data that is empty, that differs between ranks, that is not indexed, or that has
+    fewer samples than ranks or logical ranks (unless `allow_empty_ranks`) or, with `drop_last`, fewer than a global
+    batch; ConfigError for a missing or contradictory batch size.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainingShard(TrainingData):
             shuffle=settings.shuffle,
             drop_last=settings.drop_last,
             num_workers=settings.num_workers,
-            setting="batch_size",
+            batch_size_name="batch_size",
             class_name=settings.class_name,
             seeds_batches=settings.logical_ranks is not None,
         )
@@ -78,7 +78,7 @@ class TrainingShard(TrainingData):
         }
         compared |= {
             "sampler": self._sampler_name,
-            "gradient_accumulation_steps": describe_accumulation(self._batch_sizes),
+            "gradient_accumulation_steps": accumulation_setting(self._batch_sizes),
             "seed": settings.seed,
         }
         check_same_data("The training data", communicator, source.length, compared)
@@ -100,13 +100,13 @@ class TrainingShard(TrainingData):
                 communicator,
                 gradient_accumulation_steps=self._gradient_accumulation_steps,
                 uneven=settings.uneven,
-                max_batches_ahead=common_prefetch_count(source.prefetch_count, communicator),
+                max_batches_ahead=reduce_prefetch_count(source.prefetch_count, communicator),
                 min_step_items=None,
                 copies_batches=source.prefetch_count == 0,
             )
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
-        """Use the `batch_sizes` for the next steps."""
+        """Use `batch_sizes` for the next steps."""
         samples = self._source.batch_size
         steps = self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
         self._requested_global_batch_size = requested = batch_sizes.global_batch_size
@@ -175,7 +175,7 @@ class TrainingShard(TrainingData):
         worker_seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._communicator.rank)
         self._source.set_epoch(epoch)
         # Plan in chunks: planning single micro-batches takes several times as long, because the training steps evict
-        # the caches. The workers prefetch, so `tee` lets them read the positions before the loop reads the
+        # the CPU caches. The workers prefetch, so `tee` lets them read the positions before the loop reads the
         # micro-batches.
         micro_batches, ahead = tee(
             chain.from_iterable(iter(lambda: list(islice(micro_batches_of_epoch, _MICRO_BATCHES_PER_CHUNK)), []))
@@ -319,7 +319,7 @@ def open_training_data(data: Data, communicator: Communicator, settings: ShardSe
     check_logical_ranks(f"{settings.class_name}(logical_ranks=...)", settings.logical_ranks, communicator)
     if settings.logical_ranks is not None:
         call_on_all_ranks(communicator, lambda: check_is_indexed(data))
-    # If the class differs between ranks, both constructors raise an error, because they compare the same values first.
+    # If the class differs between ranks, both constructors raise DataError, because both first compare the lengths.
     return (TrainingStream if is_stream(data) else TrainingShard)(data, communicator, settings)
 
 

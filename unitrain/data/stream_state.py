@@ -25,11 +25,11 @@ from unitrain.torch_compat import has_shuffle_buffer
 
 # Replaces the snapshot after the last item, after which many datasets return their initial state.
 END_OF_STREAM = b""
-_TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_STATE_TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor)
 _IMMUTABLE_TYPES = {
     type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, ModuleType,
 }  # fmt: skip
-# Larger arrays are data. States are small, because they are pickled after each batch.
+# Larger arrays are assumed to be data, not state, because a state is pickled after each batch and should be small.
 _MAX_STATE_BYTES = 2**20
 
 
@@ -73,13 +73,14 @@ def has_state_methods(items: Any) -> bool:
 
     Methods of these names with other required parameters, as in MosaicML's StreamingDataset, do not count.
     """
-    return _accepts(items, "state_dict", 0) and _accepts(items, "load_state_dict", 1)
+    return _has_method(items, "state_dict", 0) and _has_method(items, "load_state_dict", 1)
 
 
 def is_stateful(items: Any) -> bool:
     """Return whether `items` resumes exactly from its state.
 
-    Hugging Face datasets do not store the contents of a shuffle buffer, so its items would be lost.
+    The state of a Hugging Face dataset lacks the contents of its shuffle buffer, so a dataset with such a buffer would
+    lose these items.
     """
     return has_state_methods(items) and not has_shuffle_buffer(items)
 
@@ -87,13 +88,13 @@ def is_stateful(items: Any) -> bool:
 def is_stateful_loader(data: Any) -> bool:
     """Return whether `data` is a loader that creates its own batches, and has the methods of a stateful dataset.
 
-    A StatefulDataLoader of torchdata is not one: unitrain uses its dataset and settings, as for a DataLoader.
+    A StatefulDataLoader of torchdata is not such a loader: unitrain uses its dataset and settings, as for a DataLoader.
     """
     return has_custom_iter(data) and has_state_methods(data)
 
 
 def has_custom_iter(data: Any) -> bool:
-    """Return whether `data` is a DataLoader whose `__iter__` may yield different batches from torch's DataLoader."""
+    """Return whether `data` is a DataLoader whose `__iter__` may yield other batches than torch's DataLoader."""
     if not isinstance(data, DataLoader):
         return False
     iterate = type(data).__iter__
@@ -125,7 +126,8 @@ def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     return cast(Iterable[Any], resumed)
 
 
-def _accepts(items: Any, name: str, num_arguments: int) -> bool:
+def _has_method(items: Any, name: str, num_arguments: int) -> bool:
+    """Return whether `items` has a method `name` that can be called with `num_arguments` positional arguments."""
     method = getattr(items, name, None)
     if not callable(method):
         return False
@@ -202,7 +204,7 @@ def _has_plain_attributes(kind: Any) -> bool:
 def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
     """Return a description of a part of `state` that does not load with `weights_only=True`, or None."""
     parts: Iterable[tuple[Any, Any]]
-    if type(state) in _TYPES:
+    if type(state) in _STATE_TYPES:
         return None
     if type(state) is dict:
         parts = [*((key, key) for key in state), *state.items()]

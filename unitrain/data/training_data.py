@@ -58,7 +58,7 @@ class ShardSettings:
         elastic_batch_size: ElasticBatchSize | None,
         interleaves_logical_ranks: bool = False,
     ) -> ShardSettings:
-        """Return the settings of `config`, with the other arguments."""
+        """Return the settings of `config`, combined with the other arguments."""
         return cls(
             batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -133,7 +133,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
-        """Use the `batch_sizes` for the next steps."""
+        """Use `batch_sizes` for the next steps."""
 
     @property
     @abstractmethod

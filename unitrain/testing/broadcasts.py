@@ -1,4 +1,4 @@
-"""Contract tests of concurrent in-place broadcasts, on backends over a process group."""
+"""Contract tests of concurrent in-place broadcasts, for backends that use a process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.cases import contract, raises
 
-# Numbers of float32 elements: empty, small, around the size limit of small pieces, and large.
+# Lengths of pieces in elements: empty, small, around the largest float32 piece that is packed, and large.
 _LENGTHS = (
     0,
     1,
@@ -25,8 +25,8 @@ _LENGTHS = (
 )
 
 
-def _pieces(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[tuple[Tensor, int]]:
-    """Return the pieces of `rank`: adjacent slices of one tensor per dtype, with alternating roots."""
+def _pieces_with_roots(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[tuple[Tensor, int]]:
+    """Return the pieces of `rank`, adjacent slices of one tensor per dtype, each with its root. The roots alternate."""
     pieces: list[tuple[Tensor, int]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         generator = torch.Generator().manual_seed(rank)
@@ -41,8 +41,8 @@ def start_broadcasts_copies_each_piece_from_its_root_in_place(backend: Backend) 
         return
     many_small = [100 + index for index in range(3 * BUFFER_BYTES // 4 // 1000)] * backend.size
     for lengths in (_LENGTHS, [3], many_small, []):
-        own = _pieces(backend.rank, backend.size, lengths)
-        inputs = [_pieces(rank, backend.size, lengths) for rank in range(backend.size)]
+        own = _pieces_with_roots(backend.rank, backend.size, lengths)
+        inputs = [_pieces_with_roots(rank, backend.size, lengths) for rank in range(backend.size)]
         backend.start_broadcasts(iter(own))()
         for index, (piece, root) in enumerate(own):
             assert torch.equal(piece, inputs[root][index][0]), (index, len(piece), root)

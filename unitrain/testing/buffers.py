@@ -1,4 +1,4 @@
-"""Contract tests of buffers shared during training. The results are compared with a simulation in one process."""
+"""Contract tests of buffers that are broadcast during training, compared with a simulation in one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unitrain.backends.base import Backend
 from unitrain.testing.cases import contract
 from unitrain.testing.models import FEATURES, batch, compute_loss
 
-STEPS, FROZEN_FROM, LEARNING_RATE = 8, 5, 0.05
+STEPS, FIRST_FROZEN_STEP, LEARNING_RATE = 8, 5, 0.05  # BatchNorm is in eval mode from FIRST_FROZEN_STEP on
 
 
 class Centers(nn.Module):
-    """Model that reads three buffers.
+    """Model that reads three buffers besides those of BatchNorm.
 
     Each forward pass in training mode, from index `first_write` on, changes `center` as `write_mode` specifies ("in
     place", "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not read. `mask` is constant.
@@ -58,8 +58,8 @@ class Centers(nn.Module):
         return output
 
 
-def training_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the next training forward pass reads, excluding the running statistics of BatchNorm."""
+def buffers_to_broadcast(model: nn.Module) -> dict[str, Tensor]:
+    """Return all buffers except those of BatchNorm layers in training mode."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
@@ -69,8 +69,8 @@ def simulate_ddp(size: int, accumulation_steps: int, steps: int = STEPS, **argum
     models = [Centers(**arguments) for _ in range(size)]
     for step in range(steps):
         for model in models:
-            model.normalized.train(step < FROZEN_FROM)
-        for name, buffer in training_buffers(models[0]).items():
+            model.normalized.train(step < FIRST_FROZEN_STEP)
+        for name, buffer in buffers_to_broadcast(models[0]).items():
             for model in models[1:]:
                 model.get_buffer(name).copy_(buffer)
         for micro_step in range(accumulation_steps):
@@ -87,15 +87,19 @@ def simulate_ddp(size: int, accumulation_steps: int, steps: int = STEPS, **argum
 
 
 def train_on_backend(
-    backend: Backend, accumulation_steps: int, shared_after: Iterable[int], steps: int = STEPS, **arguments: Any
+    backend: Backend,
+    accumulation_steps: int,
+    broadcast_after_steps: Iterable[int],
+    steps: int = STEPS,
+    **arguments: Any,
 ) -> nn.Module:
-    """Train on the backend, and return the model. Call `broadcast_buffers` after the steps `shared_after`, as the
-    Trainer does for an evaluation or a checkpoint."""
+    """Train on the backend, and return the model. Call `broadcast_buffers` after the steps `broadcast_after_steps`, as
+    the Trainer does for an evaluation or a checkpoint."""
     model = Centers(**arguments)
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), wrapped)
     for step in range(steps):
-        model.normalized.train(step < FROZEN_FROM)
+        model.normalized.train(step < FIRST_FROZEN_STEP)
         for micro_step in range(accumulation_steps):
             x = batch(backend.rank, step * accumulation_steps + micro_step)
             if micro_step < accumulation_steps - 1:
@@ -105,7 +109,7 @@ def train_on_backend(
                 (compute_loss(wrapped(x)) / accumulation_steps).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in shared_after:
+        if step in broadcast_after_steps:
             broadcast_buffers(wrapped, backend)
     return model
 
@@ -114,8 +118,8 @@ def train_on_backend(
 def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
     for accumulation_steps in (1, 2):
         expected = simulate_ddp(backend.size, accumulation_steps)
-        for shared_after in ([], [1, 4, 6], range(STEPS)):
-            model = train_on_backend(backend, accumulation_steps, shared_after)
+        for broadcast_after_steps in ([], [1, 4, 6], range(STEPS)):
+            model = train_on_backend(backend, accumulation_steps, broadcast_after_steps)
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
             broadcast_buffers(model, backend)
@@ -124,17 +128,19 @@ def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
 
 
 @contract
-def buffers_written_late_or_without_autograd_equal_rank_0(backend: Backend) -> None:
+def training_with_buffers_written_late_or_through_data_equals_ddp(backend: Backend) -> None:
     for write_mode, first_write, steps in (("data", 0, STEPS), ("assigned data", 2, STEPS), ("in place", 33, 36)):
         expected = simulate_ddp(backend.size, 1, steps, write_mode=write_mode, first_write=first_write)
-        for shared_after in (range(0), range(0, steps, 3)):
-            model = train_on_backend(backend, 1, shared_after, steps, write_mode=write_mode, first_write=first_write)
+        for broadcast_after_steps in (range(0), range(0, steps, 3)):
+            model = train_on_backend(
+                backend, 1, broadcast_after_steps, steps, write_mode=write_mode, first_write=first_write
+            )
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
 
 
 @contract
-def two_forward_passes_may_precede_a_backward_pass_with_buffers(backend: Backend) -> None:
+def two_forward_passes_of_a_model_with_buffers_may_precede_a_backward_pass(backend: Backend) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -155,7 +161,7 @@ def two_forward_passes_may_precede_a_backward_pass_with_buffers(backend: Backend
 
 
 @contract
-def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
+def buffer_written_late_is_broadcast_afterwards(backend: Backend) -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +179,7 @@ def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
     model = Late()
     wrapped = backend.distributed_model(model)
     for step in range(40):
-        # At first, only the last rank writes the buffer.
+        # Only the last rank writes the buffer in step 10; every rank writes it from step 21 on.
         writes_buffer = step > 20 or (step == 10 and backend.rank == backend.size - 1)
         compute_loss(wrapped(batch(backend.rank, step), writes_buffer)).backward()
     broadcast_buffers(wrapped, backend)
@@ -199,7 +205,7 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
     wrapped = backend.distributed_model(Constant(), broadcast_buffers=False)
     calls: list[str] = []
 
-    def count_calls(name: str) -> None:
+    def record_calls(name: str) -> None:
         original = getattr(backend, name)
 
         def call(*arguments: object) -> object:
@@ -210,7 +216,7 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
 
     names = ("allreduce", "broadcast", "allgather", "allgather_object", "broadcast_object")
     for name in names:
-        count_calls(name)
+        record_calls(name)
     try:
         for step in range(70):
             compute_loss(wrapped(batch(backend.rank, step))).backward()
@@ -218,7 +224,7 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
     finally:
         for name in names:
             delattr(backend, name)
-    # The first forward pass broadcasts all buffers once; each broadcast_buffers call compares the buffers between ranks
-    # and broadcasts the running statistics.
+    # On several ranks, the first forward pass broadcasts all buffers once; each broadcast_buffers call compares the
+    # buffers between ranks and broadcasts the running statistics.
     counts = {name: calls.count(name) for name in set(calls)}
     assert counts == {"allreduce": 70, "broadcast": 70 + (1 if backend.size > 1 else 0)}, counts

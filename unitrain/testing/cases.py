@@ -38,7 +38,7 @@ def may_raise_unsupported_error(case: Case) -> Case:
 
 
 def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -> str:
-    """Assert that `action` raises `kind` with `text` in its message, and return the message."""
+    """Assert that `action` raises an exception of class `kind` with `text` in its message, and return the message."""
     try:
         action()
     except kind as error:
@@ -48,6 +48,6 @@ def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -
 
 
 def assert_same_on_every_rank(backend: Backend, value: object) -> None:
-    """Assert that `value` is equal on every rank. Every rank must call this."""
+    """Assert that `value` is equal on every rank. Every rank must call it."""
     values = backend.allgather_object(value)
     assert all(value_of_rank == values[0] for value_of_rank in values), f"the ranks differ: {values}"

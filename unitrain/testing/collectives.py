@@ -41,7 +41,7 @@ def make_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def reduce_inputs(inputs: list[Tensor], op: str) -> Tensor:
-    """Return the reduction of all ranks' `inputs`, computed in a wide dtype."""
+    """Return the reduction of all ranks' `inputs`, computed in float64 or int64."""
     dtype = inputs[0].dtype
     stack = torch.stack(inputs)
     wide = stack.double() if dtype.is_floating_point else stack.long()
@@ -224,7 +224,8 @@ def collectives_accept_a_column_of_a_single_row(backend: Backend) -> None:
 
 @contract
 def allgather_of_one_row_returns_a_contiguous_tensor(backend: Backend) -> None:
-    """Each rank has one row. A fused optimizer reads the memory of its state as if it were contiguous."""
+    """Each rank has one row. The result must be contiguous, because a fused optimizer reads the memory of its state as
+    if it were."""
     for shape in ((), (1,), (1, 3), (1, 2, 2)):
         inputs = [torch.full(shape, rank + 1.0) for rank in range(backend.size)]
         gathered = backend.allgather(inputs[backend.rank])
@@ -441,7 +442,7 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
 
 
 @contract
-def fake_backend_equals_this_backend(backend: Backend) -> None:
+def fake_backend_returns_the_results_of_this_backend(backend: Backend) -> None:
     for dtype, shape in itertools.product(DTYPES, ((), (5,), (2 * backend.size, 3))):
         inputs = [make_input(rank, shape, dtype) for rank in range(backend.size)]
         own = inputs[backend.rank]

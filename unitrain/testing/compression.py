@@ -29,18 +29,18 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def gradients_of_steps(
-    backend: Backend, model: nn.Module, wrapped: nn.Module, count: int
+    backend: Backend, model: nn.Module, wrapped: nn.Module, num_steps: int
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the gradients of each step. Each step uses different data."""
-    for step in range(count):
+    for step in range(num_steps):
         model.zero_grad()
         backward(wrapped, backend.rank, step)
         yield {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
 
 
 def are_equal_up_to_rounding(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Return whether both contain the same tensors, up to rounding: a sum over three or more ranks depends on the
-    order of summation."""
+    """Return whether both contain the same tensors, up to rounding, because a sum over three or more ranks depends on
+    the order of summation."""
     return left.keys() == right.keys() and all(torch.allclose(left[n], right[n], rtol=0, atol=1e-12) for n in left)
 
 
@@ -145,15 +145,15 @@ def parameters_used_in_an_earlier_micro_batch_are_compressed(backend: Backend) -
         model, twin = TwoHeads(), TwoHeads()
         wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=compression)
 
-        def window(m: nn.Module, rank: int, step: int, *, wrapped: nn.Module = wrapped) -> None:
+        def run_window(m: nn.Module, rank: int, step: int, *, wrapped: nn.Module = wrapped) -> None:
             with backend.no_sync(m) if m is wrapped else nullcontext():
                 compute_loss(m(batch(rank, 2 * step), "left")).backward()
             compute_loss(m(batch(rank, 2 * step + 1), "right")).backward()
 
         for step in range(3):
             model.zero_grad()
-            window(wrapped, backend.rank, step)
-            expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
+            run_window(wrapped, backend.rank, step)
+            expected = mean_gradients(backend, twin, lambda m, rank, step=step: run_window(m, rank, step))
             for name, gradient in gradients(model).items():
                 expected_gradient = expected[name]
                 assert gradient is not None
@@ -186,7 +186,7 @@ def input_gradient_is_not_counted_as_reduction(backend: Backend) -> None:
 
 
 class ComplexLayers(nn.Module):
-    """Complex layer followed by a real layer."""
+    """Complex layer followed by a real network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
 def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
     """Gradients accumulate over micro-batches whose losses contain a gradient of the inputs."""
 
-    def window(model: nn.Module, rank: int, wrapped: nn.Module | None) -> None:
+    def run_window(model: nn.Module, rank: int, wrapped: nn.Module | None) -> None:
         for micro_step in range(3):
             accumulates = wrapped is not None and micro_step < 2
             with backend.no_sync(model) if accumulates else nullcontext():
@@ -250,8 +250,8 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
     for compression in ("fp16", powersgd):
         model, twin, expected_model = build(), build(), build()
         wrapped = backend.distributed_model(model, compression=compression)
-        window(wrapped, backend.rank, wrapped)
-        # One backward pass over all micro-batches, which is compressed once.
+        run_window(wrapped, backend.rank, wrapped)
+        # A single backward pass over all micro-batches, whose gradients are compressed once.
         plain = backend.distributed_model(expected_model, compression=compression)
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):
@@ -268,7 +268,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             tolerance = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
             torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=1e-9)
         if compression == "fp16":
-            exact = mean_gradients(backend, twin, lambda m, rank: window(m, rank, None))
+            exact = mean_gradients(backend, twin, lambda m, rank: run_window(m, rank, None))
             for name, gradient in gradients(model).items():
                 assert gradient is not None
                 assert torch.equal(gradient, gradient.half().double()), name

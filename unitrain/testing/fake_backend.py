@@ -19,12 +19,12 @@ Peers = Callable[[str, Any, int], Any]
 class FakeBackend(LocalBackend):
     """A single process that simulates rank `rank` of `size` ranks.
 
-    If this rank passes `value` to a collective, `peers(operation, value, rank)` returns the argument of rank `rank`;
-    `operation` is the name of the method, such as "allreduce". Without `peers`, every rank passes the same argument, so
-    a sum is `size` times the value. Gradients and optimizer state are not communicated, as if all ranks computed the
-    same values. `calls` lists the collectives in order, as (operation, value).
+    If this rank passes `value` to a collective, `peers(operation, value, rank)` returns the argument that rank `rank`
+    passes; `operation` is the name of the method, such as "allreduce". Without `peers`, every rank passes the same
+    argument, so a sum is `size` times the value. Gradients and optimizer state are not communicated, as if all ranks
+    computed the same values. `calls` lists the collectives in order, as (operation, value).
 
-    All ranks are on one host. Raises ConfigError if `rank` is not in [0, size).
+    All simulated ranks are on one host. Raises ConfigError if `rank` is not in [0, size).
     """
 
     name = "fake"

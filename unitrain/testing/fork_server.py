@@ -65,7 +65,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._connection, child_end = socket.socketpair()
         self._lock = threading.Lock()
-        self.owner = os.getpid()
+        self.owner_pid = os.getpid()
         with child_end:
             # OpenMP and BLAS use one thread, because additional threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -81,14 +81,14 @@ class ForkServer:
 
     def close(self) -> None:
         """Stop the fork server and wait until it exits."""
-        if self.owner == os.getpid():
+        if self.owner_pid == os.getpid():
             self._connection.close()
             self._process.wait()
 
     @property
     def is_running(self) -> bool:
         """Whether the fork server runs and belongs to this process."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner_pid == os.getpid() and self._process.poll() is None
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Child:
         """Fork a process that runs `unitrain.testing.worker` with these arguments and this environment.
@@ -115,7 +115,7 @@ class ForkServer:
             _send(self._connection, request, descriptors)
             reply, _ = _receive(self._connection)
         if reply is None:
-            raise OSError("the fork server has ended")
+            raise OSError("the fork server has exited")
         return reply
 
 
@@ -156,11 +156,14 @@ def _import_modules(names: Sequence[str]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # otherwise a collection in a child would copy the pages of all imported modules
+    gc.freeze()  # otherwise a garbage collection in a child would copy the pages of all imported modules
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork a child for each request. Return None when the connection closes; in a child, return its request."""
+    """Answer requests to import modules, to poll a child, or to fork a child. Return None when the connection closes.
+
+    In a forked child, return its request, and the descriptors of its standard output and error.
+    """
     codes: dict[int, int | None] = {}
     while True:
         request, descriptors = _receive(connection)
@@ -203,4 +206,4 @@ def _run_rank(request: dict[str, Any], descriptors: list[int]) -> None:
     from unitrain.testing import worker
 
     worker.main()
-    worker.end()
+    worker.exit_process()

@@ -72,11 +72,11 @@ def backward_after_no_sync_reduces_accumulated_gradients(backend: Backend) -> No
                 with backend.no_sync(wrapped):
                     backward(wrapped, backend.rank, number)
 
-        def train_accumulation_window(m: nn.Module, rank: int, window: range = window) -> None:
+        def run_window(m: nn.Module, rank: int, window: range = window) -> None:
             for number in window:
                 backward(m, rank, number)
 
-        assert_gradients(model, mean_gradients(backend, twin, train_accumulation_window))
+        assert_gradients(model, mean_gradients(backend, twin, run_window))
         step += micro_steps
 
 

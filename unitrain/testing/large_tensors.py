@@ -1,5 +1,5 @@
-"""Contract tests of reducescatter and allgather for each way to transfer tensors: over direct connections, in pieces,
-and by broadcasts.
+"""Contract tests of reducescatter and allgather for each transfer method: over direct connections, in pieces, and by
+broadcasts.
 
 Cases that cover all dtypes and operations use small pieces, so that they do not communicate gigabytes.
 """
@@ -38,7 +38,7 @@ def _use_small_pieces() -> Iterator[None]:
 
 
 @contract
-def reducescatter_in_pieces_equals_that_of_one_piece(backend: Backend) -> None:
+def reducescatter_in_pieces_equals_reducescatter_in_one_piece(backend: Backend) -> None:
     for dtype, op in itertools.product(DTYPES, REDUCE_OPS):
         if not is_reduction_supported(dtype, op):
             continue
@@ -72,7 +72,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
 
 @contract
 def reducescatter_of_a_large_tensor_equals_a_slice_of_the_allreduce(backend: Backend) -> None:
-    columns = 5 * composed_collectives.MAX_PIECE_BUFFER_BYTES // 8 // backend.size + 1  # two pieces and a half
+    columns = 5 * composed_collectives.MAX_PIECE_BUFFER_BYTES // 8 // backend.size + 1  # two and a half pieces
     generator = torch.Generator().manual_seed(backend.rank)
     own = torch.rand(backend.size, columns, generator=generator)
     assert_close(backend.reducescatter(own)[0], backend.allreduce(own)[backend.rank])

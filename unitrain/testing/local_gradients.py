@@ -28,13 +28,13 @@ from unitrain.testing.models import (
 )
 from unitrain.testing.parameters import TwoHeads
 
-_LOCAL = "gradients that are not reduced over ranks"
+_LOCAL_GRADIENTS_TEXT = "gradients that are not reduced over ranks"
 
 
 def _distribute_model_and_optimizer(
     backend: Backend, **settings: Any
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """Return a model, its distributed model, and its distributed optimizer."""
+    """Return a new model, its distributed model, and the distributed optimizer."""
     model = build()
     wrapped = backend.distributed_model(model, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -44,7 +44,7 @@ def _distribute_model_and_optimizer(
 def _assert_step_raises(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     """Assert that a step raises the same ModelError on every rank and changes neither parameters nor state."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    text = raises(ModelError, _LOCAL, lambda: optimizer.step(*arguments))
+    text = raises(ModelError, _LOCAL_GRADIENTS_TEXT, lambda: optimizer.step(*arguments))
     assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
@@ -94,7 +94,7 @@ def grad_scaler_step_on_local_gradients_raises(backend: Backend) -> None:
     with backend.no_sync(wrapped):
         scaler.scale(compute_loss(wrapped(batch(backend.rank)))).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    raises(ModelError, _LOCAL, lambda: scaler.step(optimizer))
+    raises(ModelError, _LOCAL_GRADIENTS_TEXT, lambda: scaler.step(optimizer))
     assert not optimizer.state
 
 
@@ -161,15 +161,15 @@ class _Output:
 
 
 class _ObjectOutputModel(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+    def __init__(self, make_output: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.inner, self.make = build(), make
+        self.inner, self.make_output = build(), make_output
 
     def forward(self, x: Tensor) -> Any:
-        return self.make(self.inner(x))
+        return self.make_output(self.inner(x))
 
 
-def _hidden(value: Tensor) -> Callable[[], Tensor]:
+def _hide_in_function(value: Tensor) -> Callable[[], Tensor]:
     return lambda: value
 
 
@@ -189,7 +189,7 @@ def retained_graph_is_reduced_for_any_output_type(backend: Backend) -> None:
 
 @contract
 def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
-    model = _ObjectOutputModel(_hidden)
+    model = _ObjectOutputModel(_hide_in_function)
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
     for _ in range(2):
@@ -232,18 +232,18 @@ def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
-def _penalty(model: nn.Module) -> Tensor:
+def _weight_penalty(model: nn.Module) -> Tensor:
     return torch.stack([parameter.pow(2).sum() for parameter in model.parameters()]).sum()
 
 
 @contract
-def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
+def backward_of_a_weight_penalty_may_come_first(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
 
     def run(m: nn.Module, rank: int) -> None:
-        _penalty(m).backward()
+        _weight_penalty(m).backward()
         backward(m, rank)
 
     run(wrapped, backend.rank)
@@ -251,7 +251,7 @@ def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
     optimizer.step()
     if wrapped is not model:
         backward(wrapped, backend.rank)
-        _penalty(model).backward()
+        _weight_penalty(model).backward()
         raises(ModelError, "another loss, such as a penalty, run its backward pass before", optimizer.step)
 
 
@@ -261,22 +261,22 @@ def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2), wrapped)
 
-    def reduced() -> Tensor:
+    def closure() -> Tensor:
         optimizer.zero_grad()
         loss = compute_loss(wrapped(batch(backend.rank)))
         loss.backward()
         return backend.allreduce(loss.detach())
 
-    def local() -> Tensor:
+    def local_closure() -> Tensor:
         with backend.no_sync(wrapped):
-            return reduced()
+            return closure()
 
     with backend.no_sync(wrapped):
         backward(wrapped, backend.rank)  # the closure discards these gradients
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    raises(ModelError, _LOCAL, lambda: optimizer.step(local))  # type: ignore[arg-type]
+    raises(ModelError, _LOCAL_GRADIENTS_TEXT, lambda: optimizer.step(local_closure))  # type: ignore[arg-type]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-    optimizer.step(reduced)  # type: ignore[arg-type]
+    optimizer.step(closure)  # type: ignore[arg-type]
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 

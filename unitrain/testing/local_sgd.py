@@ -17,7 +17,14 @@ from unitrain.optim.outer_gradient import OuterMean
 from unitrain.optim.outer_groups import OuterGroups
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
-from unitrain.testing.local_sgd_simulation import adamw, compare_with_simulation, sgd, start, train, vector
+from unitrain.testing.local_sgd_simulation import (
+    adamw,
+    compare_with_simulation,
+    create_local_sgd,
+    parameter_vector,
+    sgd,
+    train,
+)
 from unitrain.testing.models import batch, build, compute_loss
 from unitrain.testing.parameters import TwoHeads
 
@@ -53,7 +60,7 @@ def outer_gradients_are_compressed_with_error_feedback(backend: Backend) -> None
 
 @contract
 def error_feedback_communicates_small_differences(backend: Backend) -> None:
-    """A constant difference that int8 would always round to 0 is communicated after some synchronizations."""
+    """A constant difference that int8 would always round to 0 is communicated after several synchronizations."""
     settings = LocalSGDConfig(steps=1, compression="int8")
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad():
@@ -69,7 +76,7 @@ def error_feedback_communicates_small_differences(backend: Backend) -> None:
 
 @contract
 def one_local_step_equals_synchronous_training(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, 1)
+    local_sgd, model, optimizer = create_local_sgd(backend, 1)
     twin = build()
     wrapped = backend.distributed_model(twin)
     synchronous = backend.distributed_optimizer(sgd(twin.parameters()), wrapped)
@@ -78,81 +85,81 @@ def one_local_step_equals_synchronous_training(backend: Backend) -> None:
         compute_loss(wrapped(batch(backend.rank, step))).backward()
         synchronous.step()
         synchronous.zero_grad()
-        torch.testing.assert_close(vector(model), vector(twin), rtol=0, atol=1e-12)
+        torch.testing.assert_close(parameter_vector(model), parameter_vector(twin), rtol=0, atol=1e-12)
 
 
 @contract
 def local_training_starts_from_rank_0(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, DILOCO, adamw, seed=backend.rank)
-    assert torch.equal(vector(model), vector(build(0)))
+    local_sgd, model, optimizer = create_local_sgd(backend, DILOCO, adamw, seed=backend.rank)
+    assert torch.equal(parameter_vector(model), parameter_vector(build(0)))
     optimizer.param_groups[0]["lr"] = 0.5  # the optimizer remains the user's object
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
     assert local_sgd.settings == DILOCO
 
 
 @contract
-def local_training_resumes_with_the_same_bits(backend: Backend) -> None:
+def resumed_local_training_is_bit_identical(backend: Backend) -> None:
     for settings in (
         LocalSGDConfig(steps=3),
         LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="int8"),
     ):
-        expected, uninterrupted, optimizer = start(backend, settings, adamw)
+        expected, uninterrupted, optimizer = create_local_sgd(backend, settings, adamw)
         train(backend, expected, uninterrupted, optimizer, range(11))
-        local_sgd, model, optimizer = start(backend, settings, adamw)
+        local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)
         for first, after in ((0, 3), (3, 4), (4, 8), (8, 11)):
             train(backend, local_sgd, model, optimizer, range(first, after))
             with local_sgd.averaged_weights():
                 state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
-            local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
+            local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw, seed=7)
             model.load_state_dict(weights)
             local_sgd.load_state_dict(state if backend.rank == 0 else {})
-        assert torch.equal(vector(model), vector(uninterrupted))
+        assert torch.equal(parameter_vector(model), parameter_vector(uninterrupted))
         assert_same_on_every_rank(backend, local_sgd.is_warming_up)
 
 
 @contract
-def checkpoint_of_another_number_of_ranks_loads_means(backend: Backend) -> None:
+def checkpoint_of_another_number_of_ranks_loads_mean_weights(backend: Backend) -> None:
     settings = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
-    local_sgd, model, optimizer = start(backend, settings, adamw)
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)
     train(backend, local_sgd, model, optimizer, range(4))
     with local_sgd.averaged_weights():
         state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
     mean = torch.cat([value.reshape(-1) for value in weights.values()])
     if backend.rank == 0:
         state["ranks"] = [*state["ranks"], *state["ranks"]]
-    local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw, seed=7)
     local_sgd.load_state_dict(state)
-    torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parameter_vector(model), mean, rtol=0, atol=1e-12)
     train(backend, local_sgd, model, optimizer, range(4, 6))
-    assert_same_on_every_rank(backend, vector(model).tolist())
+    assert_same_on_every_rank(backend, parameter_vector(model).tolist())
 
 
 @contract
 def settings_of_local_sgd_may_change_at_a_resume(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=3), adamw)
+    local_sgd, model, optimizer = create_local_sgd(backend, LocalSGDConfig(steps=3), adamw)
     train(backend, local_sgd, model, optimizer, range(4))
     state = local_sgd.state_dict()
     for changed in (DILOCO, LocalSGDConfig(steps=2, compression="int8"), LocalSGDConfig(steps=5)):
-        other, model, optimizer = start(backend, changed, adamw, seed=7)
+        other, model, optimizer = create_local_sgd(backend, changed, adamw, seed=7)
         other.load_state_dict(state)
         train(backend, other, model, optimizer, range(4, 12))
         other.synchronize()
-        assert_same_on_every_rank(backend, vector(model).tolist())
+        assert_same_on_every_rank(backend, parameter_vector(model).tolist())
 
 
 class _Normalized(nn.Module):
-    """A network with running statistics, and a buffer that forward passes read and write."""
+    """A network with BatchNorm statistics, and another buffer that forward passes read and write."""
 
-    calls: Tensor
+    input_sum: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.norm = nn.Linear(6, 4).double(), nn.BatchNorm1d(4).double()
-        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("input_sum", torch.zeros(1, dtype=torch.float64))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.calls = self.calls + inputs[0, 0].detach()
-        result: Tensor = self.norm(self.inner(inputs)) * (1 + 0 * self.calls)
+        self.input_sum = self.input_sum + inputs[0, 0].detach()
+        result: Tensor = self.norm(self.inner(inputs)) * (1 + 0 * self.input_sum)
         return result
 
 
@@ -168,7 +175,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
         assert model.norm.running_mean is not None
         expected = torch.stack([twin.norm.running_mean for twin in twins if twin.norm.running_mean is not None]).mean(0)
         torch.testing.assert_close(model.norm.running_mean, expected, rtol=0, atol=1e-12)
-        assert torch.equal(model.calls, twins[0].calls)
+        assert torch.equal(model.input_sum, twins[0].input_sum)
 
     for step in range(3):
         compute_loss(model(batch(backend.rank, step))).backward()
@@ -180,7 +187,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
                 twin(batch(rank, 0))
             with local_sgd.averaged_weights():
                 check_means()
-            assert torch.equal(model.calls, twins[backend.rank].calls)
+            assert torch.equal(model.input_sum, twins[backend.rank].input_sum)
     assert_same_on_every_rank(backend, int(model.norm.num_batches_tracked or 0))
     local_sgd.synchronize()
     for name, buffer in model.named_buffers():
@@ -188,7 +195,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
 
 
 @contract
-def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
+def parameters_unused_on_every_rank_have_no_gradient_in_the_warm_up(backend: Backend) -> None:
     model = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     local_sgd = LocalSGD(model, optimizer, backend, LocalSGDConfig(steps=2, warmup_steps=1))
@@ -209,10 +216,10 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
         bias = model.get_parameter("0.bias")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         local_sgd = LocalSGD(model, optimizer, backend, settings)
-        before = vector(model)
-        for _ in range(settings.steps):  # if no rank changes its weights, synchronization does not either
+        before = parameter_vector(model)
+        for _ in range(settings.steps):  # without weight changes, synchronization must not change the weights
             local_sgd.step()
-        assert torch.equal(vector(model), before)
+        assert torch.equal(parameter_vector(model), before)
         with torch.no_grad():
             for _ in range(settings.steps):
                 bias.add_(1 + backend.rank)
@@ -224,7 +231,7 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
 
 
 @contract
-def invalid_local_sgd_raises_on_every_rank(backend: Backend) -> None:
+def invalid_local_sgd_arguments_raise_on_every_rank(backend: Backend) -> None:
     model = build()
     optimizer = sgd(list(model.parameters()))
     cases: tuple[tuple[Any, type[BaseException], str], ...] = (
@@ -254,14 +261,14 @@ def parameters_that_are_unfrozen_later_raise(backend: Backend) -> None:
     local_sgd = LocalSGD(model, optimizer, backend, 2)
     train(backend, local_sgd, model, optimizer, range(2))
     assert torch.equal(frozen, before)
-    assert_same_on_every_rank(backend, vector(model).tolist())
+    assert_same_on_every_rank(backend, parameter_vector(model).tolist())
     frozen.requires_grad_(True)
     raises(ModelError, "Parameter '0.weight' was unfrozen", local_sgd.step)
 
 
 @contract
 def state_of_another_model_raises(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, DILOCO)
+    local_sgd, model, optimizer = create_local_sgd(backend, DILOCO)
     train(backend, local_sgd, model, optimizer, range(2))
     state = local_sgd.state_dict()
     wide = nn.Sequential(nn.Linear(7, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -275,7 +282,7 @@ def state_of_another_model_raises(backend: Backend) -> None:
 @contract
 def invalid_state_raises_on_every_rank(backend: Backend) -> None:
     """Only rank 0 needs the state. The other ranks may pass anything."""
-    local_sgd, model, optimizer = start(backend, DILOCO)
+    local_sgd, model, optimizer = create_local_sgd(backend, DILOCO)
     train(backend, local_sgd, model, optimizer, range(2))
     state = local_sgd.state_dict()
     invalid: list[tuple[str, Any]] = [
@@ -290,13 +297,13 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
         passed = own if backend.rank == 0 else None
         text = raises(CheckpointError, problem, lambda passed=passed: local_sgd.load_state_dict(passed))
         assert_same_on_every_rank(backend, text)
-    before = vector(model).clone()
+    before = parameter_vector(model).clone()
     local_sgd.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]
-    assert torch.equal(vector(model), before)
+    assert torch.equal(parameter_vector(model), before)
 
 
 class _WithoutAllToAll(Communicator):
-    """A communicator with the collectives that every backend supports."""
+    """A communicator with only the collectives that every backend supports."""
 
     def __init__(self, backend: Backend) -> None:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device

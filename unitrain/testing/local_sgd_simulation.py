@@ -19,12 +19,12 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return the inner optimizer of local SGD."""
+    """Return an inner optimizer as in local SGD."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Return the inner optimizer of DiLoCo."""
+    """Return an inner optimizer as in DiLoCo."""
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
@@ -40,7 +40,7 @@ def train(
         local_sgd.step()
 
 
-def start(
+def create_local_sgd(
     backend: Backend, settings: LocalSGDConfig | int, make_optimizer: MakeOptimizer = sgd, seed: int = 0
 ) -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
     """Return `LocalSGD` for a new model, the model, and its optimizer."""
@@ -49,13 +49,13 @@ def start(
     return LocalSGD(model, optimizer, backend, settings), model, optimizer
 
 
-def vector(model: nn.Module) -> Tensor:
-    """Return all parameters of `model`, [elements]."""
+def parameter_vector(model: nn.Module) -> Tensor:
+    """Return a copy of all parameters of `model` as one vector, [elements]."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def set_vector(model: nn.Module, values: Tensor) -> None:
-    """Set all parameters of `model`."""
+def set_parameter_vector(model: nn.Module, values: Tensor) -> None:
+    """Set all parameters of `model` to `values`, a vector as returned by `parameter_vector`."""
     nn.utils.vector_to_parameters(values.clone(), model.parameters())
 
 
@@ -65,7 +65,12 @@ FRAGMENT_RANGES_BY_COUNT = {1: [(0, 99)], 2: [(0, 48), (48, 99)], 3: [(0, 48), (
 
 @dataclass
 class _Fragment:
-    """Elements [`first`, `end`) of the parameters. `mean` is the outer gradient to merge after `merge_step`."""
+    """Elements [`first`, `end`) of the parameter vector.
+
+    `start_step` is the local step of the first transfer. `errors` are the compression errors of each group, and
+    `mean_error` is that of the mean. `mean` is the mean outer gradient that is merged in local step `merge_step`, or
+    None.
+    """
 
     first: int
     end: int
@@ -84,20 +89,19 @@ class Simulation:
         self.settings = settings
         self.models = [build() for _ in range(size)]
         self.optimizers = [make_optimizer(list(model.parameters())) for model in self.models]
-        self.outer = vector(self.models[0])
+        self.outer_weights = parameter_vector(self.models[0])
         self.groups = divide_ranks(size, settings.synchronous_ranks)
-        count = settings.fragments
         self.fragments = []
-        for index, (first, end) in enumerate(FRAGMENT_RANGES_BY_COUNT[count]):
+        for index, (first, end) in enumerate(FRAGMENT_RANGES_BY_COUNT[settings.fragments]):
             zeros = torch.zeros(end - first).double()
             errors = [zeros.clone() for _ in self.groups]
-            start_step = settings.steps * (index + 1) // count
+            start_step = settings.steps * (index + 1) // settings.fragments
             self.fragments.append(_Fragment(first, end, start_step, errors, zeros.clone(), zeros.clone()))
-        self.count = 0
+        self.local_steps = 0
 
     @property
     def weights(self) -> list[Tensor]:
-        return [vector(model) for model in self.models]
+        return [parameter_vector(model) for model in self.models]
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -110,15 +114,15 @@ class Simulation:
                 optimizer.step()
                 optimizer.zero_grad()
             if is_warm_up:
-                self.outer = vector(self.models[0])
+                self.outer_weights = parameter_vector(self.models[0])
                 continue
-            self.count += 1
+            self.local_steps += 1
             for fragment in self.fragments:
-                if fragment.mean is not None and self.count == fragment.merge_step:
+                if fragment.mean is not None and self.local_steps == fragment.merge_step:
                     self._merge(fragment, self.settings.mixing)
-                if (self.count - fragment.start_step) % self.settings.steps == 0:
+                if (self.local_steps - fragment.start_step) % self.settings.steps == 0:
                     fragment.mean = self._average_outer_gradients(fragment)
-                    fragment.merge_step = self.count + self.settings.overlap_steps
+                    fragment.merge_step = self.local_steps + self.settings.overlap_steps
                     if self.settings.overlap_steps == 0:
                         self._merge(fragment, 0)
 
@@ -129,17 +133,19 @@ class Simulation:
         assert mean is not None
         fragment.mean = None
         fragment.momentum = momentum * fragment.momentum + mean
-        self.outer[part] -= self.settings.outer_lr * (mean + momentum * fragment.momentum)
+        self.outer_weights[part] -= self.settings.outer_lr * (mean + momentum * fragment.momentum)
         for model in self.models:
-            weights = vector(model)
-            weights[part] = mixing * weights[part] + (1 - mixing) * self.outer[part]
-            set_vector(model, weights)
+            weights = parameter_vector(model)
+            weights[part] = mixing * weights[part] + (1 - mixing) * self.outer_weights[part]
+            set_parameter_vector(model, weights)
 
     def _average_outer_gradients(self, fragment: _Fragment) -> Tensor:
-        """Return the mean of the outer gradients over all ranks, and update the errors of compression. The ranks of a
+        """Return the mean of the outer gradients over all ranks, and update the compression errors. The ranks of a
         group have the same outer gradient."""
         part, size = slice(fragment.first, fragment.end), len(self.models)
-        differences = [self.outer[part] - vector(self.models[group[0]])[part] for group in self.groups]
+        differences = [
+            self.outer_weights[part] - parameter_vector(self.models[group[0]])[part] for group in self.groups
+        ]
         if self.settings.compression == "none":
             return sum((len(g) * d for g, d in zip(self.groups, differences, strict=True)), torch.tensor(0.0)) / size
         round_values = round_to_bf16 if self.settings.compression == "bf16" else round_to_int8
@@ -188,19 +194,19 @@ def compare_with_simulation(
     backend: Backend, settings: LocalSGDConfig, make_optimizer: MakeOptimizer, steps: int, tolerance: float = 1e-12
 ) -> None:
     """Compare `LocalSGD` with the simulation after each step, and in `averaged_weights`."""
-    local_sgd, model, optimizer = start(backend, settings, make_optimizer)
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, make_optimizer)
     simulation = Simulation(backend.size, settings, make_optimizer)
-    initial = vector(model)
+    initial = parameter_vector(model)
     for step in range(steps):
         train(backend, local_sgd, model, optimizer, range(step, step + 1))
         simulation.train(range(step, step + 1))
-        own, expected = vector(model), simulation.weights
+        own, expected = parameter_vector(model), simulation.weights
         torch.testing.assert_close(own, expected[backend.rank], rtol=0, atol=tolerance)
         with local_sgd.averaged_weights(), local_sgd.averaged_weights():
-            mean = vector(model)
+            mean = parameter_vector(model)
             assert_same_on_every_rank(backend, mean.tolist())
             torch.testing.assert_close(mean, torch.stack(expected).mean(0), rtol=0, atol=tolerance)
-        assert torch.equal(vector(model), own)
+        assert torch.equal(parameter_vector(model), own)
     local_sgd.synchronize()
-    assert torch.equal(vector(model), mean)
+    assert torch.equal(parameter_vector(model), mean)
     assert (mean - initial).abs().max() > 0.01

@@ -15,7 +15,14 @@ from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.errors import ConfigError
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.testing.cases import assert_same_on_every_rank, contract, may_raise_unsupported_error, raises
-from unitrain.testing.local_sgd_simulation import adamw, compare_with_simulation, sgd, start, train, vector
+from unitrain.testing.local_sgd_simulation import (
+    adamw,
+    compare_with_simulation,
+    create_local_sgd,
+    parameter_vector,
+    sgd,
+    train,
+)
 from unitrain.testing.models import batch, build, compute_loss
 
 STREAMING = LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9, fragments=3, overlap_steps=2)
@@ -54,9 +61,9 @@ def no_overlap_with_one_fragment_equals_diloco(backend: Backend) -> None:
         replace(STREAMING, fragments=1, overlap_steps=0),
         LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9),
     ):
-        local_sgd, model, optimizer = start(backend, settings, adamw)
+        local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)
         train(backend, local_sgd, model, optimizer, range(13))
-        results.append(vector(model))
+        results.append(parameter_vector(model))
     assert torch.equal(*results)
 
 
@@ -71,7 +78,7 @@ def groups_of_ranks_train_synchronously(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def groups_of_different_sizes_are_weighted_by_their_ranks(backend: Backend) -> None:
-    """The last group has fewer ranks than the others."""
+    """On three or more ranks, the first group has two ranks, and each other group has one."""
     sizes = (2, *([1] * (backend.size - 2))) if backend.size > 1 else (1,)
     for compression in ("none", "int8"):
         settings = LocalSGDConfig(steps=2, synchronous_ranks=sizes, outer_lr=0.7, compression=compression)
@@ -83,7 +90,7 @@ def groups_of_different_sizes_are_weighted_by_their_ranks(backend: Backend) -> N
 @may_raise_unsupported_error
 def one_local_step_of_groups_equals_synchronous_training(backend: Backend) -> None:
     sizes = (1, backend.size - 1) if backend.size > 1 else (1,)
-    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=1, synchronous_ranks=sizes), plain_sgd)
+    local_sgd, model, optimizer = create_local_sgd(backend, LocalSGDConfig(steps=1, synchronous_ranks=sizes), plain_sgd)
     twin = build()
     wrapped = backend.distributed_model(twin)
     synchronous = backend.distributed_optimizer(plain_sgd(twin.parameters()), wrapped)
@@ -92,7 +99,7 @@ def one_local_step_of_groups_equals_synchronous_training(backend: Backend) -> No
         compute_loss(wrapped(batch(backend.rank, step))).backward()
         synchronous.step()
         synchronous.zero_grad()
-        torch.testing.assert_close(vector(model), vector(twin), rtol=0, atol=1e-12)
+        torch.testing.assert_close(parameter_vector(model), parameter_vector(twin), rtol=0, atol=1e-12)
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -101,69 +108,72 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @contract
-def interrupted_transfers_resume_with_the_same_bits(backend: Backend) -> None:
-    """A checkpoint after every step, so that transfers are in progress in all phases."""
-    sizes = 2 if isinstance(backend, SupportsPointToPoint) else 1
-    settings = replace(STREAMING, steps=3, compression="int8", synchronous_ranks=sizes)
-    expected, uninterrupted, optimizer = start(backend, settings, adamw)
+def resumed_training_with_transfers_in_progress_is_bit_identical(backend: Backend) -> None:
+    """Resume from a checkpoint after every step, so that some checkpoints are within a transfer."""
+    group_size = 2 if isinstance(backend, SupportsPointToPoint) else 1
+    settings = replace(STREAMING, steps=3, compression="int8", synchronous_ranks=group_size)
+    expected, uninterrupted, optimizer = create_local_sgd(backend, settings, adamw)
     train(backend, expected, uninterrupted, optimizer, range(9))
-    local_sgd, model, optimizer = start(backend, settings, adamw)
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)
     for step in range(9):
         train(backend, local_sgd, model, optimizer, range(step, step + 1))
         with local_sgd.averaged_weights():
             state, weights = local_sgd.state_dict(), copy.deepcopy(model.state_dict())
-        local_sgd, model, optimizer = start(backend, settings, adamw, seed=7)
+        local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw, seed=7)
         model.load_state_dict(weights)
         local_sgd.load_state_dict(state if backend.rank == 0 else {})
-    assert torch.equal(vector(model), vector(uninterrupted))
+    assert torch.equal(parameter_vector(model), parameter_vector(uninterrupted))
 
 
 @contract
 def fragments_may_change_at_a_resume(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, STREAMING, adamw)
-    train(backend, local_sgd, model, optimizer, range(7))  # the last fragment is in progress
+    local_sgd, model, optimizer = create_local_sgd(backend, STREAMING, adamw)
+    train(backend, local_sgd, model, optimizer, range(7))  # the transfer of the last fragment is in progress
     state = local_sgd.state_dict()
-    assert backend.rank or state["merges_in"], "a transfer is in progress"
+    assert backend.rank or state["merges_in"], "no transfer is in progress"
     for changed in (
         replace(STREAMING, fragments=1),
         replace(STREAMING, fragments=2, overlap_steps=0, compression="int8"),
         replace(STREAMING, overlap_steps=4, outer_momentum=0.0),
         LocalSGDConfig(steps=2),
     ):
-        other, model, optimizer = start(backend, changed, adamw, seed=7)
+        other, model, optimizer = create_local_sgd(backend, changed, adamw, seed=7)
         other.load_state_dict(state)
         train(backend, other, model, optimizer, range(7, 17))
         other.synchronize()
-        assert_same_on_every_rank(backend, vector(model).tolist())
-        assert vector(model).isfinite().all()
+        assert_same_on_every_rank(backend, parameter_vector(model).tolist())
+        assert parameter_vector(model).isfinite().all()
 
 
 @contract
 @may_raise_unsupported_error
 def groups_may_change_at_a_resume(backend: Backend) -> None:
-    """Ranks of a group need equal weights, so a group of ranks from different groups continues with the mean."""
-    local_sgd, model, optimizer = start(backend, LocalSGDConfig(steps=4, compression="int8"), adamw)
+    """Ranks of a group need equal weights, so a new group of ranks from different groups continues with the mean
+    weights."""
+    local_sgd, model, optimizer = create_local_sgd(backend, LocalSGDConfig(steps=4, compression="int8"), adamw)
     train(backend, local_sgd, model, optimizer, range(5))
     with local_sgd.averaged_weights():
-        state, mean = local_sgd.state_dict(), vector(model)
-    other, model, optimizer = start(backend, LocalSGDConfig(steps=4, synchronous_ranks="host"), adamw, seed=7)
+        state, mean = local_sgd.state_dict(), parameter_vector(model)
+    other, model, optimizer = create_local_sgd(
+        backend, LocalSGDConfig(steps=4, synchronous_ranks="host"), adamw, seed=7
+    )
     other.load_state_dict(state)
-    torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parameter_vector(model), mean, rtol=0, atol=1e-12)
     train(backend, other, model, optimizer, range(5, 6))
-    assert_same_on_every_rank(backend, vector(model).tolist())
+    assert_same_on_every_rank(backend, parameter_vector(model).tolist())
 
 
 @contract
 @may_raise_unsupported_error
 def divided_groups_keep_their_compression_errors(backend: Backend) -> None:
-    """If the groups are divided at a resume, the mean over groups of their errors, and thus the effect of the errors on
-    the next outer gradient, does not change."""
+    """If a resumed run divides the groups, the mean error of all groups, and thus its effect on the next outer
+    gradient, does not change."""
     ranks: Any = (backend.size - 1, 1) if backend.size > 2 else "host"
     settings = LocalSGDConfig(steps=2, synchronous_ranks=ranks, compression="int8")
-    local_sgd, model, optimizer = start(backend, settings, adamw)
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)
     train(backend, local_sgd, model, optimizer, range(3))
     state = local_sgd.state_dict()
-    other, _, _ = start(backend, LocalSGDConfig(steps=2, compression="int8"), adamw, seed=7)
+    other, _, _ = create_local_sgd(backend, LocalSGDConfig(steps=2, compression="int8"), adamw, seed=7)
     other.load_state_dict(state)
     loaded = other.state_dict()
 
@@ -180,25 +190,25 @@ def divided_groups_keep_their_compression_errors(backend: Backend) -> None:
 
 @contract
 def loaded_weights_discard_transfers(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, replace(STREAMING, outer_momentum=0.0), sgd)
+    local_sgd, model, optimizer = create_local_sgd(backend, replace(STREAMING, outer_momentum=0.0), sgd)
     train(backend, local_sgd, model, optimizer, range(7))
     model.load_state_dict(build(3).state_dict())
     local_sgd.restart()
     optimizer.param_groups[0]["lr"] = 0.0
     train(backend, local_sgd, model, optimizer, range(7, 20))
-    torch.testing.assert_close(vector(model), vector(build(3)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(parameter_vector(model), parameter_vector(build(3)), rtol=0, atol=1e-12)
 
 
 @contract
 def synchronized_weights_are_equal_on_every_rank(backend: Backend) -> None:
-    local_sgd, model, optimizer = start(backend, STREAMING, adamw)
+    local_sgd, model, optimizer = create_local_sgd(backend, STREAMING, adamw)
     for step in range(13):
         train(backend, local_sgd, model, optimizer, range(step, step + 1))
-        own = vector(model)
+        own = parameter_vector(model)
         with local_sgd.synchronized_weights():
-            assert_same_on_every_rank(backend, vector(model).tolist())
-            assert step < 8 or not torch.equal(vector(model), own)
-        assert torch.equal(vector(model), own)
+            assert_same_on_every_rank(backend, parameter_vector(model).tolist())
+            assert step < 8 or not torch.equal(parameter_vector(model), own)
+        assert torch.equal(parameter_vector(model), own)
 
 
 @contract
@@ -206,10 +216,10 @@ def half_precision_fragments_keep_unchanged_weights(backend: Backend) -> None:
     settings = replace(STREAMING, compression="bf16")
     model = build().bfloat16()
     local_sgd = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), backend, settings)
-    before = vector(model)
+    before = parameter_vector(model)
     for _ in range(14):
         local_sgd.step()
-    assert torch.equal(vector(model), before)
+    assert torch.equal(parameter_vector(model), before)
 
 
 @contract

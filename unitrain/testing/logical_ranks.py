@@ -46,7 +46,8 @@ class _Centered(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """A layer that is applied twice, once with checkpointing, so that its gradient is accumulated twice."""
+    """A layer that is applied twice, once with activation checkpointing, so that its gradients are accumulated
+    twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,25 +76,30 @@ def _backward(model: nn.Module, rank: int, step: int, factor: float = 1.0) -> No
     (factor * compute_loss(model(batch(rank, step).float()).double())).backward()
 
 
-def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[int, float]) -> None:
-    """Run the micro-batches of `steps` for each logical rank of this process."""
+def _run_step(backend: Backend, model: nn.Module, micro_batches: range, factors: dict[int, float]) -> None:
+    """Run the micro-batches with these indices for each logical rank of this process, and reduce their gradients.
+
+    `factors` maps logical ranks to factors of their losses (default: 1).
+    """
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
     for rank in ranks:
-        for step in steps:
-            is_last = (rank, step) == (ranks[-1], steps[-1])
+        for step in micro_batches:
+            is_last = (rank, step) == (ranks[-1], micro_batches[-1])
             with _use_logical_rank(rank), nullcontext() if is_last else backend.no_sync(model):
                 _backward(model, rank, step, factors.get(rank, 1.0))
 
 
-def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float]) -> list[Tensor | None]:
-    """Return the gradients that a single process computes with `model`, and update its buffers. Assert that they are
-    means over logical ranks, up to rounding."""
+def _compute_expected_gradients(
+    model: nn.Module, micro_batches: range, factors: dict[int, float]
+) -> list[Tensor | None]:
+    """Return the gradients that a single process computes, and update the buffers of `model`. Assert that the gradients
+    are the means over logical ranks, up to rounding."""
     gradients_by_rank, start = [], _copy_buffers(model)
     buffers_of_rank_0 = start
     for rank in range(_LOGICAL_RANKS):
         model.zero_grad()
         _set_buffers(model, start)
-        for step in steps:
+        for step in micro_batches:
             _backward(model, rank, step, factors.get(rank, 1.0))
         gradients_by_rank.append(
             [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
@@ -125,11 +131,13 @@ def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float
 def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Backend) -> None:
     model, twin = _network(), _network()
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
-    # The second step accumulates two micro-batches, and the third has a gradient that is 1e20 times as large.
-    for steps, factors in ((range(1), {}), (range(1, 3), {}), (range(3, 4), {2: 1e20}), (range(4, 5), {})):
+    # The second step accumulates two micro-batches. In the third, the loss of logical rank 2 is multiplied by 1e20.
+    for micro_batches, factors in ((range(1), {}), (range(1, 3), {}), (range(3, 4), {2: 1e20}), (range(4, 5), {})):
         model.zero_grad()
-        _run_step(backend, wrapped, steps, factors)
-        for parameter, expected in zip(model.parameters(), _expected_gradients(twin, steps, factors), strict=True):
+        _run_step(backend, wrapped, micro_batches, factors)
+        for parameter, expected in zip(
+            model.parameters(), _compute_expected_gradients(twin, micro_batches, factors), strict=True
+        ):
             assert parameter.grad is not None
             assert expected is not None
             assert torch.equal(parameter.grad, expected)
@@ -142,7 +150,7 @@ def model_distributed_again_with_logical_ranks_is_not_compressed(backend: Backen
     backend.distributed_model(model, compression="bf16")
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     _run_step(backend, wrapped, range(1), {})
-    for parameter, expected in zip(model.parameters(), _expected_gradients(twin, range(1), {}), strict=True):
+    for parameter, expected in zip(model.parameters(), _compute_expected_gradients(twin, range(1), {}), strict=True):
         assert parameter.grad is not None
         assert expected is not None
         assert torch.equal(parameter.grad, expected)
@@ -157,7 +165,7 @@ def gradients_can_be_accumulated_several_times_in_a_backward_pass(backend: Backe
     for step in range(3):
         model.zero_grad()
         _run_step(backend, wrapped, range(step, step + 1), {})
-        expected_gradients = _expected_gradients(twin, range(step, step + 1), {})
+        expected_gradients = _compute_expected_gradients(twin, range(step, step + 1), {})
         for parameter, expected in zip(model.parameters(), expected_gradients, strict=True):
             assert parameter.grad is not None
             assert expected is not None
@@ -201,7 +209,7 @@ def reduced_gradients_of_logical_ranks_accumulate(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     _run_step(backend, wrapped, range(1), {})
     _run_step(backend, wrapped, range(1, 2), {})
-    first, second = (_expected_gradients(twin, range(step, step + 1), {}) for step in (0, 1))
+    first, second = (_compute_expected_gradients(twin, range(step, step + 1), {}) for step in (0, 1))
     for parameter, one, other in zip(model.parameters(), first, second, strict=True):
         assert one is not None
         assert other is not None

@@ -12,7 +12,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.sharding.gradient import ShardedGradient
 
 ROWS, FEATURES = 4, 6  # samples per rank, and features per sample
-WORDS, _TRANSFORMER_WIDTH = 11, 6  # 11 is not divisible by 2 or 3, and 6 not by 4
+WORDS, _TRANSFORMER_WIDTH = 11, 6  # 11 is not divisible by 2 or 3, nor 6 by 4, so shards are uneven
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -32,11 +32,14 @@ def compute_loss(output: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return a copy of every parameter's gradient by name."""
-    return {name: None if p.grad is None else complete(p.grad).clone() for name, p in model.named_parameters()}
+    """Return a copy of every parameter's complete gradient by name. All ranks call it."""
+    return {
+        name: None if parameter.grad is None else gather_complete_gradient(parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
-def complete(gradient: Tensor) -> Tensor:
+def gather_complete_gradient(gradient: Tensor) -> Tensor:
     """Return the complete `gradient`, even if it is sharded. All ranks call it."""
     return gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient.detach()
 
@@ -62,16 +65,16 @@ def mean_gradients(
     return result
 
 
-def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
-    """Assert that the gradients of `actual` equal `expected`."""
-    for name, parameter in actual.named_parameters():
+def assert_gradients(model: nn.Module, expected: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
+    """Assert that the gradients of `model` equal `expected`."""
+    for name, parameter in model.named_parameters():
         expected_gradient = expected[name]
         if expected_gradient is None or parameter.grad is None:
             assert expected_gradient is None, f"{name} has no gradient"
             assert parameter.grad is None, f"{name} has a gradient, but no rank used it"
             continue
         torch.testing.assert_close(
-            complete(parameter.grad),
+            gather_complete_gradient(parameter.grad),
             expected_gradient,
             rtol=0,
             atol=tolerance,
@@ -84,8 +87,8 @@ def assert_reduced(
 ) -> None:
     """Assert, for three steps, that `run(wrapped, rank)` computes the mean gradients of `model`.
 
-    `twin` is a copy of the model, with which the expected gradients are computed locally. DDP builds its buckets in the
-    first step and rebuilds them in the second.
+    `twin` is a copy of the model, with which the expected gradients are computed locally. Three steps are necessary,
+    because DDP builds its buckets in the first step and rebuilds them in the second.
     """
     for _ in range(3):
         model.zero_grad()
@@ -114,7 +117,8 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model whose embedding and output layer share their weights. Many rows of the embedding are unused."""
+    """A language model whose embedding and output layer share their weights. A batch does not use all rows of the
+    embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, batch, build, compute_loss, mean_gradients
 
-_SHARDS: tuple[ShardingMode, ...] = ("none", "state")
+_SHARDING_MODES: tuple[ShardingMode, ...] = ("none", "state")
 
 
 def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -30,7 +30,7 @@ def _train_in_one_process(
     steps: range,
     clip_norm: float | None = None,
 ) -> None:
-    """Run the same training as `_train` in this process, without the backend."""
+    """Run the same training as `_train` in this process, on the samples of all ranks and without the backend."""
     for step in steps:
         expected = mean_gradients(
             backend, model, lambda m, rank, step=step: compute_loss(m(batch(rank, step))).backward()
@@ -215,7 +215,7 @@ def optimizer_of_other_parameters_raises(backend: Backend) -> None:
 def sharded_state_of_muon_trains_as_replicated_state(backend: Backend) -> None:
     """Compare with an optimizer on the same backend, because Muon rounds to bfloat16."""
     trained: list[list[nn.Parameter]] = []
-    for shard in _SHARDS:
+    for shard in _SHARDING_MODES:
         torch.manual_seed(0)
         layers = (nn.Linear(FEATURES, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
         model = nn.Sequential(*layers).double()

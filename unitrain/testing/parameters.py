@@ -152,7 +152,7 @@ def parameters_may_be_frozen_later_with_find_unused_parameters(backend: Backend)
 
 @contract
 def parameters_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
-    """Fine-tuning: train the head first, then more parameters, then only the trunk."""
+    """Fine-tuning: train the head first, then more and more layers, and later other subsets of the layers."""
     for find_unused_parameters in (False, True):
         model, twin = build(), build()
         for module in (model, twin):
@@ -317,8 +317,8 @@ def shared_parameters_are_reduced_once(backend: Backend) -> None:
 
 
 @contract
-def running_statistics_are_local_until_shared(backend: Backend) -> None:
-    def trained(rank: int) -> nn.Module:
+def running_statistics_are_local_until_they_are_broadcast(backend: Backend) -> None:
+    def train_locally(rank: int) -> nn.Module:
         model = nn.BatchNorm1d(FEATURES).double()
         for step in range(rank + 1):
             model(batch(rank, step))
@@ -327,14 +327,14 @@ def running_statistics_are_local_until_shared(backend: Backend) -> None:
     model = nn.BatchNorm1d(FEATURES).double()
     wrapped = backend.distributed_model(model)
     for step in range(backend.rank + 1):
-        # Only the number of forward passes without gradients may differ between ranks; all other forward passes are
-        # counted and compared.
+        # Only the number of forward passes under no_grad may differ between ranks; the backend counts all other forward
+        # passes and compares the counts.
         with torch.set_grad_enabled(step == 0):
             wrapped(batch(backend.rank, step))
-    for name, buffer in trained(backend.rank).named_buffers():
+    for name, buffer in train_locally(backend.rank).named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     broadcast_buffers(wrapped, backend)
-    for name, buffer in trained(0).named_buffers():
+    for name, buffer in train_locally(0).named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
@@ -412,7 +412,7 @@ def embedding_function_with_max_norm_raises(backend: Backend) -> None:
 
 
 @contract
-def model_without_values_raises(backend: Backend) -> None:
+def model_on_device_meta_raises(backend: Backend) -> None:
     is_last_rank = backend.rank == backend.size - 1
     model = build().to("meta") if is_last_rank else build()
     text = raises(

@@ -32,7 +32,7 @@ STATELESS_SETTINGS: tuple[Compression, ...] = ("none", "fp16")
 MATRICES = ("0.weight", "3.weight")
 
 
-def with_compression_state(
+def distribute_with_compression_state(
     backend: Backend, model: nn.Module, settings: Compression
 ) -> tuple[nn.Module, CompressionState]:
     """Return the distributed model and its compression state."""
@@ -40,14 +40,14 @@ def with_compression_state(
     return wrapped, require_capability(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
 
-def mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
+def gather_mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
     """Return, on every rank, the mean over ranks of the errors (gradients that have not been communicated yet)."""
     state = backend.broadcast_object(compression_state.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 
 
 def save_and_load(compression_state: CompressionState) -> dict[str, Any]:
-    """Return the state after saving and loading a checkpoint."""
+    """Return the state after a round trip through a checkpoint file. All ranks call it."""
     file = io.BytesIO()
     torch.save(compression_state.state_dict(), file)
     file.seek(0)
@@ -59,7 +59,7 @@ def save_and_load(compression_state: CompressionState) -> dict[str, Any]:
 @may_raise_unsupported_error
 def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, _ = with_compression_state(backend, model, LOW_RANK)
+    wrapped, _ = distribute_with_compression_state(backend, model, LOW_RANK)
     for step, sent in enumerate(gradients_of_steps(backend, model, wrapped, 4)):
         assert_same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
@@ -76,13 +76,14 @@ def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) 
 @contract
 @may_raise_unsupported_error
 def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
-    """Also tests accumulation, and two backward passes per step: the second one reduces the first gradient again."""
+    """Also tests accumulation, and two backward passes per step: the second pass reduces the gradients of the first
+    pass again."""
     model, twin = build(), build()
-    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
 
-    def window(m: nn.Module, rank: int, step: int) -> None:
+    def run_window(m: nn.Module, rank: int, step: int) -> None:
         for number in range(3):
             backward(m, rank, 3 * step + number)
 
@@ -92,14 +93,14 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
             backward(wrapped, backend.rank, 3 * step)
         backward(wrapped, backend.rank, 3 * step + 1)
         backward(wrapped, backend.rank, 3 * step + 2)
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
+        expected = mean_gradients(backend, twin, lambda m, rank, step=step: run_window(m, rank, step))
         for name, gradient in gradients(model).items():
             expected_gradient = expected[name]
             assert gradient is not None
             assert expected_gradient is not None
             sent[name] += gradient
             true[name] += expected_gradient
-    unsent_errors = mean_errors(backend, compression_state)
+    unsent_errors = gather_mean_errors(backend, compression_state)
     assert sorted(unsent_errors) == sorted(MATRICES)
     for name, total in true.items():
         assert name not in unsent_errors or unsent_errors[name].abs().max() > 1e-3
@@ -113,7 +114,7 @@ def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
         """Return the relative error of the mean transferred gradient if the true gradient is constant."""
         settings = PowerSGD(rank=1, start_step=0, min_compression_rate=1, error_feedback=error_feedback)
         model, twin = build(), build()
-        wrapped, _ = with_compression_state(backend, model, settings)
+        wrapped, _ = distribute_with_compression_state(backend, model, settings)
         weight = model.get_parameter("0.weight")
         total = torch.zeros_like(weight)
         for _ in range(40):
@@ -133,7 +134,7 @@ def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, compression_state = with_compression_state(
+    wrapped, compression_state = distribute_with_compression_state(
         backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1)
     )
     plain_twin = backend.distributed_model(twin)
@@ -149,7 +150,7 @@ def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) ->
 @may_raise_unsupported_error
 def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, compression_state = with_compression_state(
+    wrapped, compression_state = distribute_with_compression_state(
         backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4)
     )
     for step, sent in enumerate(gradients_of_steps(backend, model, wrapped, 2)):
@@ -162,14 +163,14 @@ def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Ba
 
 
 class Branches(nn.Module):
-    """Model with several branches. The caller selects the branch."""
+    """Model with two branches. The caller selects the branch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([build(seed=1), build(seed=2)])
+        self.branches = nn.ModuleList([build(seed=1), build(seed=2)])
 
-    def forward(self, x: Tensor, part: int) -> Tensor:
-        result: Tensor = self.parts[part](x)
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        result: Tensor = self.branches[branch](x)
         return result
 
 
@@ -180,41 +181,41 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=LOW_RANK)
     compression_state = require_capability(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
-    def step(part: int, weight: float = 1.0) -> None:
+    def step(branch: int, weight: float = 1.0) -> None:
         model.zero_grad()
-        (weight * compute_loss(wrapped(batch(backend.rank), part))).backward()
+        (weight * compute_loss(wrapped(batch(backend.rank), branch))).backward()
 
-    for part in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
-        step(part)
-    before = mean_errors(backend, compression_state)
+    for branch in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
+        step(branch)
+    before = gather_mean_errors(backend, compression_state)
     assert all(unsent_errors.any() for unsent_errors in before.values())
     step(1)
-    assert all(parameter.grad is None for parameter in model.parts[0].parameters())
-    after = mean_errors(backend, compression_state)
+    assert all(parameter.grad is None for parameter in model.branches[0].parameters())
+    after = gather_mean_errors(backend, compression_state)
     for name, unsent_errors in after.items():
-        assert torch.equal(unsent_errors, before[name]) == name.startswith("parts.0"), name
+        assert torch.equal(unsent_errors, before[name]) == name.startswith("branches.0"), name
     step(0, weight=0.0)
-    assert all(not p.grad.any() for p in model.parts[0].parameters() if p.grad is not None)
+    assert all(not p.grad.any() for p in model.branches[0].parameters() if p.grad is not None)
     assert all(
         torch.equal(unsent_errors, after[name])
-        for name, unsent_errors in mean_errors(backend, compression_state).items()
+        for name, unsent_errors in gather_mean_errors(backend, compression_state).items()
     )
 
 
 @contract
 @may_raise_unsupported_error
-def powersgd_starts_a_matrix_equally_at_its_first_use(backend: Backend) -> None:
+def powersgd_first_compression_of_a_matrix_does_not_depend_on_its_step(backend: Backend) -> None:
     """A single rank does not reduce unused parameters, so its reduction count at the first use differs from the count
     on several ranks."""
     sent = []
-    for parts in ((0, 0, 0, 1), (1, 1)):
+    for branches in ((0, 0, 0, 1), (1, 1)):
         model = Branches()
         settings = PowerSGD(rank=1, start_step=1, min_compression_rate=1, error_feedback=False)
         wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=settings)
-        for step, part in enumerate(parts):
+        for step, branch in enumerate(branches):
             model.zero_grad()
-            compute_loss(wrapped(batch(backend.rank, 0 if part else step), part)).backward()
-        sent.append(gradients(model.parts[1]))
+            compute_loss(wrapped(batch(backend.rank, 0 if branch else step), branch)).backward()
+        sent.append(gradients(model.branches[1]))
     for name, gradient in sent[0].items():
         other = sent[1][name]
         assert gradient is not None
@@ -228,7 +229,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
     model, twin = build(), build()
     for module in (model, twin):
         module.get_submodule("0").requires_grad_(False)
-    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for step, trained in enumerate(("3", "03", "013", "01", "3", "013")):
@@ -236,7 +237,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
             module.zero_grad()
             for name, layer in module.named_children():
                 layer.requires_grad_(name in trained)
-        previous_unsent_errors = mean_errors(backend, compression_state)
+        previous_unsent_errors = gather_mean_errors(backend, compression_state)
         backward(wrapped, backend.rank, step)
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         for name, gradient in gradients(model).items():
@@ -245,7 +246,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
             if gradient is not None and expected_gradient is not None:
                 sent[name] += gradient
                 true[name] += expected_gradient
-        unsent_errors = mean_errors(backend, compression_state)
+        unsent_errors = gather_mean_errors(backend, compression_state)
         assert all(
             torch.equal(unsent_errors[name], before) == (name[0] not in trained)
             for name, before in previous_unsent_errors.items()
@@ -258,7 +259,8 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def powersgd_is_independent_of_rounding(backend: Backend) -> None:
-    """The gradients have a lower rank than Q, so Q would otherwise depend on the order of summation."""
+    """The rank of the gradients is lower than the number of columns of Q, so Q could depend on rounding errors, for
+    example on the order of summation."""
     settings = PowerSGD(rank=3, start_step=0, min_compression_rate=0.5)
     layers = [nn.Linear(FEATURES, 8, bias=False).double() for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -280,8 +282,8 @@ def powersgd_is_independent_of_rounding(backend: Backend) -> None:
 def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
     for bad in (float("inf"), float("nan")):
         model, twin = build(), build()
-        wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
-        reference_wrapped, other = with_compression_state(backend, twin, LOW_RANK)
+        wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
+        reference_wrapped, other = distribute_with_compression_state(backend, twin, LOW_RANK)
         for step in range(6):
             model.zero_grad()
             if step == 3:
@@ -302,7 +304,10 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
             twin.zero_grad()
             backward(reference_wrapped, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
-        actual_errors, expected_errors = mean_errors(backend, compression_state), mean_errors(backend, other)
+        actual_errors, expected_errors = (
+            gather_mean_errors(backend, compression_state),
+            gather_mean_errors(backend, other),
+        )
         assert all(torch.equal(actual_errors[name], expected_errors[name]) for name in expected_errors)
 
 
@@ -310,8 +315,8 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
-    reference_wrapped, _ = with_compression_state(backend, twin, LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
+    reference_wrapped, _ = distribute_with_compression_state(backend, twin, LOW_RANK)
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
         compression_state.get_loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
@@ -329,10 +334,10 @@ def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
 def powersgd_resumes_from_its_state(backend: Backend) -> None:
     for settings in (LOW_RANK, PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=False)):
         model, resumed = build(), build()
-        wrapped, compression_state = with_compression_state(backend, model, settings)
+        wrapped, compression_state = distribute_with_compression_state(backend, model, settings)
         for _ in gradients_of_steps(backend, model, wrapped, 3):
             pass
-        rewrapped, other = with_compression_state(backend, resumed, settings)
+        rewrapped, other = distribute_with_compression_state(backend, resumed, settings)
         state = save_and_load(compression_state)
         other.load_state_dict(state if backend.rank == 0 else cast(Any, None))
         for one, two in zip(
@@ -348,7 +353,7 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
 def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
     """Each rank resumes with the mean of the saved errors."""
     model, resumed, uniform = build(), build(), build()
-    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
     for _ in gradients_of_steps(backend, model, wrapped, 3):
         pass
     state = backend.broadcast_object(save_and_load(compression_state))
@@ -359,9 +364,9 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
         name: unsent_errors.mean(0, keepdim=True).expand(backend.size, *unsent_errors.shape[1:])
         for name, unsent_errors in longer_errors.items()
     }
-    rewrapped, other = with_compression_state(backend, resumed, LOW_RANK)
+    rewrapped, other = distribute_with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict({**state, "errors": longer_errors})
-    expected, third = with_compression_state(backend, uniform, LOW_RANK)
+    expected, third = distribute_with_compression_state(backend, uniform, LOW_RANK)
     third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
     for one, two in zip(
         gradients_of_steps(backend, resumed, rewrapped, 2),
@@ -375,7 +380,7 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> None:
     model, resumed = build(), build()
-    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, model, LOW_RANK)
     for _ in gradients_of_steps(backend, model, wrapped, 3):
         pass
     gathered_state = backend.broadcast_object(save_and_load(compression_state))
@@ -385,7 +390,7 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
         state = save_and_load(compression_state)
     issued = [warning for warning in caught if "store their mean over ranks" in str(warning.message)]
     assert len(issued) == (backend.rank == 0)
-    _, other = with_compression_state(backend, resumed, LOW_RANK)
+    _, other = distribute_with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict(state if backend.rank == 0 else {})
     kept = backend.broadcast_object(save_and_load(other))
     assert kept["steps"] == gathered_state["steps"]
@@ -398,7 +403,7 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @contract
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
-    wrapped, compression_state = with_compression_state(backend, build(), LOW_RANK)
+    wrapped, compression_state = distribute_with_compression_state(backend, build(), LOW_RANK)
     for kind, name, shape, expected_message in (
         ("errors", "4.weight", (1, 8, 6), "no such parameter"),
         ("errors", "0.weight", (1, 6, 8), "[8, 6]"),

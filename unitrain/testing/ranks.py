@@ -1,4 +1,4 @@
-"""Groups of processes on this host that are the ranks of a backend. Ranks are reused, because their start is slow."""
+"""Groups of processes on this host that are the ranks of a backend. Ranks are reused, because starting them is slow."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def _get_fork_server() -> ForkServer:
 
 
 class RankError(AssertionError):
-    """A function failed on at least one rank. The message contains the traceback of the first failed rank and the state
-    of the other ranks.
+    """A function failed or timed out on at least one rank, or the ranks did not start.
 
-    `kind` is the name of the exception class; `errors` maps each failed rank to its message.
+    The message contains the traceback of the first failed rank, the errors of the other failed ranks, and the stacks of
+    busy ranks. `kind` is the name of the exception class on the first failed rank, or "ProcessDied", "Timeout" or
+    "NotStarted"; `errors` maps each failed rank to its message.
     """
 
     def __init__(self, text: str, kind: str = "", errors: dict[int, str] | None = None) -> None:
@@ -83,8 +84,8 @@ class RankGroup:
     `command` is a launcher's command line without the program, such as ["horovodrun", "-np", "2"]. Without it, the
     ranks are started directly, with variables such as RANK and WORLD_SIZE. `variables` are added to the environment of
     the ranks, which compute on `device`. On Linux, ranks on the CPU without `command` and `variables` are forked from a
-    process that has already imported torch. `spawn=True` starts new processes instead, which measurements of times
-    need. Every wait has a timeout. All processes are terminated at the end of the context.
+    process that has already imported torch. With `spawn=True`, new processes are started instead; use it to measure
+    times. Every wait has a timeout. All processes are terminated at the end of the context.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class RankGroup:
             self._send_to_all(message)
             return self._collect(timeout_seconds)
         except BaseException:
-            self._end_processes()
+            self._kill_processes()
             raise
 
     def stop(self) -> None:
@@ -142,14 +143,14 @@ class RankGroup:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired, OSError):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        self._end_processes()
+        self._kill_processes()
 
     def _start(self) -> None:
         key = secrets.token_bytes(16)
         with Listener(("127.0.0.1", 0), backlog=self.size, authkey=key) as listener:
             host, port = listener.address
             arguments = [str(host), str(port), self.backend, self._device, str(self._backend_timeout_seconds)]
-            for variables in self._environments(key):
+            for variables in self._prepare_environments(key):
                 self._processes.append(self._start_process(arguments, variables))
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             deadline = time.monotonic() + _START_SECONDS
@@ -184,8 +185,9 @@ class RankGroup:
                 f"Ranks {missing_ranks} of {self.size} on {self.backend} did not start: {reason}.", "NotStarted"
             )
 
-    def _environments(self, key: bytes) -> list[dict[str, str]]:
-        """Return the environment of each process to start: one per rank, or one for the launcher."""
+    def _prepare_environments(self, key: bytes) -> list[dict[str, str]]:
+        """Return the environment of each process to start: one per rank, or one for the launcher. Without a launcher,
+        reserve the port of rank 0."""
         # If this process is itself a rank of a job, the new ranks must not inherit its variables.
         base = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", **self._variables}
         base["UNITRAIN_TEST_KEY"] = key.hex()
@@ -231,10 +233,10 @@ class RankGroup:
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         if waiting or failures:
-            raise self._error(failures, sorted(waiting.values()), limit)
+            raise self._create_error(failures, sorted(waiting.values()), limit)
         return [results[number] for number in range(self.size)]
 
-    def _error(self, failures: dict[int, _Failure], busy: list[int], limit: str) -> RankError:
+    def _create_error(self, failures: dict[int, _Failure], busy: list[int], limit: str) -> RankError:
         parts = []
         kind = "Timeout"
         if failures:
@@ -244,12 +246,12 @@ class RankGroup:
             parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{text}")
             parts += [f"rank {number}: {failure}" for number, failure in sorted(failures.items()) if number != first]
         for number in busy:
-            parts.append(f"Rank {number} was still busy {limit}:\n{self._stack(number)}")
+            parts.append(f"Rank {number} was still busy {limit}:\n{self._dump_stacks(number)}")
         return RankError("\n".join(parts), kind, {number: failure.message for number, failure in failures.items()})
 
-    def _stack(self, number: int) -> str:
-        """Return the stacks of a busy rank, which its handler of SIGUSR2 writes to a file."""
-        rank = self._ranks[number]
+    def _dump_stacks(self, rank_number: int) -> str:
+        """Send SIGUSR2 to a busy rank, whose handler writes the stacks to a file, and return the stacks."""
+        rank = self._ranks[rank_number]
         deadline = time.monotonic() + _STACK_SECONDS
         text, previous = "", ""
         with contextlib.suppress(OSError):
@@ -260,7 +262,7 @@ class RankGroup:
             return text or f"(no stack: the process did not respond to a signal within {_STACK_SECONDS:g} s)"
         return "(no stack: the process has ended)"
 
-    def _end_processes(self) -> None:
+    def _kill_processes(self) -> None:
         for rank in self._ranks.values():
             rank.connection.close()
             with contextlib.suppress(OSError):
@@ -269,7 +271,7 @@ class RankGroup:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
-            with contextlib.suppress(OSError):  # the fork server, which waits for the process, has ended
+            with contextlib.suppress(OSError):  # the fork server, which must wait for the process, has exited
                 process.wait()
         for rank in self._ranks.values():
             rank.stacks_file.unlink(missing_ok=True)

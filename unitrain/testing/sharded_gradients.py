@@ -1,4 +1,5 @@
-"""Contract tests of `shard="gradients"` (ZeRO-2): each rank stores a shard of the gradients, with the same results."""
+"""Contract tests of `shard="gradients"` (ZeRO-2): each rank stores a shard of the gradients, and the results are the
+same as with complete gradients."""
 
 from __future__ import annotations
 
@@ -23,13 +24,20 @@ from unitrain.testing.cases import (
     may_raise_unsupported_error,
     raises,
 )
-from unitrain.testing.models import FEATURES, assert_gradients, batch, complete, compute_loss, mean_gradients
+from unitrain.testing.models import (
+    FEATURES,
+    assert_gradients,
+    batch,
+    compute_loss,
+    gather_complete_gradient,
+    mean_gradients,
+)
 from unitrain.testing.models import gradients as gradients_of
 from unitrain.torch_compat import foreach_add_, foreach_mul_
 
 
 class _GradientShardingBackend:
-    """A backend that shards the gradients of every model that it distributes."""
+    """Proxy of a backend that shards the gradients of every model."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -44,7 +52,10 @@ class _GradientShardingBackend:
         return self._backend.distributed_optimizer(optimizer, model, shard="gradients")
 
 
-def _with_sharded_gradients(case: Case, proxy: type[_GradientShardingBackend] = _GradientShardingBackend) -> None:
+def _add_case_with_sharded_gradients(
+    case: Case, proxy: type[_GradientShardingBackend] = _GradientShardingBackend
+) -> None:
+    """Add `case` to the suite again. The new case passes `proxy(backend)` to `case`."""
     name = f"{case.__name__}_with_sharded_gradients"
     assert name not in CASES, f"duplicate case {name}"
     CASES[name] = partial(_run_case, case, proxy)
@@ -86,12 +97,12 @@ for _case in (
     parameters.shared_parameters_are_reduced_once,
     local_gradients.discarded_local_gradients_are_ignored,
     local_gradients.manually_assigned_gradients_are_accepted,
-    local_gradients.backward_of_a_gradient_penalty_may_come_first,
+    local_gradients.backward_of_a_weight_penalty_may_come_first,
     local_gradients.one_of_several_optimizers_steps_on_global_gradients,
     local_gradients.parameters_unfrozen_later_are_tracked,
     local_gradients.deleted_model_is_released,
 ):
-    _with_sharded_gradients(_case)
+    _add_case_with_sharded_gradients(_case)
 
 
 class _StateAsGradientsBackend(_GradientShardingBackend):
@@ -107,17 +118,17 @@ for _case in (
     sharding.sharded_state_trains_as_plain_torch,
     sharding.sharded_state_is_divided_evenly,
     sharding.state_dict_of_sharded_state_is_that_of_plain_torch,
-    sharding.sharded_state_with_groups_freezing_and_schedulers,
-    sharding.sharded_state_with_loss_scaling,
-    sharding.sharded_state_of_two_optimizers_with_a_closure,
-    sharding.sharded_state_of_one_small_parameter,
+    sharding.sharded_state_trains_with_groups_freezing_and_schedulers,
+    sharding.sharded_state_trains_with_loss_scaling,
+    sharding.sharded_state_trains_with_two_optimizers_and_a_closure,
+    sharding.sharded_state_trains_one_small_parameter,
     sharding.sharded_state_survives_a_failing_step,
-    sharding.sharded_state_of_user_defined_optimizers,
+    sharding.sharded_state_trains_with_user_defined_optimizers,
     sharding.sharded_state_updates_parameters_without_gradients,
     sharding.sharded_state_supports_step_hooks_and_repeated_setup,
     sharding.sharded_state_follows_replaced_parameters,
 ):
-    _with_sharded_gradients(_case, _StateAsGradientsBackend)
+    _add_case_with_sharded_gradients(_case, _StateAsGradientsBackend)
 
 
 _WIDTH = 4 * MIN_DIVIDED_ELEMENTS // FEATURES
@@ -174,7 +185,7 @@ def a_rank_may_use_no_parameter_with_sharded_gradients(backend: Backend) -> None
 
 
 @contract
-def sharded_gradients_are_stored_by_one_rank_each(backend: Backend) -> None:
+def each_element_of_sharded_gradients_is_stored_on_one_rank(backend: Backend) -> None:
     model, wrapped, optimizer = _setup(backend)
     total = sum(parameter.numel() for parameter in model.parameters())
     for step in range(3):
@@ -208,20 +219,22 @@ def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend)
     def scale(values: list[nn.Parameter]) -> None:
         foreach_mul_([value.grad for value in values if value.grad is not None], torch.tensor(0.3).double())
 
-    def on_both(use: Callable[[list[nn.Parameter]], Any]) -> None:
+    def assert_same_on_both(use: Callable[[list[nn.Parameter]], Any]) -> None:
         result, expected_result = use([*model.parameters()]), use([*twin.parameters()])
         torch.testing.assert_close(result, expected_result, rtol=1e-12, atol=0)
         assert_gradients(model, gradients_of(twin))
 
     reset()
     for order in (2.0, 1.0, 3.0, float("inf")):
-        on_both(lambda values, order=order: nn.utils.get_total_norm([value.grad for value in values], order))
-        on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.01, order))
-        on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.005, order, foreach=True))
+        assert_same_on_both(
+            lambda values, order=order: nn.utils.get_total_norm([value.grad for value in values], order)
+        )
+        assert_same_on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.01, order))
+        assert_same_on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.005, order, foreach=True))
     reset()
-    on_both(lambda values: nn.utils.clip_grad_value_(values, 1e-3))
-    on_both(lambda values: [value.grad.mul_(0.5).norm() for value in values[:2]])  # type: ignore[union-attr]
-    on_both(scale)
+    assert_same_on_both(lambda values: nn.utils.clip_grad_value_(values, 1e-3))
+    assert_same_on_both(lambda values: [value.grad.mul_(0.5).norm() for value in values[:2]])  # type: ignore[union-attr]
+    assert_same_on_both(scale)
     reset()
     model[0].weight.grad.mul_(float("nan"))  # type: ignore[index]
     raises(
@@ -273,7 +286,7 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
 
 
 @contract
-def complete_gradients_of_complex_parameters(backend: Backend) -> None:
+def sharded_gradients_of_complex_parameters_are_the_mean_over_ranks(backend: Backend) -> None:
     def loss(weight: Tensor, rank: int) -> Tensor:
         return (weight * torch.view_as_complex(torch.tensor([rank + 1.0, 2.0]))).abs().sum()
 
@@ -371,7 +384,7 @@ def half_precision_gradients_are_summed_in_float32(backend: Backend) -> None:
     wrapped(batch(backend.rank).bfloat16()).sum().backward()
     for parameter, expected in zip(model.parameters(), sums, strict=True):
         assert parameter.grad is not None
-        assert torch.equal(complete(parameter.grad), (expected / backend.size).bfloat16())
+        assert torch.equal(gather_complete_gradient(parameter.grad), (expected / backend.size).bfloat16())
 
 
 @contract

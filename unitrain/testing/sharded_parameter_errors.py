@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.sharded_parameters import adamw, build_model, complete_state, distribute, model_loss
+from unitrain.testing.sharded_parameters import adamw, build_model, distribute, gather_complete_state, model_loss
 
 
 class _Failing(nn.Module):
@@ -58,12 +58,12 @@ def sharded_parameters_that_are_unused_raise(backend: Backend) -> None:
 def sharded_parameters_reject_a_step_on_local_gradients(backend: Backend) -> None:
     model = build_model()
     wrapped, optimizer = distribute(backend, model)
-    before = complete_state(backend, wrapped)
+    before = gather_complete_state(backend, wrapped)
     with backend.no_sync(wrapped):
         model_loss(wrapped, [backend.rank], 0).backward()
     text = raises(ModelError, "not reduced over ranks", optimizer.step)
     assert_same_on_every_rank(backend, text)
-    torch.testing.assert_close(complete_state(backend, wrapped), before)
+    torch.testing.assert_close(gather_complete_state(backend, wrapped), before)
     optimizer.zero_grad()
     model_loss(wrapped, [backend.rank], 0).backward()
     optimizer.step()

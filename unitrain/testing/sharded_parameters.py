@@ -32,11 +32,11 @@ def build_model(kind: type[nn.Module] = Transformer, dtype: torch.dtype = torch.
 
 
 def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
-    """Return the loss of `model` on the samples of `ranks`, which have the same number of samples."""
+    """Return the loss of `model` on the samples of `ranks`. Each rank has the same number of samples."""
     parts = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(100 * step + rank)
-        # A rank uses 3 of the 11 words.
+        # A rank uses at most 3 of the 11 words.
         parts.append(
             torch.randint(0, WORDS, (3,), generator=generator)[torch.randint(0, 3, (4, 5), generator=generator)]
         )
@@ -64,14 +64,14 @@ def distribute(
     return wrapped, backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
 
 
-def complete_state(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
+def gather_complete_state(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the complete state of the distributed `model`. All ranks call it."""
     return {name: value.clone() for name, value in backend.unwrap(model).state_dict().items()}
 
 
 def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module) -> None:
     broadcast_buffers(model, backend)
-    state, expected = complete_state(backend, model), twin.state_dict()
+    state, expected = gather_complete_state(backend, model), twin.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
         torch.testing.assert_close(
@@ -152,7 +152,7 @@ def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Bac
     """A layer has 271 parameters and its attention 168. The modules that share a weight are not blocks."""
     layers = [f"layers.{layer}" for layer in range(2)]
     total = sum(parameter.numel() for parameter in build_model().parameters())
-    # With `total`, the model is the only block.
+    # With `total`, no submodule is large enough, so the complete model is the only block.
     for minimum, expected in ((200, layers), (50, [f"{layer}.attention" for layer in layers]), (total, [])):
         model, twin = build_model(), build_model()
         assert list(choose_blocks(model, minimum)) == expected, minimum
@@ -187,7 +187,7 @@ def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
 
 @contract
 def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend) -> None:
-    """Compute norms of several orders and clip by them. Only rank 0 holds rows of the second layer."""
+    """Compute norms of several orders, and clip gradients with them. Only rank 0 holds rows of the second layer."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -244,7 +244,7 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
 
 
 @contract
-def sharded_parameters_of_large_blocks(backend: Backend) -> None:
+def sharded_parameters_train_with_large_blocks(backend: Backend) -> None:
     """Blocks of more than 64 KB are gathered by different collectives than smaller blocks."""
 
     def build() -> nn.Module:
@@ -268,7 +268,7 @@ def sharded_parameters_of_large_blocks(backend: Backend) -> None:
 
 
 @contract
-def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
+def sharded_parameters_train_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
     model, twin = build_model(ConvNet), build_model(ConvNet)
     sync_batch_norm(model, backend)
     wrapped, optimizer = distribute(backend, model)
@@ -388,7 +388,7 @@ def sharded_parameters_support_groups_freezing_and_schedulers(backend: Backend) 
 
 
 @contract
-def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
+def sharded_parameters_train_with_loss_scaling_and_autocast(backend: Backend) -> None:
     """Train in fp16 with an overflow on one rank, and in bf16."""
     for dtype, overflow_step in ((torch.float16, 1), (torch.bfloat16, -1)):
         results = []
@@ -409,13 +409,13 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 scaler.step(optimizer)
                 scaler.update()
-            results.append((complete_state(backend, wrapped), scaler.get_scale()))
+            results.append((gather_complete_state(backend, wrapped), scaler.get_scale()))
         torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-6)
         assert results[0][1] == results[1][1]
 
 
 @contract
-def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
+def sharded_parameters_train_with_activation_checkpointing(backend: Backend) -> None:
     choices: list[tuple[Any, tuple[str, ...]]] = [(TransformerLayer, ()), ("TransformerLayer", ("MultiheadAttention",))]
     for checkpointed, blocks in choices:
         model, twin = build_model(), build_model()
@@ -431,7 +431,7 @@ def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
 
 
 @contract
-def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None:
+def sharded_parameters_train_after_forwards_without_backward(backend: Backend) -> None:
     """A forward pass with gradients before the step must not leave outdated parameters in memory."""
     model, twin = build_model(), build_model()
     wrapped, optimizer = distribute(backend, model)
@@ -478,7 +478,7 @@ class _InPlace(nn.Sequential):
 
 
 @contract
-def gradients_of_sharded_parameters_after_another_forward(backend: Backend) -> None:
+def gradients_of_sharded_parameters_remain_correct_after_another_forward(backend: Backend) -> None:
     """Clip after the backward pass and a further forward pass with grad mode enabled, call `model.zero_grad` between
     the forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
     model, twin = build_model(), build_model()

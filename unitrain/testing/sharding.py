@@ -87,7 +87,7 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
         (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), None),
         (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True), None),
         (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), None),
-        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # sharded by tensor
+        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # whole tensors are sharded
     ]
     for make, max_norm in optimizers:
         model, wrapped, optimizer = _setup(backend, make)
@@ -159,7 +159,7 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
 
 
 @contract
-def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
+def sharded_state_trains_with_groups_freezing_and_schedulers(backend: Backend) -> None:
     """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -197,7 +197,7 @@ def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
 
 
 @contract
-def sharded_state_with_loss_scaling(backend: Backend) -> None:
+def sharded_state_trains_with_loss_scaling(backend: Backend) -> None:
     model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
     twin = _build()
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
@@ -216,7 +216,7 @@ def sharded_state_with_loss_scaling(backend: Backend) -> None:
 
 
 @contract
-def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
+def sharded_state_trains_with_two_optimizers_and_a_closure(backend: Backend) -> None:
     def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
         scale, first, norm, _, last = model.children()
         return [
@@ -250,7 +250,7 @@ def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
 
 
 @contract
-def sharded_state_of_one_small_parameter(backend: Backend) -> None:
+def sharded_state_trains_one_small_parameter(backend: Backend) -> None:
     """Ranks that own no elements also participate in every step."""
     model, twin = (nn.Linear(FEATURES, 1, bias=False).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
@@ -346,8 +346,8 @@ class _Decay(torch.optim.Optimizer):
 
 
 @contract
-def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor wraps Adam.step, so that it calls hooks
+def sharded_state_trains_with_user_defined_optimizers(backend: Backend) -> None:
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor wraps Adam.step, which then calls hooks
     for make in (_DecayingAdam, _Decay):
         for with_closure in (False, True):
             model, wrapped, optimizer = _setup(backend, make)

@@ -29,7 +29,7 @@ def gradients_equal_those_of_the_reference_implementation(backend: Backend) -> N
 
 
 @contract
-def copying_a_distributed_model_raises_or_returns_a_plain_model(backend: Backend) -> None:
+def copying_a_distributed_model_raises_and_averaging_its_weights_works(backend: Backend) -> None:
     model = build()
     distributed = backend.distributed_model(model)
     if distributed is not model:
@@ -56,7 +56,7 @@ def two_models_that_share_a_parameter_cannot_share_a_backward(backend: Backend) 
     shared = nn.Linear(2, 2)
     first, second = (backend.distributed_model(_Wrapper(shared)) for _ in range(2))
     x = torch.ones(3, 2)
-    for model in (first, second):  # both may train it sequentially
+    for model in (first, second):  # each model may run its own backward pass
         model(x).sum().backward()
 
     def one_backward() -> None:

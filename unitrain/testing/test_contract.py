@@ -1,4 +1,5 @@
-"""The contract suite, which runs every case on every backend and size. Ranks are reused between cases.
+"""The contract suite, which runs every case on every backend with every number of ranks. Ranks are reused between
+cases.
 
 pytest --pyargs unitrain.testing.test_contract
 UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
@@ -18,11 +19,11 @@ from unitrain.testing import (
     collectives,
     compression,
     gradients,
+    interleaved_logical_ranks,
     large_tensors,
     local_gradients,
     local_sgd,
     local_sgd_streaming,
-    logical_rank_turns,
     logical_ranks,
     optimizers,
     parameters,
@@ -41,11 +42,11 @@ __all__ = [
     "collectives",
     "compression",
     "gradients",
+    "interleaved_logical_ranks",
     "large_tensors",
     "local_gradients",
     "local_sgd",
     "local_sgd_streaming",
-    "logical_rank_turns",
     "logical_ranks",
     "optimizers",
     "parameters",
@@ -64,7 +65,7 @@ GROUPS = [(backend, size) for backend in BACKENDS for size in SIZES if size == 1
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Yield the ranks of one backend and size, which are reused between cases."""
+    """Yield the ranks of one backend and number of ranks, which are reused between cases."""
     backend, size = request.param
     with RankGroup(backend, size) as group:
         yield group

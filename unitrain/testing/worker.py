@@ -69,8 +69,9 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
         backend.shutdown()
 
 
-def end() -> NoReturn:
-    """Run the exit handlers and exit immediately, which saves the seconds that Python needs to unload torch."""
+def exit_process() -> NoReturn:
+    """Wait for non-daemon threads, run the exit handlers, and exit without unloading torch, which would take
+    seconds."""
     for thread in threading.enumerate():
         if not (thread.daemon or thread is threading.current_thread()):
             thread.join()
@@ -82,4 +83,4 @@ def end() -> NoReturn:
 
 if __name__ == "__main__":
     main()
-    end()
+    exit_process()

@@ -1,4 +1,5 @@
-"""Contract tests of `distributed_model(logical_ranks=V)` with synchronized BatchNorm: logical ranks run in turns."""
+"""Contract tests of `distributed_model(logical_ranks=V)` with synchronized BatchNorm, for which a process interleaves
+its logical ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ _LOGICAL_RANKS, _RANK_WITH_DUMMY_BATCH = 5, 3  # the second micro-batch of logic
 
 
 class _Branches(nn.Module):
-    """Model with four branches whose input gradients are added, a buffer that each forward pass replaces, random
-    numbers of all generators, and a recomputed layer with BatchNorm."""
+    """Model with four branches, whose gradients with respect to their common input are added.
+
+    Each forward pass draws random numbers from all generators and replaces a buffer. The backward pass recomputes a
+    layer with BatchNorm.
+    """
 
     center: Tensor
 
@@ -78,7 +82,7 @@ def _backward(logical_rank: int, micro_batch_index: int, model: nn.Module) -> No
 def _run_step(backend: Backend, model: InterleavedRanksModel, micro_batch_indices: Sequence[int] = (0, 1)) -> None:
     """Run the micro-batches with these indices of the logical ranks of this process, and reduce their gradients."""
     for micro_batch_index in micro_batch_indices:
-        _run_in_turns(
+        _run_logical_ranks(
             backend,
             model,
             {},
@@ -88,7 +92,7 @@ def _run_step(backend: Backend, model: InterleavedRanksModel, micro_batch_indice
         )
 
 
-def _run_in_turns(
+def _run_logical_ranks(
     backend: Backend,
     model: InterleavedRanksModel,
     actions: dict[int, Callable[[nn.Module], Any]],
@@ -97,7 +101,8 @@ def _run_in_turns(
     begins_step: bool = True,
     ends_step: bool = True,
 ) -> None:
-    """Run a micro-batch of each logical rank of this process. `actions` replace the passes of some logical ranks."""
+    """Run a micro-batch of each logical rank of this process. `actions` maps logical ranks to functions that replace
+    their forward and backward passes."""
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
     functions = [
         partial(
@@ -125,7 +130,7 @@ def _assert_equal_gradients(model: nn.Module, expected: nn.Module) -> None:
 
 
 @contract
-def synchronized_logical_ranks_have_the_same_bits_on_any_number_of_processes(backend: Backend) -> None:
+def synchronized_logical_ranks_are_bit_identical_on_any_number_of_processes(backend: Backend) -> None:
     model, expected, alone = _network(), _network(), LocalBackend(backend.device)
     wrapped, wrapped_alone = _distribute(model, backend), _distribute(expected, alone)
     for _ in range(3):
@@ -168,7 +173,8 @@ def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> N
 
 
 def _threads() -> set[threading.Thread]:
-    """Return the threads of this process, except those that a collective starts when it waits for seconds."""
+    """Return the threads of this process, except the thread that a collective starts when it waits for several
+    seconds."""
     return {thread for thread in threading.enumerate() if thread.name != "unitrain store"}
 
 
@@ -186,12 +192,12 @@ def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) ->
 
     def assert_fails(actions: dict[int, Callable[[nn.Module], Any]], text: str) -> None:
         threads = _threads()
-        raises(CollectiveMismatchError, text, lambda: _run_in_turns(backend, wrapped, actions))
+        raises(CollectiveMismatchError, text, lambda: _run_logical_ranks(backend, wrapped, actions))
         assert not _threads() - threads
 
     every = {rank: call("first", "second") for rank in range(_LOGICAL_RANKS)}
     assert_fails(every | {0: call("second", "first")}, "calls BatchNorm")
-    if backend.size < 3:  # otherwise some processes have a single logical rank, which cannot differ from others
+    if backend.size < 3:  # otherwise some processes have a single logical rank, which cannot differ from another
         for rank in (ranks[0], ranks[-1]):
             assert_fails(every | {rank: call("wide")}, "call different synchronized BatchNorm layers")
     if backend.size == 1:  # otherwise the other processes would wait
@@ -200,7 +206,7 @@ def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) ->
             assert_fails(
                 every | {rank: call("first", "second", "second")}, "call different synchronized BatchNorm layers"
             )
-    _run_in_turns(backend, wrapped, every)  # a failed step leaves nothing behind
+    _run_logical_ranks(backend, wrapped, every)  # a failed step does not affect the next step
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -221,7 +227,7 @@ class _CallsLayersByName(nn.Module):
 
 
 @contract
-def an_exception_of_a_logical_rank_ends_the_others(backend: Backend) -> None:
+def an_exception_of_a_logical_rank_stops_the_other_logical_ranks(backend: Backend) -> None:
     wrapped = _distribute(_network(), backend)
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
 
@@ -242,7 +248,9 @@ def an_exception_of_a_logical_rank_ends_the_others(backend: Backend) -> None:
             (partial(fail_in_backward, rank), "in the backward pass"),
         ):
             threads = _threads()
-            raises(KeyError, text, lambda rank=rank, action=action: _run_in_turns(backend, wrapped, {rank: action}))
+            raises(
+                KeyError, text, lambda rank=rank, action=action: _run_logical_ranks(backend, wrapped, {rank: action})
+            )
             assert not _threads() - threads
     wrapped.zero_grad()
     _run_step(backend, wrapped)
