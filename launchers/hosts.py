@@ -166,16 +166,17 @@ def processes_per_host(num_processes: int, hosts: tuple[Host, ...]) -> list[int]
     return counts
 
 
-def _parse_host(part: str, text: str) -> Host:
-    match = _HOST.fullmatch(part)
+def _parse_host(entry: str, source: str) -> Host:
+    """Parse `entry`, one host in `source`: the list of hosts, or the path of the hostfile. Raises LaunchError."""
+    match = _HOST.fullmatch(entry)
     if match is None:
         raise LaunchError(
-            f"Host {_shorten(part)!r} in {_shorten(text)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
+            f"Host {_shorten(entry)!r} in {_shorten(source)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
         )
     slots = "1" if match["slots"] is None else match["slots"]
     if not slots.isdecimal() or int(slots) < 1:
         raise LaunchError(
-            f"Host {_shorten(part)!r} must have a positive whole number of slots, got {_shorten(slots)!r}. "
+            f"Host {_shorten(entry)!r} must have a positive whole number of slots, got {_shorten(slots)!r}. "
             f"Use: -H {_shorten(match['name'])}:1"
         )
     return Host(match["name"], int(slots))

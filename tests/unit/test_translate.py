@@ -53,8 +53,14 @@ def remarks(line: str, target: str) -> str:
 def job(
     program: tuple[str, ...] = ("python", "t.py"), counts: tuple[int, ...] = (1,), hosts: str = "", **more: object
 ) -> Job:
-    fields = {"program": program, "ranks_per_host": counts, "hosts": tuple(hosts.split()), "backend": "ddp"}
-    return Job(**{**fields, **more})  # type: ignore[arg-type]
+    fields: dict[str, object] = {
+        "program": program,
+        "ranks_per_host": counts,
+        "hosts": tuple(hosts.split()),
+        "backend": "ddp",
+        **more,
+    }
+    return Job(**fields)  # type: ignore[arg-type]
 
 
 # --- reading ---
