@@ -2,8 +2,8 @@
 
 `unitrain launch` creates it, passes its path to the ranks, and removes it when the job ends. If `unitrain launch` is
 killed, the ranks remove it. If all processes of the job are killed at once, the next `unitrain launch` of the same user
-removes the folder. It recognizes an abandoned folder by the missing `flock`: `unitrain launch` locks its folder, and
-the kernel releases the lock when the process terminates.
+removes the folder. The command recognizes an abandoned folder by the missing `flock`: `unitrain launch` locks its
+folder, and the kernel releases the lock when the process terminates.
 """
 
 from __future__ import annotations

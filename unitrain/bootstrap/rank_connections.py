@@ -101,7 +101,7 @@ def accept_ranks(
 
 
 class _PendingConnection:
-    """A connection that is not yet authenticated. It never blocks."""
+    """A connection that is not yet authenticated. Its methods never block."""
 
     def __init__(self, connection: socket.socket, token: str, role: str) -> None:
         connection.setblocking(False)

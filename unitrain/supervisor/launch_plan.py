@@ -377,7 +377,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
 
 
 def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> None:
-    """Raise LaunchError for options that --standby does not support. It requires restarts, and rank 0 on this host."""
+    """Raise LaunchError for options that contradict --standby, which requires restarts and rank 0 on this host."""
     if launcher not in _STANDBY_LAUNCHERS:
         raise LaunchError(
             f"--standby starts the ranks of the next attempt in advance, which is not supported with --launcher "

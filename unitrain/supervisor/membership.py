@@ -124,7 +124,7 @@ class Membership:
         With `is_running`, the job runs on the hosts that were selected before, which are not probed.
         """
         members, now = {host.name for host in self._selected_hosts}, time.monotonic()
-        # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
+        # Hosts of a running job are not probed. Hosts that did not respond are probed again after 10 s.
         not_probed = members if is_running else set()
         probed = [
             host
