@@ -25,7 +25,7 @@ from step_overhead import BY_HAND
 from tables import Results, Seconds, header_lines, options, ratio, save_results
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import find_free_port
 
 OWN_LOOP = "own loop"
 HERE = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ class Version:
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(find_free_port()),
         }
         self._processes = [
             subprocess.Popen(

@@ -4,9 +4,9 @@
 on this host and start the remote processes themselves. An agent per host terminates the processes that outlive the
 launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
-Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains the
-variables in `Command.environment` with their values. Of the variables that the argument `forwarded` of `build_command`
-names, it contains only the names; `Agents` sends their values over the connections to the hosts.
+Both functions return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains
+the variables in `Command.environment` with their values. For the variables that `build_command` forwards, the plan
+contains only the names; `Agents` sends their values over the connections to the hosts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_ARGUMENT_CHARACTERS = 100_000
 LAUNCH_ID_VARIABLE = "UNITRAIN_LAUNCH"
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARTBEAT_SECONDS = 2.0
-# Time within which ranks that lose a peer can raise an error that is more specific than "terminated".
+# Time for ranks that have lost a peer to raise their own errors, which are more specific than "terminated".
 _FAILURE_GRACE_SECONDS = 5.0
 _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
 
@@ -53,7 +53,10 @@ _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
 def build_command(
     commands: Sequence[tuple[Host, Command]], forwarded: Iterable[str], python: str, through_slurm: bool
 ) -> tuple[str, ...]:
-    """Return a command that runs all `commands`, each on its host, and forwards the variables named in `forwarded`."""
+    """Return a command that runs all `commands`, each on its host, and forwards the variables named in `forwarded`.
+
+    The agents of other hosts are started over ssh or, if `through_slurm` is true, all agents are started with srun.
+    """
     hosts: list[dict[str, object]] = []
     for host, command in commands:
         start = (
@@ -67,7 +70,7 @@ def build_command(
 
 
 def add_cleanup(command: Command, launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command that runs `command` on this host, and terminates orphaned processes on all hosts with ranks.
+    """Return a command that runs `command` on this host, and terminates orphaned processes on all hosts with ranks.
 
     `launcher` is the name of the launcher that `command` starts, for messages. The environment of the spec must contain
     LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
@@ -108,24 +111,24 @@ def _main_command(
     return (python, "-P", "-c", "from unitrain.launchers.agents import main;main()", *parts)
 
 
-def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict[str, object]:
-    """Return the fields of `host` that differ from `first`.
+def _differing_fields(host: dict[str, object], first_host: dict[str, object]) -> dict[str, object]:
+    """Return the fields of `host` that differ from those of `first_host`.
 
-    A list with the length of the list in `first` becomes a dictionary of the differing items by index, which is empty
-    if the lists are equal.
+    If both values of a field are lists of equal length, the result contains a dictionary of the differing items by
+    index. This dictionary is empty if the lists are equal.
     """
     differing: dict[str, object] = {}
     for field, value in host.items():
-        common = first.get(field)
+        common = first_host.get(field)
         if isinstance(value, list | tuple) and isinstance(common, list | tuple) and len(value) == len(common):
             pairs = enumerate(zip(value, common, strict=True))
             differing[field] = {str(index): word for index, (word, first_word) in pairs if word != first_word}
-        elif field not in first or value != common:
+        elif field not in first_host or value != common:
             differing[field] = value
     return differing
 
 
-def read_plan(arguments: Iterable[str]) -> dict[str, Any]:
+def parse_plan(arguments: Iterable[str]) -> dict[str, Any]:
     """Parse the plan from the arguments of `main`, and restore all fields of every host."""
     plan: dict[str, Any] = json.loads("".join(arguments))
     first, *others = plan["hosts"]
@@ -160,8 +163,8 @@ class Agents:
     def run(self) -> int:
         """Wait until all programs have exited. Return the exit code of the first failed program, or 0.
 
-        The exit code is 128 + N if signal N killed the agent. After the first failure, the other programs receive
-        SIGTERM 5 s later, and are killed another 40 s later. Must be called in the main thread.
+        The exit code is 128 + N if signal N killed the agent. The other programs receive SIGTERM 5 s after the first
+        failure, and are killed after another 40 s. Must be called in the main thread.
         """
         for signum in _FORWARDED_SIGNALS:
             signal.signal(signum, self._record_signal)
@@ -171,7 +174,7 @@ class Agents:
                 if process.poll() is None:
                     continue
                 del self._running[name]
-                self._close(process)
+                self._close_input(process)
                 if process.returncode and not exit_code:
                     exit_code, failed_at = process.returncode, time.monotonic()
                     # ssh exits with 255 if it loses the connection.
@@ -197,7 +200,7 @@ class Agents:
     def end(self) -> None:
         """Terminate all running programs on every host."""
         for process in self._running.values():
-            self._close(process)
+            self._close_input(process)
         for process in self._running.values():
             try:
                 process.wait(3 * host_agent.GRACE_SECONDS)
@@ -222,15 +225,16 @@ class Agents:
             process.stdin.flush()
 
     @staticmethod
-    def _close(process: subprocess.Popen[bytes]) -> None:
+    def _close_input(process: subprocess.Popen[bytes]) -> None:
+        """Close the standard input of an agent, which then terminates its program and exits."""
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
 
 
 def main() -> None:
-    """Run the plan in the arguments of this process and exit with its exit code."""
-    agents = Agents(read_plan(sys.argv[1:]))
+    """Run the plan in the arguments of this process, and exit with the exit code of `Agents.run`."""
+    agents = Agents(parse_plan(sys.argv[1:]))
     try:
         sys.exit(agents.run())
     finally:

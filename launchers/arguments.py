@@ -15,8 +15,8 @@ _SECRET_WORDS = {
     *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
     *("SECRET", "SECRETS", "SSHPASS", "TOKEN"),
 }
-# For names such as PGPASSWORD and GITHUBTOKEN, which do not have an underscore before the word. _PWD has one, so that
-# PWD is not a secret.
+# For names such as PGPASSWORD and GITHUBTOKEN, which do not have an underscore before the word. _PWD includes the
+# underscore, so that PWD is not treated as a secret.
 _SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "_PWD")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -31,7 +31,7 @@ _RANK_VARIABLES = {
 
 
 def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
-    """Split all `--launcher-args` values like a shell.
+    """Return the words of all `--launcher-args` values, which are split as by a shell.
 
     Raises LaunchError for invalid quoting, and for a value that does not begin with an option.
     """
@@ -55,8 +55,8 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> tuple[str, ...]:
-    """Return `options`, preceded by the `defaults` that they do not override, because Open MPI rejects an option that
-    occurs twice.
+    """Return `options`, preceded by the `defaults` that they do not override. Open MPI rejects an option that occurs
+    twice.
 
     The last word of a default is its value; the words before it identify the option. The number of leading dashes is
     ignored.

@@ -120,7 +120,7 @@ def select_devices(
     is also raised for the reasons listed in `select_devices_without_query`, and if CUDA_VISIBLE_DEVICES is set, unless
     the selection is the CPU.
     """
-    _check_not_selected_by_slurm(devices, launcher, hosts)
+    _check_slurm_does_not_select_hosts(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
         if CUDA_VISIBLE_DEVICES in os.environ and devices.count:
             names = ", ".join(host.name for host in hosts)
@@ -138,7 +138,7 @@ def select_devices(
         _check_gpus_exist(devices, len(gpus))
         indices = devices.indices if devices.indices is not None else range(count)
         variables = {CUDA_VISIBLE_DEVICES: ",".join(gpus[index] for index in indices)}
-    _check_processes(devices, num_processes, count, count)
+    _check_num_processes(devices, num_processes, count, count)
     _check_slots(devices, count, hosts)
     return SelectedDevices(count, hosts, variables)
 
@@ -160,7 +160,7 @@ def select_devices_without_query(
         )
     _check_slots(devices, devices.count, hosts)
     expected = devices.count * max(1, len(hosts))
-    _check_processes(devices, num_processes, expected, devices.count)
+    _check_num_processes(devices, num_processes, expected, devices.count)
     indices = devices.indices if devices.indices is not None else range(devices.count)
     hosts = tuple(replace(host, slots=devices.count) for host in hosts)
     return SelectedDevices(expected, hosts, {CUDA_VISIBLE_DEVICES: ",".join(map(str, indices))})
@@ -215,21 +215,21 @@ def _parse_indices(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, parts)) if is_valid else None
 
 
-def _check_slots(devices: Devices, num_ranks: int, hosts: tuple[Host, ...]) -> None:
-    """Raise LaunchError if one of `hosts` has fewer slots than `num_ranks`, the number of ranks on each host."""
+def _check_slots(devices: Devices, ranks_per_host: int, hosts: tuple[Host, ...]) -> None:
+    """Raise LaunchError if one of `hosts` has fewer slots than `ranks_per_host`."""
     for host in hosts:
-        if host.slots < num_ranks:
-            enough = format_hosts(replace(entry, slots=max(entry.slots, num_ranks)) for entry in hosts)
+        if host.slots < ranks_per_host:
+            enough = format_hosts(replace(entry, slots=max(entry.slots, ranks_per_host)) for entry in hosts)
             raise LaunchError(
-                f"{devices} starts {num_ranks} ranks on each host, but host {host.name!r} has {host.slots} "
+                f"{devices} starts {ranks_per_host} ranks on each host, but host {host.name!r} has {host.slots} "
                 f"{'slot' if host.slots == 1 else 'slots'}. Use: -H {enough}"
             )
 
 
-def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:
-    """Raise LaunchError if Slurm selects the hosts of the ranks, because it also sets CUDA_VISIBLE_DEVICES.
+def _check_slurm_does_not_select_hosts(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:
+    """Raise LaunchError if Slurm selects the hosts of the ranks, because Slurm then also sets CUDA_VISIBLE_DEVICES.
 
-    An allocation of this host alone is permitted, except with srun.
+    An allocation that contains only this host is permitted, except with srun.
     """
     if launcher == "srun":
         where = "the hosts of the allocation"
@@ -265,9 +265,10 @@ def _check_gpus_exist(devices: Devices, num_gpus: int) -> None:
     )
 
 
-def _check_processes(devices: Devices, num_processes: int | None, expected: int, per_host: int) -> None:
+def _check_num_processes(devices: Devices, num_processes: int | None, expected: int, ranks_per_host: int) -> None:
+    """Raise LaunchError if `num_processes` is not the `expected` number of ranks on all hosts."""
     if num_processes is not None and num_processes != expected:
-        num_ranks = f"{per_host} on each host, {expected} in all" if expected != per_host else str(expected)
+        num_ranks = f"{ranks_per_host} on each host, {expected} in all" if expected != ranks_per_host else str(expected)
         requested, correct = devices.format_processes(num_processes), devices.format_processes(expected)
         raise LaunchError(
             f"{devices} starts one rank per device ({num_ranks}), but {requested} requests {num_processes}. "

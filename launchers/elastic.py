@@ -21,7 +21,7 @@ DEFAULT_ELASTIC_RESTARTS = 3
 
 _RANGE = re.compile(r"([0-9]+):([0-9]+)")
 _SCRIPT_TIMEOUT_SECONDS = 30
-# Limits of the output of a host discovery script, and of the part of it that a message shows.
+# Maximum length of the standard output of a host discovery script, and of its standard error in a message.
 _MAX_OUTPUT_CHARACTERS, _MAX_SHOWN_CHARACTERS = 2**18, 2000
 _SSH_TIMEOUT_SECONDS = 5
 
@@ -55,7 +55,8 @@ class ElasticRange:
     def node_range(self, hosts: tuple[Host, ...]) -> tuple[int, int]:
         """Return the minimum and maximum number of hosts, for a launcher that counts hosts instead of ranks.
 
-        Raises LaunchError if the hosts have different numbers of slots, or no number of hosts is in the range.
+        Raises LaunchError if the hosts have different numbers of slots, or if no multiple of this number is in the
+        range.
         """
         slots = hosts[0].slots
         uneven = next((host for host in hosts if host.slots != slots), None)
@@ -92,7 +93,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     """Run a host discovery script and parse its output: one "name:slots" line per host, as for horovodrun.
 
     The result may be empty. Raises HostDiscoveryError if the script fails or takes longer than 30 s, and LaunchError if
-    it cannot be run or its output cannot be parsed.
+    it cannot be run, or if its output is too long or cannot be parsed.
     """
     try:
         process = subprocess.run(
@@ -137,14 +138,15 @@ def find_reachable_hosts(hosts: Iterable[Host]) -> set[str]:
     if not candidates:
         return set()
     with ThreadPoolExecutor(min(32, len(candidates))) as pool:
-        reachable = zip(candidates, pool.map(_is_reachable, candidates), strict=True)
+        reachable = zip(candidates, pool.map(_probe_host, candidates), strict=True)
         reachable_names = {host.name for host, is_reachable in reachable if is_reachable}
     if not reachable_names and shutil.which("ssh") is None:
         raise LaunchError(SSH_MISSING)
     return reachable_names
 
 
-def _is_reachable(host: Host) -> bool:
+def _probe_host(host: Host) -> bool:
+    """Return whether `host` is this host, or responds to ssh within a few seconds."""
     if is_this_host(host):
         return True
     options = ["BatchMode=yes", f"ConnectTimeout={_SSH_TIMEOUT_SECONDS}", "StrictHostKeyChecking=accept-new"]

@@ -10,7 +10,7 @@ PREEMPTED_EXIT_CODE = 75
 
 
 class LaunchError(ValueError):
-    """The requested launch is not possible. The message states the reason and a fix to paste."""
+    """The requested launch is not possible. The message states the reason and a fix that can be pasted."""
 
 
 class MissingLauncherError(LaunchError):

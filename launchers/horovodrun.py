@@ -40,7 +40,7 @@ def build(spec: LaunchSpec) -> Command:
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]
     if len(spec.hosts) > 1:
-        options.append("--disable-cache")  # horovodrun caches host reachability for an hour
+        options.append("--disable-cache")  # otherwise, horovodrun caches for an hour which hosts are reachable
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     program = (*_device_assignment(spec), spec.python, *spec.program)

@@ -2,11 +2,11 @@
 only Python.
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
-line. Each further line is a heartbeat (empty) or the number of a signal to forward. The agent terminates the job and
-kills all its descendants, including descendants in other process groups, when the job exits, when the connection
-closes, or when heartbeats stop. If the job has a marker, "NAME=value", the agent also kills every process with this
-variable in its environment. A job without a command only has a marker: a launcher on another host starts the ranks on
-this host.
+line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
+closes, or heartbeats stop, the agent terminates the job and kills all its descendants, including descendants in other
+process groups. If the job has a marker, "NAME=value", the agent also kills every process with this variable in its
+environment. A job without a command has only a marker, because a launcher on another host starts the ranks on this
+host.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def _terminate_all(process: subprocess.Popen[bytes] | None, marker: str) -> None
         time.sleep(0.02)
 
 
-def _existing_folder(folder: str) -> str:
-    """Return `folder`. If this host lacks it, print a message and return the current folder, as other launchers do."""
+def _choose_folder(folder: str) -> str:
+    """Return `folder` if it is accessible on this host. Otherwise, print a message and return the current folder,
+    because a missing folder is not an error under other launchers either."""
     if os.access(f"{folder}/.", os.X_OK):
         return folder
     current = str(Path.cwd())
@@ -73,7 +74,7 @@ def _existing_folder(folder: str) -> str:
 
 
 def main() -> int:
-    """Run the job read from standard input. Return its exit code, 128 + N if signal N killed it, or 0 without a
+    """Run the job read from standard input. Return its exit code, 128 + N if signal N killed it, or 0 if the job has no
     command."""
     job = json.loads(sys.stdin.buffer.readline())
     # Orphaned descendants are reparented to this process, so that it can find them.
@@ -86,7 +87,7 @@ def main() -> int:
     if job["argv"]:
         process = subprocess.Popen(
             job["argv"],
-            cwd=_existing_folder(job["folder"]),
+            cwd=_choose_folder(job["folder"]),
             env={**os.environ, **job["variables"], **dict([job["marker"].split("=", 1)] if job["marker"] else [])},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -71,7 +71,7 @@ def check_slots(num_processes: int, hosts: tuple[Host, ...]) -> None:
         )
 
 
-def read_lines(path: Path) -> list[str]:
+def read_hostfile_lines(path: Path) -> list[str]:
     """Return the lines of a hostfile. Raises UnicodeDecodeError, and OSError (also for more than 2**24 characters)."""
     with path.open(encoding="utf-8") as file:
         text = file.read(_MAX_HOSTFILE_CHARACTERS + 1)
@@ -87,7 +87,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     because schedulers list a host once per slot. Raises LaunchError.
     """
     try:
-        lines = read_lines(path)
+        lines = read_hostfile_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--hostfile {path} cannot be read: {error}. Write one host per line, as in: a slots=4"
@@ -167,16 +167,17 @@ def processes_per_host(num_processes: int, hosts: tuple[Host, ...]) -> list[int]
     return counts
 
 
-def _parse_host(part: str, text: str) -> Host:
-    match = _HOST.fullmatch(part)
+def _parse_host(entry: str, source: str) -> Host:
+    """Parse `entry`, one host in `source`: the list of hosts, or the path of the hostfile. Raises LaunchError."""
+    match = _HOST.fullmatch(entry)
     if match is None:
         raise LaunchError(
-            f"Host {_shorten(part)!r} in {_shorten(text)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
+            f"Host {_shorten(entry)!r} in {_shorten(source)!r} is not valid. Write name:slots, as in -H node1:4,node2:4"
         )
     slots = "1" if match["slots"] is None else match["slots"]
     if not slots.isdecimal() or len(slots) > _MAX_SLOT_DIGITS or int(slots) < 1:
         raise LaunchError(
-            f"Host {_shorten(part)!r} must have a whole number of slots from 1, got {_shorten(slots)!r}. "
+            f"Host {_shorten(entry)!r} must have a positive whole number of slots, got {_shorten(slots)!r}. "
             f"Use: -H {_shorten(match['name'])}:1"
         )
     return Host(match["name"], int(slots))

@@ -64,7 +64,7 @@ def build(spec: LaunchSpec) -> Command:
     if uses_other_hosts:
         if job is None:
             defaults.append(SSH_OPTION)
-        names |= dict.fromkeys(names_forwarded_by_default())  # mpirun forwards only these variables to other hosts
+        names |= dict.fromkeys(names_forwarded_by_default())  # mpirun forwards only named variables to other hosts
         if spec.interface is not None:
             defaults += [("-mca", f"{part}_tcp_if_include", spec.interface) for part in ("btl", "oob")]
     for name in names:

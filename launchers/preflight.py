@@ -32,12 +32,12 @@ class _ProbeResult:
 
 
 def check_hosts(spec: LaunchSpec) -> int:
-    """Probe all hosts with ranks concurrently, other hosts over ssh. Return the port of the rendezvous on the first
-    host: MASTER_PORT if it is set, else a free port.
+    """Probe all hosts with ranks concurrently, and use ssh for other hosts. Return the port of the rendezvous on the
+    first host: MASTER_PORT if it is set, else a free port.
 
-    Raises LaunchError for the first host that is unreachable, lacks the script, Python or the interface, or has
-    different package versions than the first host, and if MASTER_PORT is in use. A host must also have the current
-    folder if the path of the script is relative.
+    Raises LaunchError if MASTER_PORT is in use, if a host is unreachable or lacks the script, Python or the interface,
+    and if the package versions of a host differ from those of the first host. A host must also have the current folder
+    if the path of the script is relative.
     """
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     port = parse_master_port(spec.environment) or 0
@@ -74,7 +74,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
         )
     except OSError as error:
         if is_local:
-            raise LaunchError(_describe_failure(name, 127, [str(error.strerror)], spec.python)) from None
+            raise LaunchError(_describe_probe_failure(name, 127, [str(error.strerror)], spec.python)) from None
         raise LaunchError(SSH_MISSING) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
@@ -85,7 +85,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
         if has_prefix:
             return _ProbeResult(host, json.loads(facts))
     errors = [line.strip() for line in process.stderr.splitlines() if line.strip()]
-    raise LaunchError(_describe_failure(name, process.returncode, errors, spec.python))
+    raise LaunchError(_describe_probe_failure(name, process.returncode, errors, spec.python))
 
 
 def _required_file(spec: LaunchSpec) -> str:
@@ -111,28 +111,29 @@ def _config_file(spec: LaunchSpec) -> str | None:
     return None
 
 
-def _describe_failure(name: str, code: int, errors: list[str], python: str) -> str:
-    last_line = errors[-1] if errors else f"exit code {code}"
-    text = "\n".join(errors)
-    if code == 255:
+def _describe_probe_failure(host: str, exit_code: int, error_lines: list[str], python: str) -> str:
+    """Return the error message for a probe that has printed no result."""
+    last_line = error_lines[-1] if error_lines else f"exit code {exit_code}"
+    text = "\n".join(error_lines)
+    if exit_code == 255:
         if "IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
             return (
-                f"ssh rejects host {name!r} because its key has changed. If the host was reinstalled, remove the old "
-                f"key: ssh-keygen -R {name}"
+                f"ssh rejects host {host!r} because its key has changed. If the host was reinstalled, remove the old "
+                f"key: ssh-keygen -R {host}"
             )
         if "Permission denied" in text:
             return (
-                f"Host {name!r} does not accept a login without a password: {last_line} Install your key there: "
-                f"ssh-copy-id {name}"
+                f"Host {host!r} does not accept a login without a password: {last_line} Install your key there: "
+                f"ssh-copy-id {host}"
             )
         if "resolve hostname" in text:
             return (
-                f"Host {name!r} cannot be resolved on this host: {last_line}. Use a name that ssh accepts, and try: "
-                f"ssh {name} hostname"
+                f"Host {host!r} cannot be resolved on this host: {last_line}. Use a name that ssh accepts, and try: "
+                f"ssh {host} hostname"
             )
-        return f"Host {name!r} cannot be reached: {last_line}. Leave it out of the hosts, or try: ssh {name} hostname"
+        return f"Host {host!r} cannot be reached: {last_line}. Leave it out of the hosts, or try: ssh {host} hostname"
     return (
-        f"{python!r} does not run on {name}: {last_line}. Install the environment there at the same path, or use one "
+        f"{python!r} does not run on {host}: {last_line}. Install the environment there at the same path, or use one "
         "on a file system that all hosts share"
     )
 
@@ -164,7 +165,7 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
                     "Start from an environment that all hosts share"
                     # The package index has neither unitrain nor local versions such as 2.6.0+cu124.
                     if package in ("Python", "unitrain") or not version or "+" in version
-                    else f"Install the same there: ssh {name} {spec.python} -m pip install {package}=={version}"
+                    else f"Install the same version there: ssh {name} {spec.python} -m pip install {package}=={version}"
                 )
             )
     if spec.interface is not None and spec.interface not in facts["interfaces"]:

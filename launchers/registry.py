@@ -22,12 +22,12 @@ def _build_without_launcher(spec: LaunchSpec) -> Command:
     for options of launchers."""
     if spec.num_processes > 1:
         raise LaunchError(
-            f"Without a launcher unitrain starts one process on this host, but -np requests {spec.num_processes}. "
+            f"Without a launcher, unitrain starts one process on this host, but -np requests {spec.num_processes}. "
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
         )
     if len(spec.hosts) > 1:
         raise LaunchError(
-            f"Without a launcher unitrain starts one process on this host, but -H names {len(spec.hosts)} hosts: "
+            f"Without a launcher, unitrain starts one process on this host, but -H names {len(spec.hosts)} hosts: "
             f"{', '.join(host.name for host in spec.hosts)}. Leave -H out, or choose a launcher: --launcher torchrun"
         )
     if spec.controller is not None:
@@ -41,7 +41,7 @@ def _build_without_launcher(spec: LaunchSpec) -> Command:
             "without one. Leave them out, or choose one with --launcher."
         )
     for host in spec.hosts:
-        check_is_this_host(host, "Without a launcher unitrain")
+        check_is_this_host(host, "Without a launcher, unitrain")
     return Command((spec.python, *spec.program), spec.variables)
 
 
@@ -61,7 +61,7 @@ def available() -> list[str]:
 
 def build(launcher: str, spec: LaunchSpec) -> Command:
     """Return the command that runs `spec` under `launcher`. Raises LaunchError, including for an unknown launcher."""
-    function = _load(launcher)
+    function = _load_build_function(launcher)
     if spec.backend == "local" and spec.num_processes > 1 and launcher != "none":
         raise LaunchError(
             f"Backend 'local' runs one process, but {launcher} would start {spec.num_processes}. "
@@ -85,7 +85,7 @@ def build_local(launcher: str | None, script: str, num_processes: int, backend: 
     return build(launcher, spec)
 
 
-def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
+def _load_build_function(launcher: str) -> Callable[[LaunchSpec], Command]:
     if launcher in _BUILT_IN:
         return _BUILT_IN[launcher]
     for entry in entry_points(group=_ENTRY_POINT_GROUP, name=launcher):

@@ -13,11 +13,12 @@ DEFAULT_PORT = 29500  # torch's default
 
 
 def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT. Values that the user set, in `environment` or this process, take precedence.
+    """Return MASTER_ADDR and MASTER_PORT.
 
-    The rendezvous is at `port` of the first host, which runs rank 0. If the port is None, all ranks run on this host,
-    and a free port is chosen. Raises LaunchError for an invalid MASTER_PORT, and if the first of several hosts is named
-    localhost or 127.*, which refers to a different machine on each host, unless MASTER_ADDR is set.
+    Values that the user set, in `environment` or in the environment of this process, take precedence. The rendezvous is
+    at `port` of the first host, which runs rank 0. If the port is None, all ranks run on this host, and a free port is
+    chosen. Raises LaunchError for an invalid MASTER_PORT, and if the first of several hosts is named localhost or
+    127.*, which refers to a different machine on each host, unless MASTER_ADDR is set.
     """
     settings = {**os.environ, **environment}
     user_port = parse_master_port(environment)
@@ -42,7 +43,7 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
 
 
 def master_port_fix(environment: Mapping[str, str]) -> str:
-    """Return the instruction to clear MASTER_PORT, as the end of a sentence. `environment` has the values of -x."""
+    """Return an instruction to clear MASTER_PORT, for the end of a sentence. `environment` contains the -x values."""
     if environment.get("MASTER_PORT"):
         return "leave -x MASTER_PORT out"
     return "clear the variable: unset MASTER_PORT"

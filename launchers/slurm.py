@@ -20,7 +20,7 @@ _DESCRIPTION_FIELD = re.compile(r"(NumTasks|CPUs/Task|NtasksPerN:B:S:C)=([0-9]+)
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job in Slurm's order. The slots of a host are its tasks."""
+    """The hosts of a job in Slurm's order. The number of slots of a host is its number of tasks."""
 
     job_id: str
     hosts: tuple[Host, ...]
@@ -33,7 +33,7 @@ class Allocation:
 
     @property
     def port(self) -> int:
-        """The rendezvous port, 29500 to 30499. It depends on the job ID, so jobs that share a host rarely collide."""
+        """The rendezvous port, 29500 to 30499. It depends on the job ID, so jobs on the same host rarely collide."""
         return DEFAULT_PORT + int(self.job_id) % 1000 if self.job_id.isdecimal() else DEFAULT_PORT
 
     def check_slots(self, num_processes: int) -> None:
@@ -57,10 +57,10 @@ def read_allocation(environ: Mapping[str, str] | None = None) -> Allocation | No
         return None
     names = _expand_host_names(_require_variable("SLURM_JOB_NODELIST", job_id, environ))
     tasks_text = _require_variable("SLURM_TASKS_PER_NODE", job_id, environ)
-    tasks = _numbers_per_host("SLURM_TASKS_PER_NODE", tasks_text)
+    tasks = _parse_numbers_per_host("SLURM_TASKS_PER_NODE", tasks_text)
     if tasks_text == environ.get("SLURM_STEP_TASKS_PER_NODE"):
         # In a step, such as the shell of `srun --pty`, the variable counts the tasks of the step.
-        tasks = _tasks_of_job(job_id, len(names), environ) or tasks
+        tasks = _query_tasks_per_host(job_id, len(names), environ) or tasks
     if len(names) != len(tasks):
         raise LaunchError(
             f"Slurm job {job_id} has {len(names)} hosts according to SLURM_JOB_NODELIST="
@@ -73,9 +73,10 @@ def read_allocation(environ: Mapping[str, str] | None = None) -> Allocation | No
 
 
 def read_multi_host_allocation() -> Allocation | None:
-    """Return the allocation if it has several hosts, otherwise None. In a step with several tasks, also return None.
+    """Return the allocation if it has several hosts, otherwise None.
 
-    In a step, the host of this process comes first.
+    Also return None if this process is one of several tasks that srun has started. In a step, the host of this process
+    comes first.
     """
     if is_one_of_several_tasks() or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return None
@@ -152,8 +153,11 @@ def _require_variable(name: str, job_id: str, environ: Mapping[str, str]) -> str
     return value
 
 
-def _numbers_per_host(name: str, text: str) -> list[int]:
-    """Return the numbers in the variable `name`: "2(x3),1" is 2, 2, 2, 1. Raises LaunchError."""
+def _parse_numbers_per_host(name: str, text: str) -> list[int]:
+    """Return the number for each host in the value `text` of the variable `name`. Raises LaunchError.
+
+    The value "2(x3),1" contains the numbers 2, 2, 2, 1.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT_PER_HOST.fullmatch(part)
@@ -166,9 +170,9 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
     return counts
 
 
-def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:
-    """Return the job's number of tasks per host from `scontrol show job`; empty if the output does not contain them."""
-    description = _scontrol(["show", "job", "--oneliner", job_id], f"describe job {job_id}")
+def _query_tasks_per_host(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:
+    """Return the job's number of tasks per host, or an empty list if `scontrol show job` prints no number of tasks."""
+    description = _run_scontrol(["show", "job", "--oneliner", job_id], f"describe job {job_id}")
     fields = {name: int(value) for name, value in _DESCRIPTION_FIELD.findall(description)}
     total = fields.get("NumTasks", 0)
     if not total:
@@ -178,7 +182,9 @@ def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> li
     else:
         cpus = environ.get("SLURM_JOB_CPUS_PER_NODE", "")
         per_task = fields.get("CPUs/Task", 1)
-        limits = [count // per_task for count in _numbers_per_host("SLURM_JOB_CPUS_PER_NODE", cpus)] if cpus else []
+        limits = (
+            [count // per_task for count in _parse_numbers_per_host("SLURM_JOB_CPUS_PER_NODE", cpus)] if cpus else []
+        )
     if len(limits) != num_hosts or sum(limits) < total:
         limits = [total] * num_hosts
     tasks = [0] * num_hosts
@@ -190,11 +196,11 @@ def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> li
     return tasks
 
 
-def _expand_host_names(nodes: str) -> list[str]:
-    return _scontrol(["show", "hostnames", nodes], f"list the hosts of {nodes!r}").split()
+def _expand_host_names(nodelist: str) -> list[str]:
+    return _run_scontrol(["show", "hostnames", nodelist], f"list the hosts of {nodelist!r}").split()
 
 
-def _scontrol(arguments: list[str], action: str) -> str:
+def _run_scontrol(arguments: list[str], action: str) -> str:
     """Return the output of `scontrol` with these arguments. Raises LaunchError, whose message names the `action`."""
     program = shutil.which("scontrol")
     if program is None:

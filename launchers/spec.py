@@ -41,8 +41,8 @@ class LaunchSpec:
         max_restarts: The maximum number of restarts after a failure.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
-        wrapper: A Python script with arguments that every rank runs instead of `script`. It receives the script and
-            its arguments as further arguments.
+        wrapper: A Python script with arguments that every rank runs instead of `script`. The wrapper receives `script`
+            and `args` as additional arguments.
         is_dry_run: Whether the command is only displayed, so that its programs need not be installed on this host.
 
     Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.
@@ -76,7 +76,7 @@ class LaunchSpec:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The arguments of Python on every rank: `wrapper`, then a script, or -m and a module, with its arguments."""
+        """The arguments of Python on every rank: `wrapper`, then the script, or -m and the module, then `args`."""
         return (*self.wrapper, *(("-m",) if self.module else ()), self.script, *self.args)
 
     @property
@@ -138,15 +138,15 @@ class Command:
 
 
 def count_usable_cores() -> int:
-    """Return the number of usable cores, which a scheduler or a container may limit."""
+    """Return the number of CPU cores that this process may use. A scheduler or a container may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) -> str:
     """Return the path of `name` in the folder of `python` or on PATH.
 
-    If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError, whose
-    message ends with `fix`.
+    If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError, whose message ends
+    with `fix`.
     """
     program = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
     if program is None and not is_dry_run:

@@ -25,7 +25,8 @@ DEFAULT_OPTIONS = (
 def task_options(ranks_per_host: Sequence[int]) -> list[str]:
     """Return the options for the number of hosts, the number of ranks, and the maximum number of ranks on a host.
 
-    Slurm distributes the ranks evenly, so unequal `ranks_per_host` are not reproduced.
+    The last option terminates the job step if a rank fails. Slurm distributes the ranks evenly, so unequal
+    `ranks_per_host` are not reproduced.
     """
     hosts, ranks = len(ranks_per_host), sum(ranks_per_host)
     return [
@@ -37,10 +38,10 @@ def task_options(ranks_per_host: Sequence[int]) -> list[str]:
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
-    It uses the first hosts in Slurm's order that together have enough tasks. Slurm distributes the ranks evenly.
-    The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless MASTER_ADDR
-    and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm chooses them), and
-    for more processes than tasks.
+    The command uses the first hosts in Slurm's order that together have enough tasks. Slurm distributes the ranks
+    evenly. The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless
+    MASTER_ADDR and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm
+    chooses them), and for more processes than tasks.
     """
     spec.check_no_controller("srun")
     launch = f"unitrain launch --launcher srun -np {spec.num_processes}"

@@ -13,7 +13,7 @@ from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, launcher_module_command
 
-# Without it, restarted workers read the addresses of the previous workers (pytorch#135712).
+# Without this variable, restarted workers read the addresses of the previous workers (pytorch#135712).
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -21,10 +21,10 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command, which runs on this host. It is torchrun itself if all ranks run here.
 
     Otherwise, it starts torchrun over ssh on each host that runs ranks. If the spec does not name hosts and a Slurm
-    allocation has several hosts, the hosts are those of the allocation, and srun replaces ssh. On this host alone, the
-    rendezvous uses a free port, so that two jobs do not collide. On several hosts, the rendezvous is at MASTER_ADDR or
-    else on the first host. Its port is MASTER_PORT, or else the spec's port, or else `slurm.Allocation.port` in a Slurm
-    allocation, or else 29500. Raises LaunchError for an elastic job on other hosts.
+    allocation has several hosts, the hosts are those of the allocation, and srun replaces ssh. If all ranks run on this
+    host, the rendezvous uses a free port, so that two jobs do not collide. On several hosts, the rendezvous is at
+    MASTER_ADDR or else on the first host. Its port is MASTER_PORT, or else the spec's port, or else
+    `slurm.Allocation.port` in a Slurm allocation, or else 29500. Raises LaunchError for an elastic job on other hosts.
     """
     spec.check_no_controller("torchrun")
     job = None
@@ -81,15 +81,15 @@ def commands_per_host(spec: LaunchSpec) -> list[Command]:
     return [_command(spec, host_options) for host_options in options]
 
 
-def static_rendezvous_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) -> list[list[str]]:
-    """Return the options per host for a rendezvous at `address`; `counts` are the numbers of processes per host."""
+def static_rendezvous_options(ranks_per_host: Sequence[int], address: str, port: int = DEFAULT_PORT) -> list[list[str]]:
+    """Return torchrun's options on each host for a static rendezvous at `address`."""
     return [
         [
-            *("--nnodes", str(len(counts)), "--node-rank", str(node_rank)),
-            *("--nproc-per-node", str(count)),
+            *("--nnodes", str(len(ranks_per_host)), "--node-rank", str(node_rank)),
+            *("--nproc-per-node", str(num_ranks)),
             *("--master-addr", address, "--master-port", str(port)),
         ]
-        for node_rank, count in enumerate(counts)
+        for node_rank, num_ranks in enumerate(ranks_per_host)
     ]
 
 
@@ -104,7 +104,9 @@ def c10d_rendezvous_options(
     run_id: str = "unitrain",
     settings: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return the options for one of several hosts of a job with restarts, which the static rendezvous does not support.
+    """Return torchrun's options on one of several hosts of a job with restarts.
+
+    The static rendezvous does not support restarts, so the options select the c10d rendezvous.
 
     Args:
         nodes: "MIN:MAX" hosts.
@@ -118,8 +120,8 @@ def c10d_rendezvous_options(
         # `is_host` is set explicitly, because torchrun otherwise compares the endpoint with the host's own name, which
         # may resolve to 127.0.1.1.
         "is_host": "true" if is_first else "false",
-        # Wait 10 s for further hosts once there are enough. A host counts as lost after 3 missed keep-alives, 2 s
-        # apart.
+        # Once the minimum number of hosts has joined, wait 10 s for further hosts. A host counts as lost after 3 missed
+        # keep-alives, 2 s apart.
         "last_call_timeout": "10",
         "keep_alive_interval": "2",
         "keep_alive_max_attempt": "3",
@@ -139,7 +141,7 @@ def c10d_rendezvous_options(
 def _elastic_instructions(spec: LaunchSpec) -> str:
     """Return the error message for an elastic job on several hosts, with the command to run on each of them.
 
-    Hosts join and leave such a job by starting and stopping their own torchrun.
+    A host joins or leaves such a job when torchrun is started or stopped on it.
     """
     commands = commands_per_host(spec)
     lines = "\n".join(
@@ -148,7 +150,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         for host, command in zip(spec.hosts, commands, strict=False)
     )
     secrets = ", ".join(_secret_names(spec))
-    prerequisite = f", with {secrets} set in its environment" if secrets else ""
+    prerequisite = f", with {secrets} set in the environment" if secrets else ""
     lines += (
         "\n  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
     )
@@ -156,18 +158,19 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         lines += ", and is_host=false instead of is_host=true"
     return (
         "An elastic job under torchrun must be started by hand on each of its hosts. "
-        f"Use --launcher horovodrun, or run on each host its command{prerequisite}:\n{lines}"
+        f"Use --launcher horovodrun, or run each of these commands on its host{prerequisite}:\n{lines}"
     )
 
 
 def _options_with_restarts(
-    spec: LaunchSpec, node_rank: int, counts: Sequence[int], endpoint: tuple[str, int]
+    spec: LaunchSpec, node_rank: int, ranks_per_host: Sequence[int], endpoint: tuple[str, int]
 ) -> list[str]:
     """Return the options of host `node_rank` for a job that torchrun's agents restart."""
-    min_nodes, max_nodes = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
+    num_nodes = len(ranks_per_host)
+    min_nodes, max_nodes = (num_nodes, num_nodes) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
     return c10d_rendezvous_options(
         f"{min_nodes}:{max_nodes}",
-        counts[node_rank],
+        ranks_per_host[node_rank],
         spec.max_restarts,
         endpoint,
         is_first=node_rank == 0,

@@ -12,7 +12,7 @@ the machine, except to read hostfiles that a command line names.
 - `dispatch`: `parse`, `build`, and the launchers that each of them supports
 - `job`: `Job` and `LauncherOption`
 - `torchrun`, `horovodrun`, `openmpi`, `mpich`, `srun`, `unitrain`: the syntax of one launcher each
-- `sbatch`, `kubernetes`: batch scripts and manifests (not parsed)
+- `sbatch`, `kubernetes`: batch scripts and manifests, which are only written
 - `options`: parser of launcher options, driven by a table
 - `hosts`: hosts in command lines and hostfiles, process placement
 - `words`: splitting and quoting of command lines

@@ -11,7 +11,7 @@ from unitrain.launchers.errors import LaunchError, did_you_mean
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
-from unitrain.launchers.translation.job import Job, number
+from unitrain.launchers.translation.job import Job, parse_number
 from unitrain.launchers.translation.words import as_typed, has_expansion, split, split_assignments
 from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 
@@ -76,10 +76,10 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
     """
     if target not in TARGETS:
         raise LaunchError(f"Unknown target {target!r}. {did_you_mean(target, TARGETS)}Available: {', '.join(TARGETS)}.")
-    if job.discovery is not None and target not in _TARGETS_WITH_DISCOVERY:
+    if job.discovery_script is not None and target not in _TARGETS_WITH_DISCOVERY:
         raise LaunchError(
-            f"The script {job.discovery!r} lists the hosts while the job runs, but {target} needs them at the start. "
-            f"Name them with their slots, as in: --hosts node1:{(job.size + 1) // 2},node2:{(job.size + 1) // 2}"
+            f"The script {job.discovery_script!r} lists the hosts while the job runs, but {target} needs them at the "
+            f"start. Name them with their slots, as in: --hosts node1:{(job.size + 1) // 2},node2:{(job.size + 1) // 2}"
         )
     if kind is not None and target != kubernetes.LAUNCHER:
         raise LaunchError(f"--kind {kind} is an option for kubernetes, but --to is {target}. Leave --kind out")
@@ -151,15 +151,15 @@ def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
     address, port = variables.pop("MASTER_ADDR", None), variables.pop("MASTER_PORT", None)
     return (
         None if address is None or has_expansion(address) else address,
-        None if port is None or has_expansion(port) else number("MASTER_PORT", port),
+        None if port is None or has_expansion(port) else parse_number("MASTER_PORT", port),
     )
 
 
 def _without_defaults(job: Job) -> Job:
-    """Return the job without its host, address and port where they are the defaults."""
-    if len(job.counts) == 1 and job.hosts and job.hosts[0] in _LOCAL_HOST_NAMES:
+    """Return the job without its hosts, address and port where they are equal to the defaults."""
+    if len(job.ranks_per_host) == 1 and job.hosts and job.hosts[0] in _LOCAL_HOST_NAMES:
         job = replace(job, hosts=())
-    default_addresses = job.hosts[:1] or (_LOCAL_HOST_NAMES if len(job.counts) == 1 else ())
+    default_addresses = job.hosts[:1] or (_LOCAL_HOST_NAMES if len(job.ranks_per_host) == 1 else ())
     return replace(
         job,
         address=None if job.address in default_addresses else job.address,

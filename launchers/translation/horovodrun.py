@@ -10,7 +10,7 @@ from unitrain.launchers import mpirun
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import format_hosts
 from unitrain.launchers.translation.hosts import place_processes, read_hosts
-from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_remarks, variables_for
 
@@ -80,12 +80,12 @@ def parse(words: Sequence[str]) -> Job:
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     size = options.take_number("--num-proc") or sum(host.slots for host in hosts)
-    elastic, discovery = _parse_elastic_options(options, size)
-    if discovery is not None:
+    elastic, discovery_script = _take_elastic_options(options, size)
+    if discovery_script is not None:
         hosts = ()  # horovodrun ignores -H with a discovery script
     if not size:
         raise LaunchError("The horovodrun command lacks the number of processes. Add: -np N")
-    options.take_all("--gloo", "--disable-cache")  # the defaults of `build`
+    options.take_all("--gloo", "--disable-cache")  # `build` always adds these options
     tuning_options = [
         _tuning_option(option)
         for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)
@@ -97,9 +97,9 @@ def parse(words: Sequence[str]) -> Job:
     counts, names, remarks = place_processes(size, hosts)
     return Job(
         program=options.program,
-        counts=counts,
+        ranks_per_host=counts,
         hosts=names,
-        discovery=discovery,
+        discovery_script=discovery_script,
         launcher_options=(*tuning_options, *forwarded_options, *elastic, *options.remaining(_TOPICS)),
         remarks=remarks,
     )
@@ -112,7 +112,7 @@ def build(job: Job) -> Translation:
     hosts = ["-H", format_hosts(job.named_hosts)] if job.hosts else []
     start = [LAUNCHER, "-np", str(job.size), *hosts, *([] if "--mpi" in words else ["--gloo"]), *words]
     if len(job.hosts) > 1:
-        start.append("--disable-cache")  # horovodrun caches host reachability for an hour
+        start.append("--disable-cache")  # otherwise, horovodrun caches for an hour which hosts are reachable
     if job.address is not None and job.address not in job.hosts[:1]:
         remarks.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
     line = CommandLine([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
@@ -122,7 +122,7 @@ def build(job: Job) -> Translation:
 def _tuning_option(option: ParsedOption) -> LauncherOption:
     """Return a Horovod tuning option, with the equivalent variable for all launchers."""
     if option.name == "--fusion-threshold-mb":
-        megabytes = number(option.name, option.values[0], minimum=0)
+        megabytes = parse_number(option.name, option.values[0], minimum=0)
         variables = {"HOROVOD_FUSION_THRESHOLD": str(megabytes * 1024 * 1024)}
     elif option.name == "--tcp":
         variables = {"NCCL_IB_DISABLE": "1"}
@@ -135,8 +135,8 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
 
 
 def _forwarded_option(option: ParsedOption) -> LauncherOption:
-    """Return an option that horovodrun passes on, with the equivalent options of mpirun or the variables of
-    libraries."""
+    """Return an option that horovodrun passes to mpirun or to libraries, with the equivalent options of mpirun or the
+    variables of the libraries."""
     launcher_option = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "other"))
     value = option.values[0]
     if option.name in ("--mpi-args", "--binding-args"):
@@ -144,14 +144,15 @@ def _forwarded_option(option: ParsedOption) -> LauncherOption:
     return replace(launcher_option, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
 
 
-def _parse_elastic_options(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:
-    """Return the elastic options with their equivalents for `unitrain launch`, and the host discovery script."""
+def _take_elastic_options(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:
+    """Take the elastic options. Return them with their equivalents for `unitrain launch`, and the host discovery
+    script."""
     if not options.has("--min-np", "--host-discovery-script"):
         return [], None
     elastic_options = options.take_all("--min-np", "--max-np", "--host-discovery-script")
     values = {option.name: option.values[0] for option in elastic_options}
-    min_ranks = number("--min-np", values.get("--min-np", str(size or 1)))
-    max_ranks = number("--max-np", values.get("--max-np", str(max(size, min_ranks))))
+    min_ranks = parse_number("--min-np", values.get("--min-np", str(size or 1)))
+    max_ranks = parse_number("--max-np", values.get("--max-np", str(max(size, min_ranks))))
     script = values.get("--host-discovery-script")
     words = tuple(word for option in elastic_options for word in option.words)
     counterpart = ("--elastic", f"{min_ranks}:{max_ranks}", *(("--host-discovery-script", script) if script else ()))

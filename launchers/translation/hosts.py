@@ -13,7 +13,7 @@ from unitrain.launchers.hosts import (
     merge_repeated_hosts,
     parse_hosts,
     processes_per_host,
-    read_lines,
+    read_hostfile_lines,
 )
 
 _SLOTS_KEY = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
@@ -23,10 +23,10 @@ _RANGE = re.compile(
 
 
 class Placement(NamedTuple):
-    """The number of processes on each host, the names of the hosts (empty if they are unknown), and remarks for the
+    """The number of ranks on each host, the names of the hosts (empty if they are unknown), and remarks for the
     user."""
 
-    counts: tuple[int, ...]
+    ranks_per_host: tuple[int, ...]
     hosts: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -45,20 +45,21 @@ def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, .
 
 
 def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
-    """Return the name and the number of slots of the host in each line of a hostfile; None for a line without slots.
+    """Return the name and the number of slots of the host in each line of a hostfile; the number is None if it is
+    missing.
 
-    The notation is "name slots=4" (Open MPI, Horovod) or "name:4" (MPICH). max_slots is used if slots is missing.
-    Raises LaunchError.
+    The notation is "name slots=4" (Open MPI, Horovod) or "name:4" (MPICH). max_slots is used instead if only max_slots
+    is given. Raises LaunchError.
     """
     path = Path(file).expanduser()
     try:
-        lines = read_lines(path)
+        lines = read_hostfile_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise LaunchError(
             f"{option} {file} cannot be read: {reason}. Check the path, or pass the hosts: --hosts node1:4,node2:4"
         ) from error
-    return [entry for line in lines if (entry := _parse_line(line)) is not None]
+    return [entry for line in lines if (entry := _parse_hostfile_line(line)) is not None]
 
 
 def place_processes(size: int, hosts: tuple[Host, ...]) -> Placement:
@@ -97,7 +98,7 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
 def place_oversubscribed(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     """Return the number of processes on each host if Open MPI maps `size` processes, more than the slots, by slot.
 
-    Open MPI fills the slots, and distributes the other processes evenly; the first hosts receive the remainder.
+    Open MPI fills the slots, and distributes the remaining processes evenly; the first hosts receive the remainder.
     """
     per_host, num_extra = divmod(size - sum(host.slots for host in hosts), len(hosts))
     return tuple(host.slots + per_host + (index < num_extra) for index, host in enumerate(hosts))
@@ -131,7 +132,7 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _parse_line(line: str) -> tuple[str, int | None] | None:
+def _parse_hostfile_line(line: str) -> tuple[str, int | None] | None:
     words = _SLOTS_KEY.sub(r"\1=", line.partition("#")[0]).split()
     if not words:
         return None

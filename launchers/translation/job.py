@@ -38,20 +38,21 @@ class Job:
     """A program that runs on one or several hosts.
 
     Attributes:
-        counts: The number of processes per host, in rank order.
+        ranks_per_host: The number of ranks on each host, in rank order.
         hosts: The names of the hosts; empty if the command line does not contain them.
         environment: Variables to set on every rank.
         forwarded: Names of variables to forward to every rank.
         address: The address of the rendezvous; None for the first host.
         port: The port of the rendezvous; None for 29500.
         max_restarts: The maximum number of restarts after a failure; None for the launcher's default.
-        discovery: A program that lists the hosts while the job runs. `hosts` is then empty.
+        directory: The folder in which the command is started; None for the current folder.
+        discovery_script: A program that lists the hosts while the job runs. `hosts` is then empty.
         launcher_options: The options that are not part of the job.
         remarks: Messages for the user from parsing the command line.
     """
 
     program: tuple[str, ...]
-    counts: tuple[int, ...] = (1,)
+    ranks_per_host: tuple[int, ...] = (1,)
     hosts: tuple[str, ...] = ()
     backend: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -60,19 +61,19 @@ class Job:
     port: int | None = None
     max_restarts: int | None = None
     directory: str | None = None
-    discovery: str | None = None
+    discovery_script: str | None = None
     launcher_options: tuple[LauncherOption, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         """The total number of processes."""
-        return sum(self.counts)
+        return sum(self.ranks_per_host)
 
     @property
     def named_hosts(self) -> tuple[Host, ...]:
-        """The named hosts with their number of processes."""
-        return tuple(Host(name, count) for name, count in zip(self.hosts, self.counts, strict=False))
+        """The named hosts, each with its number of ranks as slots."""
+        return tuple(Host(name, count) for name, count in zip(self.hosts, self.ranks_per_host, strict=False))
 
     @property
     def python(self) -> str | None:
@@ -82,35 +83,39 @@ class Job:
     @property
     def rendezvous_variables(self) -> dict[str, str]:
         """MASTER_ADDR and MASTER_PORT; empty if there are several hosts and the name of the first is unknown."""
-        address = self.address or (self.hosts[0] if self.hosts else "127.0.0.1" if len(self.counts) == 1 else None)
+        address = self.address or (
+            self.hosts[0] if self.hosts else "127.0.0.1" if len(self.ranks_per_host) == 1 else None
+        )
         if address is None:
             return {}
         return {"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": str(self.port or DEFAULT_PORT)}
 
     def check_hosts_named(self, launcher: str) -> None:
         """Raise LaunchError if `launcher` requires host names and the names of several hosts are unknown."""
-        if len(self.counts) > 1 and not self.hosts:
+        if len(self.ranks_per_host) > 1 and not self.hosts:
             known_hosts = f"only {self.address!r}" if self.address else "none"
-            names = [self.address or "node1", *(f"node{number}" for number in range(2, len(self.counts) + 1))]
-            slots = ",".join(f"{name}:{count}" for name, count in zip(names, self.counts, strict=True))
+            names = [self.address or "node1", *(f"node{number}" for number in range(2, len(self.ranks_per_host) + 1))]
+            slots = ",".join(f"{name}:{count}" for name, count in zip(names, self.ranks_per_host, strict=True))
             raise LaunchError(
-                f"{launcher} needs the names of all {len(self.counts)} hosts, but the command names {known_hosts}. "
-                f"Name them, as in: --hosts {slots}"
+                f"{launcher} needs the names of all {len(self.ranks_per_host)} hosts, but the command names "
+                f"{known_hosts}. Name them, as in: --hosts {slots}"
             )
 
-    def check_even(self, launcher: str) -> int:
-        """Return the number of processes on each host. Raise LaunchError if the hosts differ."""
-        if len(set(self.counts)) > 1:
+    def check_equal_ranks_per_host(self, launcher: str) -> int:
+        """Return the number of ranks on each host. Raise LaunchError if the hosts have different numbers of ranks."""
+        most_ranks = max(self.ranks_per_host)
+        if len(set(self.ranks_per_host)) > 1:
             raise LaunchError(
                 f"{launcher} starts the same number of processes on each host, but the hosts of this job have "
-                f"{', '.join(map(str, self.counts))}. Use equal slots, as in: "
-                f"-np {len(self.counts) * max(self.counts)} with {max(self.counts)} slots per host"
+                f"{', '.join(map(str, self.ranks_per_host))}. Use equal slots, as in: "
+                f"-np {len(self.ranks_per_host) * most_ranks} with {most_ranks} slots per host"
             )
-        return self.counts[0]
+        return self.ranks_per_host[0]
 
 
-def number(option: str, text: str, minimum: int = 1) -> int:
-    """Return the whole number in the value of `option`. Raise LaunchError for other text and below `minimum`."""
+def parse_number(option: str, text: str, minimum: int = 1) -> int:
+    """Return the whole number in the value of `option`. Raise LaunchError for other text, and for a number below
+    `minimum`."""
     if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
         raise LaunchError(
             f"{option} must be a whole number of at least {minimum}, got {as_typed(text)!r}. Write a number, as in: "

@@ -23,7 +23,7 @@ LAUNCHER = "kubernetes"
 KINDS = ("TrainJob", "PyTorchJob", "MPIJob")
 # The runtime for PyTorch that Kubeflow Trainer installs.
 DEFAULT_RUNTIME = "torch-distributed"
-# The operators create services of this name, so it must be a DNS label (RFC 1035).
+# The name of a job must be a DNS label (RFC 1035), because the operators create services with the same name.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_LABEL_CHARACTERS = 63
 # The name of most objects is a DNS subdomain (RFC 1123).
@@ -38,9 +38,9 @@ class ManifestSettings:
     """The fields of a manifest that are not part of the job.
 
     `kind` is one of KINDS, or None for a TrainJob. `runtime` is the ClusterTrainingRuntime of a TrainJob in which
-    torchrun starts the ranks, or None for DEFAULT_RUNTIME. `mpi_runtime` is a ClusterTrainingRuntime with an MPI policy
-    instead, in which mpirun starts the ranks. `gpus`, `cpus` and `memory` are per pod, as Kubernetes quantities.
-    `timeout_seconds` limits the duration of the job.
+    torchrun starts the ranks, or None for DEFAULT_RUNTIME. `mpi_runtime` replaces `runtime` with a
+    ClusterTrainingRuntime that has an MPI policy, in which mpirun starts the ranks. `gpus`, `cpus` and `memory` are per
+    pod, as Kubernetes quantities. `timeout_seconds` limits the duration of the job.
     """
 
     kind: str | None = None
@@ -69,7 +69,7 @@ def build(job: Job, settings: ManifestSettings | None = None) -> Translation:
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
     _check_runtime(settings, kind)
-    job.check_even(kind)
+    job.check_equal_ranks_per_host(kind)
     options = [word for option in job.launcher_options for word in option.words]
     for word in (*job.program, *job.environment.values(), job.directory or "", *options):
         if has_expansion(word):
@@ -140,7 +140,7 @@ def _check_runtime(settings: ManifestSettings, kind: str) -> None:
 
 def _choose_name(job: Job, settings: ManifestSettings, kind: str) -> str:
     """Return the name in `settings`, else one derived from the script. Raises LaunchError for an invalid name."""
-    given_name, last = settings.name, len(job.counts) - 1
+    given_name, last = settings.name, len(job.ranks_per_host) - 1
     # The names of the pods are the name of the job and this suffix, and must be DNS labels.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
@@ -173,12 +173,12 @@ def _build_pytorchjob(
     # A preempted rank exits with 75, and Kubernetes restarts its pod.
     replica = {"restartPolicy": "OnFailure", "template": template}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
-    if len(job.counts) > 1:
-        replicas["Worker"] = {"replicas": len(job.counts) - 1, **replica}
+    if len(job.ranks_per_host) > 1:
+        replicas["Worker"] = {"replicas": len(job.ranks_per_host) - 1, **replica}
     policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": _backoff_limit(job)}
     if settings.timeout_seconds is not None:
         policy["activeDeadlineSeconds"] = settings.timeout_seconds
-    spec = {"nprocPerNode": str(job.counts[0]), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    spec = {"nprocPerNode": str(job.ranks_per_host[0]), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return "kubeflow.org/v1", spec
 
 
@@ -212,8 +212,8 @@ def _build_trainjob(
     trainer: dict[str, Any] = {
         "image": settings.image,
         "command": command,
-        "numNodes": len(job.counts),
-        "numProcPerNode": job.counts[0],
+        "numNodes": len(job.ranks_per_host),
+        "numProcPerNode": job.ranks_per_host[0],
     }
     if "env" in common:
         trainer["env"] = common["env"]
@@ -244,7 +244,7 @@ def _build_mpijob(
         policy["activeDeadlineSeconds"] = settings.timeout_seconds
     remarks.append("The image needs Open MPI and sshd. Images based on mpioperator/openmpi have both.")
     spec = {
-        "slotsPerWorker": job.counts[0],
+        "slotsPerWorker": job.ranks_per_host[0],
         "runPolicy": policy,
         "mpiReplicaSpecs": {
             "Launcher": {
@@ -253,7 +253,7 @@ def _build_mpijob(
                 "template": _pod_template(launcher),
             },
             "Worker": {
-                "replicas": len(job.counts),
+                "replicas": len(job.ranks_per_host),
                 "restartPolicy": "OnFailure",
                 "template": _pod_template(worker),
             },
@@ -324,7 +324,10 @@ def _torchrun_words(job: Job, launcher_words: list[str]) -> list[str]:
 def _container_fields(
     job: Job, settings: ManifestSettings, name: str, remarks: list[str], launcher: str = LAUNCHER
 ) -> dict[str, Any]:
-    """Return the fields of a container that depend on the job: working directory, variables and resources."""
+    """Return the fields of a container that depend on the job: working directory, variables and resources.
+
+    If values are read from a Kubernetes secret, add a remark that explains how to create the secret.
+    """
     fields: dict[str, Any] = {}
     if job.directory is not None:
         fields["workingDir"] = job.directory
@@ -345,7 +348,7 @@ def _container_fields(
         create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
         remarks.append(
             f"The values of {', '.join(secrets)} are read from the secret {name}-env. Set them in a shell, and create "
-            f"it with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
+            f"the secret with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
         fields["env"] = variables
@@ -362,7 +365,7 @@ def _container_fields(
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """PyYAML with indented lists and quoted strings, and without anchors.
+    """PyYAML's dumper with indented lists and quoted strings, and without anchors.
 
     PyYAML writes strings such as y and 1e3 without quotes; Kubernetes' parser reads them as a boolean and a number.
     """

@@ -52,7 +52,7 @@ def parse(words: Sequence[str]) -> Job:
     counts, names, remarks = _read_placement(options)
     return Job(
         program=options.program,
-        counts=counts,
+        ranks_per_host=counts,
         hosts=names,
         environment=variables,
         forwarded=tuple(dict.fromkeys(name for text in lists for name in text.split(","))),
@@ -82,7 +82,7 @@ def build(job: Job) -> Translation:
 
 
 def _read_placement(options: Options) -> Placement:
-    """Return the placement of the processes. Raises LaunchError if their number is unknown."""
+    """Return the placement of the processes. Raises LaunchError if the number of processes is unknown."""
     size, per_host = options.take_number("-n"), options.take_number("-ppn")
     text, file = options.take_last("-hosts"), options.take_last("-f")
     hosts = read_hosts(text, file, "-f")

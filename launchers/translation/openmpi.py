@@ -18,7 +18,7 @@ from unitrain.launchers.translation.hosts import (
     read_host_entries,
     read_hosts,
 )
-from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import has_expansion
 from unitrain.launchers.translation.writing import (
@@ -88,10 +88,10 @@ def parse(words: Sequence[str]) -> Job:
     variables, forwarded = options.take_exports()
     counts, names, remarks = _read_placement(options, hosts)
     directory = options.take_last("--wdir")
-    launcher_options = [*_binding_and_mca_options(options), *options.remaining(_TOPICS)]
+    launcher_options = [*_take_binding_and_mca_options(options), *options.remaining(_TOPICS)]
     return Job(
         program=options.program,
-        counts=counts,
+        ranks_per_host=counts,
         hosts=names,
         environment=variables,
         # Other launchers do not need an option for PATH.
@@ -106,7 +106,7 @@ def build(job: Job) -> Translation:
     """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     extra_options, remarks = options_for(job, LAUNCHER)
-    has_several_hosts = len(job.counts) > 1
+    has_several_hosts = len(job.ranks_per_host) > 1
     variables = variables_for(job, LAUNCHER)
     if has_several_hosts or job.backend != "horovod" or job.address or job.port:
         variables |= job.rendezvous_variables  # DDP needs a rendezvous, and so does Horovod on several hosts
@@ -134,7 +134,7 @@ def build(job: Job) -> Translation:
 
 
 def _read_placement(options: Options, hosts: tuple[Host, ...]) -> Placement:
-    """Return the placement of the processes. Raises LaunchError if their number is unknown."""
+    """Return the placement of the processes. Raises LaunchError if the number of processes is unknown."""
     size = options.take_number("--np")
     per_host = (
         options.take_number("-N")
@@ -146,7 +146,7 @@ def _read_placement(options: Options, hosts: tuple[Host, ...]) -> Placement:
     for option in options.take_all("--map-by"):
         policy, *modifiers = option.values[0].lower().split(":")
         if policy == "ppr" and modifiers[1:2] == ["node"]:
-            per_host = number("--map-by ppr:N:node", modifiers[0])
+            per_host = parse_number("--map-by ppr:N:node", modifiers[0])
             del modifiers[:2]
         elif policy == "node":
             by_node = True
@@ -223,8 +223,9 @@ def _resolve_slots(
     return tuple(hosts_with_slots), ()
 
 
-def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
-    """Return the --bind-to and --mca options, with any equivalents, except options that `build` always sets."""
+def _take_binding_and_mca_options(options: Options) -> list[LauncherOption]:
+    """Take the --bind-to and --mca options. Return them with their equivalents, without options that `build` always
+    sets."""
     bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
     launcher_options = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unitrain.launchers.errors import LaunchError, did_you_mean
-from unitrain.launchers.translation.job import LauncherOption, number
+from unitrain.launchers.translation.job import LauncherOption, parse_number
 from unitrain.launchers.translation.words import as_typed, without_glob_marks
 
 
@@ -91,7 +91,7 @@ class Syntax:
             yield word[:2], word[2:].removeprefix("=")
 
     def _abbreviated_option(self, prefix: str) -> str | None:
-        """Return the long option that `prefix` abbreviates, or None if no option or several ones begin with it."""
+        """Return the long option that `prefix` abbreviates, or None unless exactly one option begins with it."""
         options = [option for option in (*self.arity, *self.aliases) if option.startswith(prefix)]
         is_unique = len({self.aliases.get(option, option) for option in options}) == 1
         return options[0] if is_unique else None
@@ -121,7 +121,7 @@ class Options:
         return (taken_options[-1].values or ("",))[0] if taken_options else None
 
     def take_flag(self, *names: str) -> bool:
-        """Take the options of these names and return whether there was one."""
+        """Take the options of these names, and return whether there were any."""
         return bool(self.take_all(*names))
 
     def has(self, *names: str) -> bool:
@@ -131,7 +131,7 @@ class Options:
     def take_number(self, *names: str, minimum: int = 1) -> int | None:
         """Take the options of these names and return the number of the last one, or None. Raises LaunchError."""
         text = self.take_last(*names)
-        return None if text is None else number(names[0], text, minimum)
+        return None if text is None else parse_number(names[0], text, minimum)
 
     def take_exports(self) -> tuple[dict[str, str], list[str]]:
         """Take all `-x NAME=value` and `-x NAME`. Return the variables with a value, and the names without one."""

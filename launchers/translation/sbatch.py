@@ -19,17 +19,18 @@ from unitrain.launchers.translation.writing import Translation, options_for, var
 LAUNCHER = "sbatch"
 _WARNING_SECONDS = 120
 # Preempted ranks exit one after another with a nonzero code. The first exit must not cause srun to kill the other
-# ranks, which would change their exit code. After a failure, the remaining ranks exit on their own, or after --wait.
+# ranks, which would change their exit code. After a failure, the remaining ranks exit on their own, or srun terminates
+# them after the time of --wait.
 _SRUN_OPTIONS = ("--kill-on-bad-exit=0",)
 _SRUN_DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
 # The key with which ranks authenticate each other. The first host creates it in each attempt and srun forwards it, so
 # neither a command line nor the script contains its value.
 _KEY = "${UNITRAIN_JOB_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
-_PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # so that jobs which share a host rarely collide
+_PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # so that jobs on the same host rarely collide
 
 
 def build(job: Job, directives: Sequence[str] = ()) -> Translation:
-    """Return the script. `directives` are options of sbatch, which override the defaults.
+    """Return the sbatch script. `directives` are options of sbatch, which override the defaults.
 
     Slurm signals the ranks with SIGUSR1 two minutes before the time limit. They save a checkpoint and exit with 75, and
     the script requeues the job. Raises LaunchError if a value cannot be written into a script.
@@ -107,7 +108,7 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
 
 
 def _task_options(job: Job) -> list[str]:
-    words = task_options(job.counts)[:-1]
+    words = task_options(job.ranks_per_host)[:-1]
     return [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
 
 
@@ -120,7 +121,7 @@ def job_name(job: Job) -> str:
 
 
 def _config_file(job: Job) -> str | None:
-    """Return the first configuration file of `unitrain train` in the program, or None."""
+    """Return the first word of the program with the suffix of a configuration file, or None."""
     return next((word for word in job.program if PurePosixPath(word).suffix in CONFIG_SUFFIXES), None)
 
 

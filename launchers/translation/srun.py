@@ -10,7 +10,7 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.srun import DEFAULT_OPTIONS, task_options
 from unitrain.launchers.translation.hosts import divide_evenly, expand_nodelist
-from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join, mark_expansion
 from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_remarks, variables_for
@@ -87,9 +87,9 @@ def parse(words: Sequence[str]) -> Job:
             f"--nodes {min_nodes}-{max_nodes} lets Slurm choose the number of hosts. The translated command uses "
             f"{max_nodes}."
         )
-    nodes = number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
+    nodes = parse_number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
     if per_gpu is not None and tasks is None:
-        tasks = per_gpu * _parse_gpus(options, nodes, per_gpu)
+        tasks = per_gpu * _count_requested_gpus(options, nodes, per_gpu)
     if per_gpu is not None:
         remarks.append(
             f"--ntasks-per-gpu {per_gpu} of srun is left out. Under srun, it also restricts each task to one GPU. "
@@ -118,12 +118,12 @@ def parse(words: Sequence[str]) -> Job:
     variables, forwarded = _parse_export(options, remarks)
     return Job(
         program=options.program,
-        counts=counts,
+        ranks_per_host=counts,
         hosts=names[: len(counts)],
         environment=variables,
         forwarded=forwarded,
         directory=options.take_last("--chdir"),
-        launcher_options=(*_sbatch_options(options), *options.remaining(_TOPICS)),
+        launcher_options=(*_take_sbatch_options(options), *options.remaining(_TOPICS)),
         remarks=tuple(remarks),
     )
 
@@ -131,17 +131,17 @@ def parse(words: Sequence[str]) -> Job:
 def build(job: Job) -> Translation:
     """Return the srun command, which runs in an allocation."""
     extra_options, remarks = options_for(job, LAUNCHER)
-    placement = [*task_options(job.counts)]
+    placement = [*task_options(job.ranks_per_host)]
     if job.hosts:
         placement = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *placement]
     variables = variables_for(job, LAUNCHER) | rendezvous_variables(job, remarks)
     if job.directory is not None:
         placement += ["--chdir", job.directory]
     srun_options = merge_options(DEFAULT_OPTIONS, extra_options)
-    if len(job.counts) > 1:
+    if len(job.ranks_per_host) > 1:
         remarks.append(
             "Run the command in an allocation, such as the shell that this command starts: "
-            f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
+            f"salloc --nodes {len(job.ranks_per_host)} --ntasks-per-node {max(job.ranks_per_host)}"
         )
     line = CommandLine([LAUNCHER, *placement, *srun_options, *job.program], variables)
     return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_remarks(job)])
@@ -152,7 +152,7 @@ def rendezvous_variables(job: Job, remarks: list[str]) -> dict[str, str]:
 
     Without named hosts, the rendezvous is on the first host that Slurm selects.
     """
-    if job.hosts or len(job.counts) == 1:
+    if job.hosts or len(job.ranks_per_host) == 1:
         return job.rendezvous_variables
     if job.address is not None:
         remarks.append(
@@ -161,7 +161,7 @@ def rendezvous_variables(job: Job, remarks: list[str]) -> dict[str, str]:
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
 
 
-def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
+def _count_requested_gpus(options: Options, num_nodes: int | None, tasks_per_gpu: int) -> int:
     """Return the number of GPUs that the command requests. The GPU options remain in `options`.
 
     Raises LaunchError if the command requests no GPUs, or requests GPUs per host on several hosts. In the second case,
@@ -176,11 +176,11 @@ def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
             if name == "--gres":
                 parts = [part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu"]
             num_gpus = sum(_count_gpus(name, part) for part in parts)
-            if num_gpus and not count and name != "--gpus" and (nodes or 1) > 1:
+            if num_gpus and not count and name != "--gpus" and (num_nodes or 1) > 1:
                 raise LaunchError(
-                    f"How many tasks srun starts for --nodes {nodes} {join(option.words)} --ntasks-per-gpu "
+                    f"How many tasks srun starts for --nodes {num_nodes} {join(option.words)} --ntasks-per-gpu "
                     f"{tasks_per_gpu} depends on the version of Slurm. Add their number to the command, as in: "
-                    f"srun --ntasks {(nodes or 1) * num_gpus * tasks_per_gpu}"
+                    f"srun --ntasks {(num_nodes or 1) * num_gpus * tasks_per_gpu}"
                 )
             count = count or num_gpus  # several options may request the same GPUs
     if not count:
@@ -195,15 +195,15 @@ def _count_gpus(option: str, text: str) -> int:
     """Return the number of GPUs in "a100:4" or "4"; a type without a number is one GPU."""
     kind, _, last = text.partition("(")[0].rpartition(":")
     # The type of a MIG device starts with a digit, as in "1g.10gb".
-    return 1 if not kind and not last.isdecimal() else number(option, last)
+    return 1 if not kind and not last.isdecimal() else parse_number(option, last)
 
 
 def _uneven_placement_remark(job: Job) -> list[str]:
-    if job.counts == divide_evenly(job.size, len(job.counts)):
+    if job.ranks_per_host == divide_evenly(job.size, len(job.ranks_per_host)):
         return []
     return [
-        f"Slurm distributes {job.size} tasks evenly, not as {', '.join(map(str, job.counts))}. If that matters, "
-        "add --distribution=arbitrary and set SLURM_HOSTFILE to a list of hosts."
+        f"Slurm distributes {job.size} tasks evenly, not as {', '.join(map(str, job.ranks_per_host))}. If that "
+        "matters, add --distribution=arbitrary and set SLURM_HOSTFILE to a list of hosts."
     ]
 
 
@@ -225,7 +225,7 @@ def _parse_export(options: Options, remarks: list[str]) -> tuple[dict[str, str],
     return variables, tuple(names)
 
 
-def _sbatch_options(options: Options) -> list[LauncherOption]:
+def _take_sbatch_options(options: Options) -> list[LauncherOption]:
     """Take and return the options that sbatch also has. Drop the options that `build` sets by default."""
     launcher_options: list[LauncherOption] = []
     for option in options.take_all("--kill-on-bad-exit", "--wait"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES, c10d_rendezvous_options, static_rendezvous_options
-from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, variables_for
 
@@ -47,7 +47,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
             f"--nproc-per-node {processes} depends on the host that runs torchrun, so the number is unknown here. "
             "Write the number, as in: --nproc-per-node 8"
         )
-    count = number("--nproc-per-node", processes)
+    count = parse_number("--nproc-per-node", processes)
     address, port = options.take_last("--master-addr"), options.take_number("--master-port", minimum=0)
     backend = options.take_last("--rdzv-backend")
     uses_etcd = backend is not None and backend.startswith("etcd")  # the endpoint is then the etcd server, not a host
@@ -58,7 +58,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     if endpoint and not is_standalone:
         has_port = ":" in endpoint and not endpoint.endswith("]")  # [::1] is an IPv6 address
         host, _, text = endpoint.rpartition(":") if has_port else (endpoint, "", "")
-        address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else port
+        address, port = host, parse_number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else port
     if is_standalone or (num_nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # The node rank of this command, and an option that torchrun always implies.
@@ -73,7 +73,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         program = (python, *program)
     return Job(
         program=program,
-        counts=(count,) * num_nodes,
+        ranks_per_host=(count,) * num_nodes,
         address=address,
         port=port if port not in (0, DEFAULT_PORT) else None,
         max_restarts=max_restarts,
@@ -87,30 +87,30 @@ def build(job: Job) -> Translation:
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
     variables = {**(RESTART_VARIABLES if job.max_restarts else {}), **variables_for(job, LAUNCHER)}
-    names = job.hosts or [f"host {host_number}" for host_number, _ in enumerate(job.counts, start=1)]
+    names = job.hosts or [f"host {host_number}" for host_number, _ in enumerate(job.ranks_per_host, start=1)]
     rendezvous: dict[str, str] = {}
-    if len(job.counts) > 1:
+    if len(job.ranks_per_host) > 1:
         rendezvous = {
             parsed.name: parsed.values[0]
             for option in job.launcher_options
-            if (parsed := _parse_own_option(option)) is not None and parsed.values
+            if (parsed := _parse_torchrun_option(option)) is not None and parsed.values
         }
         # Options that differ between hosts or that are generated below.
         omitted = ("--local-addr", "--rdzv-endpoint", *(("--rdzv-id", "--rdzv-conf") if job.max_restarts else ()))
         kept_options = [
             option
             for option in job.launcher_options
-            if (parsed := _parse_own_option(option)) is None or parsed.name not in omitted
+            if (parsed := _parse_torchrun_option(option)) is None or parsed.name not in omitted
         ]
         job = replace(job, launcher_options=tuple(kept_options))
     extra_options, remarks = options_for(job, LAUNCHER)
     if "--local-addr" in rendezvous and not job.max_restarts:
         remarks.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")
-    if len(job.counts) > 1 and job.max_restarts:
+    if len(job.ranks_per_host) > 1 and job.max_restarts:
         # The static rendezvous of --master-addr does not support restarts.
         options_per_host = [
             c10d_rendezvous_options(
-                f"{len(job.counts)}:{len(job.counts)}",
+                f"{len(job.ranks_per_host)}:{len(job.ranks_per_host)}",
                 count,
                 job.max_restarts,
                 (job.address or job.hosts[0], job.port or DEFAULT_PORT),
@@ -121,16 +121,20 @@ def build(job: Job) -> Translation:
                     part.partition("=")[::2] for part in rendezvous.get("--rdzv-conf", "").split(",") if part
                 ),
             )
-            for node_rank, count in enumerate(job.counts)
+            for node_rank, count in enumerate(job.ranks_per_host)
         ]
         remarks.append("The rendezvous assigns the node ranks; their order may change after a failure.")
-    elif len(job.counts) > 1:
-        options_per_host = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
+    elif len(job.ranks_per_host) > 1:
+        options_per_host = static_rendezvous_options(
+            job.ranks_per_host, job.address or job.hosts[0], job.port or DEFAULT_PORT
+        )
     elif job.port is not None or job.address is not None:
-        options_per_host = [["--nproc-per-node", str(job.counts[0]), "--master-port", str(job.port or DEFAULT_PORT)]]
+        options_per_host = [
+            ["--nproc-per-node", str(job.ranks_per_host[0]), "--master-port", str(job.port or DEFAULT_PORT)]
+        ]
     else:
-        options_per_host = [["--standalone", "--nproc-per-node", str(job.counts[0])]]
-    if job.max_restarts and len(job.counts) == 1:
+        options_per_host = [["--standalone", "--nproc-per-node", str(job.ranks_per_host[0])]]
+    if job.max_restarts and len(job.ranks_per_host) == 1:
         extra_options = ["--max-restarts", str(job.max_restarts), *extra_options]
     launcher, program = torchrun_and_program(job)
     lines = [
@@ -141,7 +145,7 @@ def build(job: Job) -> Translation:
         remarks.append(
             f"torchrun forwards the variables of its own shell: set {', '.join(job.forwarded)} on each host."
         )
-    if "OMP_NUM_THREADS" not in job.environment and max(job.counts) > 1:
+    if "OMP_NUM_THREADS" not in job.environment and max(job.ranks_per_host) > 1:
         remarks.append(
             "torchrun sets one thread per rank. For more threads, set OMP_NUM_THREADS to the cores of a host divided "
             "by its ranks."
@@ -149,7 +153,7 @@ def build(job: Job) -> Translation:
     return Translation(lines, [*job.remarks, *remarks])
 
 
-def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
+def _parse_torchrun_option(option: LauncherOption) -> ParsedOption | None:
     """Return an option of torchrun with its name and values, or None for an option of another launcher."""
     return SYNTAX.parse([*option.words, "program"])[0][0] if option.launcher == LAUNCHER else None
 
@@ -160,7 +164,7 @@ def _parse_num_nodes(text: str, remarks: list[str]) -> int:
         remarks.append(
             f"--nnodes {text} may run on fewer hosts than {max_nodes}. The translated command uses all {max_nodes}."
         )
-    return number("--nnodes", max_nodes or min_nodes)
+    return parse_number("--nnodes", max_nodes or min_nodes)
 
 
 def torchrun_and_program(job: Job) -> tuple[list[str], tuple[str, ...]]:

@@ -101,13 +101,13 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
         program = ("python", "-m", "unitrain", "train", *options.program)
     return Job(
         program=program,
-        counts=counts,
+        ranks_per_host=counts,
         hosts=names,
         backend=backend,
         environment=variables,
         forwarded=tuple(dict.fromkeys(forwarded)),
         max_restarts=max_restarts,
-        discovery=script,
+        discovery_script=script,
         launcher_options=(*launcher_options, *options.remaining(_TOPICS)),
         remarks=remarks,
     )
@@ -124,7 +124,7 @@ def build(job: Job) -> Translation:
             "Use a Python script, or choose another launcher, as in: --to torchrun"
         )
     default_launcher = _DEFAULT_LAUNCHERS.get(job.backend or "ddp", "torchrun")
-    launcher = "mpirun" if len(job.counts) > 1 and default_launcher == "torchrun" else default_launcher
+    launcher = "mpirun" if len(job.ranks_per_host) > 1 and default_launcher == "torchrun" else default_launcher
     unitrain_options, other_options = _split_options(job.launcher_options)
     # The backend is an option of unitrain launch, so it is not needed as a variable.
     inner_job = replace(job, launcher_options=other_options, backend=None)
@@ -138,7 +138,7 @@ def build(job: Job) -> Translation:
             "newest checkpoint, and hvd.elastic is not used."
         )
     variables = variables_for(inner_job, launcher)
-    has_rendezvous = len(job.counts) > 1 or job.address or job.port
+    has_rendezvous = len(job.ranks_per_host) > 1 or job.address or job.port
     if has_rendezvous and launcher != "horovodrun":  # horovodrun has its own rendezvous
         variables |= job.rendezvous_variables
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}

@@ -1,8 +1,8 @@
 """Splitting of command lines into words, and quoting of words.
 
 Text that a shell would expand, such as "$HOME/data" or *.txt, must appear in the translated command as it was typed, so
-that the shell still expands it. `split` encloses it in two private-use characters within its word, and `quote` writes
-it unchanged.
+that the shell still expands it. `split` encloses such text in two private-use characters, and `quote` writes the text
+unchanged.
 
 Literal text is quoted by `shlex.quote` of the standard library. `shlex.split` is not used, because it returns the same
 word for $HOME and '$HOME', although a shell expands only the first, and because it does not support $'...' and braces.
@@ -130,9 +130,7 @@ def _parse_part(line: str, position: int) -> tuple[str, int]:
         return _parse_quoted(line, position)
     if char == "$" and line[position + 1 : position + 2] == "'":
         return _parse_ansi_quoted(line, position)
-    if (
-        char == "$" and line[position + 1 : position + 2] == '"'
-    ):  # translated text, which is the same text in the C locale
+    if char == "$" and line[position + 1 : position + 2] == '"':  # a localized string, unchanged in the C locale
         return _parse_quoted(line, position + 1)
     if char == "{" and (end := _braces_end(line, position)) > position:
         return mark_expansion(line[position:end]), end

@@ -170,7 +170,7 @@ def options_for(job: Job, launcher: str, *, advice_target: str | None = None) ->
 
 
 def restart_remarks(job: Job) -> list[str]:
-    """Return the remark about restarts for a launcher that does not restart jobs."""
+    """Return the remark about restarts for a launcher that does not restart jobs; empty for a job without restarts."""
     if not job.max_restarts:
         return []
     return [

@@ -248,7 +248,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
         "Use -np 2, or give the hosts more slots: -H localhost:3"
     )
     assert usage_error("launch", "--backend", "local", "-np", "2", script) == (
-        "Without a launcher unitrain starts one process on this host, but -np requests 2. "
+        "Without a launcher, unitrain starts one process on this host, but -np requests 2. "
         "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
     )
     assert usage_error("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")

@@ -16,7 +16,7 @@ from launches import running_launcher
 from prometheus_client.parser import text_string_to_metric_families
 from test_docs import program
 
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import find_free_port
 from unitrain.cli import unitrain as command_line
 
 EPOCHS, STEPS_PER_EPOCH = 20, 64
@@ -34,7 +34,7 @@ def read_metrics(port: int) -> dict[str, float]:
 
 @pytest.mark.ci
 def test_program_serves_its_metrics_and_writes_its_events(tmp_path: Path) -> None:
-    folder, script, port = tmp_path / "runs/first", tmp_path / "train.py", free_port()
+    folder, script, port = tmp_path / "runs/first", tmp_path / "train.py", find_free_port()
     script.write_text(program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder))))
     command = [
         sys.executable, "-m", "unitrain", "launch", "-np", "2", "--max-restarts", "3", "--metrics-port", str(port),

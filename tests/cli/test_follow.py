@@ -417,7 +417,10 @@ def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatc
     ("arguments", "message"),
     [
         ("follow --to slrum 7", "Unknown scheduler 'slrum'. Did you mean 'slurm'? Available: slurm, kubernetes."),
-        ("follow --to slurm train", "A Slurm job has a number, got 'train'. Use the number that sbatch printed"),
+        (
+            "follow --to slurm train",
+            "JOB must be the number of a Slurm job, got 'train'. Use the number that sbatch printed",
+        ),
         (
             "follow --to slurm --kind MPIJob 7",
             "--kind MPIJob is an option for kubernetes, but --to is slurm. Leave --kind out",

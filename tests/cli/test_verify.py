@@ -28,7 +28,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.cli import unitrain as command
-from unitrain.cli.available import find_available
+from unitrain.cli.available import find_available_backends
 from unitrain.errors import ConfigError
 from unitrain.verify.bits import find_first_difference
 from unitrain.verify.commands import last_lines
@@ -328,7 +328,7 @@ def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest
     for name, value in preloaded(os.environ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    controllers, skipped = find_available(["ddp", "horovod", "local"])
+    controllers, skipped = find_available_backends(["ddp", "horovod", "local"])
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
     ((what, why),) = skipped
     assert what == "horovod over mpi"

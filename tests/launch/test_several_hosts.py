@@ -247,7 +247,7 @@ def other_torch(hosts: list[Host], script: Path) -> str:
     other = script.parent / "METADATA"
     other.write_text(Path(str(own)).read_text().replace(f"Version: {version}", "Version: 2.6.0", 1))
     assert hosts[1].run(["mount", "--bind", str(other), str(own)]).returncode == 0
-    fix = f"Install the same there: ssh h2 {PYTHON} -m pip install torch=={version}"
+    fix = f"Install the same version there: ssh h2 {PYTHON} -m pip install torch=={version}"
     if "+" in version:  # a local version, which the package index does not have
         fix = "Start from an environment that all hosts share"
     return f"torch is {version} on h1, but 2.6.0 on h2. {fix}"

@@ -223,8 +223,8 @@ def test_evidence_lists_the_variables_that_were_used() -> None:
         ),
         (
             {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1"},
-            "PMIX_RANK=1 shows that a PMIx launcher has started this process, but no variable has the number of ranks. "
-            "Set the rank, size and local rank in the command of every rank: "
+            "PMIX_RANK=1 shows that a PMIx launcher has started this process, but no variable contains the number "
+            "of ranks. Set the rank, size and local rank in the command of every rank: "
             "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<rank on its host> python ..., or clear it with: "
             "unset PMIX_RANK",
         ),

@@ -30,7 +30,7 @@ from unitrain.launchers import (
     parse_hosts,
     preflight,
 )
-from unitrain.launchers.agents import read_plan
+from unitrain.launchers.agents import parse_plan
 from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.torchrun import commands_per_host
 
@@ -69,10 +69,10 @@ def test_parse_hosts_reads_the_notation_of_horovod_and_mpi(text: str, hosts: lis
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a:0", "Host 'a:0' must have a whole number of slots from 1, got '0'. Use: -H a:1"),
-        ("a:two", "Host 'a:two' must have a whole number of slots from 1, got 'two'. Use: -H a:1"),
-        ("a:²", "Host 'a:²' must have a whole number of slots from 1, got '²'. Use: -H a:1"),
-        ("a:", "Host 'a:' must have a whole number of slots from 1, got ''. Use: -H a:1"),
+        ("a:0", "Host 'a:0' must have a positive whole number of slots, got '0'. Use: -H a:1"),
+        ("a:two", "Host 'a:two' must have a positive whole number of slots, got 'two'. Use: -H a:1"),
+        ("a:²", "Host 'a:²' must have a positive whole number of slots, got '²'. Use: -H a:1"),
+        ("a:", "Host 'a:' must have a positive whole number of slots, got ''. Use: -H a:1"),
         ("a:1,,b:1", "Host '' in 'a:1,,b:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
         ("a b:1", "Host 'a b:1' in 'a b:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
         (
@@ -154,7 +154,7 @@ def test_read_hostfile(tmp_path: Path) -> None:
     path.write_text("# ours\na slots=4 max_slots=8\n\nb:2  # two\nc\nc\n")
     assert launchers.read_hostfile(path) == (Host("a", 4), Host("b", 2), Host("c", 2))
     for text, message in (
-        ("a slots=x\n", r"must have a whole number of slots from 1, got 'x'"),
+        ("a slots=x\n", r"must have a positive whole number of slots, got 'x'"),
         ("a 4\n", r"^Line 'a 4' of .* is not valid\. Write: a slots=4$"),
         ("# none\n", r"^--hostfile .* does not name a host\. Write one"),
     ):
@@ -197,7 +197,7 @@ def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
     assert command.per_host == (("a", first), ("b", second))
     assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
     assert command.argv[1:3] == ("-P", "-c")
-    found = read_plan(command.argv[4:])
+    found = parse_plan(command.argv[4:])
     assert [(host["name"], tuple(host["argv"])) for host in found["hosts"]] == [("a", first.argv), ("b", second.argv)]
     assert [host["start"][0] for host in found["hosts"]] == ["ssh", "ssh"]
     assert "--master-port 4711" in build("torchrun", replace(launch_spec, port=4711)).shell()
@@ -208,7 +208,7 @@ def test_plan_of_2000_hosts_fits_into_the_arguments_of_a_process() -> None:
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(2000))
     launch_spec = spec(num_processes=16000, hosts=hosts, args=("--data", "x" * 3000))
     command = build("torchrun", launch_spec)
-    assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
+    assert [tuple(host["argv"]) for host in parse_plan(command.argv[4:])["hosts"]] == [
         item.argv for item in commands_per_host(launch_spec)
     ]
     listed = "import sys; print(len(sys.argv))"
@@ -237,7 +237,7 @@ def test_exit_code_255_of_a_program_on_this_host_is_not_reported_as_a_lost_conne
 def test_cleanup_names_the_launcher_that_fails() -> None:
     launch_spec = spec(hosts=parse_hosts("a:1"), environment={launchers.LAUNCH_ID_VARIABLE: "1"})
     command = launchers.add_cleanup(Command((sys.executable, "-m", "launcher")), "horovodrun", launch_spec)
-    assert [host["name"] for host in read_plan(command.argv[4:])["hosts"]] == ["horovodrun", "a"]
+    assert [host["name"] for host in parse_plan(command.argv[4:])["hosts"]] == ["horovodrun", "a"]
 
 
 def test_a_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
@@ -475,11 +475,12 @@ def test_command_without_a_launcher() -> None:
     assert command.argv == (sys.executable, "train.py", "--epochs", "3")
     assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
     with pytest.raises(
-        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -H names 2 hosts: a, b\."
+        LaunchError,
+        match=r"^Without a launcher, unitrain starts one process on this host, but -H names 2 hosts: a, b\.",
     ):
         build("none", spec(hosts=parse_hosts("a:1,b:1")))
     with pytest.raises(
-        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -np requests 2\. Use "
+        LaunchError, match=r"^Without a launcher, unitrain starts one process on this host, but -np requests 2\. Use "
     ):
         build("none", spec(num_processes=2))
 

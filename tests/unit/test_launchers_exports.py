@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_launcher_args
-from unitrain.launchers.agents import read_plan
+from unitrain.launchers.agents import parse_plan
 from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.torchrun import commands_per_host
 
@@ -120,7 +120,7 @@ def test_torchrun_on_several_hosts_receives_forwarded_values_by_name(monkeypatch
         ),
     )  # fmt: skip
     assert "my-level" not in " ".join(command.argv)
-    plan = read_plan(command.argv[4:])
+    plan = parse_plan(command.argv[4:])
     assert "LEVEL" in plan["forwarded"]
     for host in plan["hosts"]:
         assert {"A": "b", "UNITRAIN_BACKEND": "horovod"}.items() <= host["variables"].items()

@@ -9,7 +9,7 @@ import pytest
 from fake_programs import write_program
 
 from unitrain.launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
-from unitrain.launchers.agents import read_plan
+from unitrain.launchers.agents import parse_plan
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
@@ -99,7 +99,7 @@ def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, mo
         ("n2", "2"),
     ]
     assert "--master-addr n1 --master-port 29734" in command.shell()
-    starts = [host["start"] for host in read_plan(command.argv[4:])["hosts"]]
+    starts = [host["start"] for host in parse_plan(command.argv[4:])["hosts"]]
     assert [(start[0], start[6]) for start in starts] == [("srun", "--nodelist=n1"), ("srun", "--nodelist=n2")]
     assert "-H n1:4,n2:4" in build("horovodrun", spec(folder, num_processes=6, backend="horovod")).shell()
     monkeypatch.setenv("SLURM_STEP_ID", "0")

@@ -46,7 +46,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def select(members: Membership) -> str:
-    return ",".join(map(str, members.select_hosts(threading.Event())))
+    return ",".join(map(str, members.wait_for_hosts(threading.Event())))
 
 
 def stable_change(members: Membership) -> str | None:
@@ -96,7 +96,7 @@ def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest
     assert capsys.readouterr().err == "unitrain: waiting for slots for 3 ranks; hosts that respond: c:2\n"
     ended = threading.Event()
     ended.set()
-    assert members.select_hosts(ended) == ()
+    assert members.wait_for_hosts(ended) == ()
 
 
 def test_a_failing_host_list_is_requested_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_discovery_script_prints_the_hosts(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"is not valid\. Write name:slots"):
         discover_hosts(script)
     script.write_text("#!/bin/sh\necho a:x\n")
-    with pytest.raises(LaunchError, match="whole number of slots from 1, got 'x'"):
+    with pytest.raises(LaunchError, match="positive whole number of slots, got 'x'"):
         discover_hosts(script)
     script.write_text("#!/bin/sh\nyes host:1 | head -c 30000000\n")
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_elastic_ranges_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-np", "2"], "-np 2 requests a fixed number of ranks, but --elastic 2:4 a variable one."),
+        (["-np", "2"], "-np 2 requests a fixed number of ranks, but --elastic 2:4 requests a variable number."),
         (["-H", "a:1"], "--elastic 2:4 needs slots for 2 ranks, but the hosts have 1 in all. Use --elastic 1:4, or"),
         (["-H", "a:2", "--host-discovery-script", "x"], "-H a:2 and --host-discovery-script 'x' both name the hosts"),
         (

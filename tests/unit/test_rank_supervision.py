@@ -191,11 +191,11 @@ def test_a_stopped_standby_rank_does_not_respond() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         standby_ranks = [Rank(ranks, rank, "is standby") for rank in range(2)]
         wait_until(lambda: ranks.num_ready == 2)
-        assert ranks.all_respond(30)
+        assert ranks.wait_for_responses(30)
         stop_process(standby_ranks[1].process)
-        assert not ranks.all_respond(0.5)
+        assert not ranks.wait_for_responses(0.5)
         standby_ranks[1].process.send_signal(signal.SIGCONT)
-        assert ranks.all_respond(30)
+        assert ranks.wait_for_responses(30)
     for rank in standby_ranks:
         rank.process.communicate(timeout=30)
         assert rank.process.returncode == 0
@@ -210,12 +210,14 @@ def test_standby_ranks_that_do_not_exit_are_not_awaited_before_the_job_ends() ->
         may_end.wait(30)
 
     for can_start in (True, False):
-        standby._attempt = Mock(hosts=(), can_start=can_start, responds=lambda: False, is_ready=True, cancel=cancel)
+        standby._attempt = Mock(
+            hosts=(), can_start=can_start, wait_for_responses=lambda: False, is_ready=True, cancel=cancel
+        )
         standby._is_ready = True
         has_begun.clear()
         began = time.monotonic()
         if can_start:
-            assert standby.take((), Mock()) is None
+            assert standby.start_attempt((), Mock()) is None
         else:
             standby.update(Mock())
         assert time.monotonic() - began < 10

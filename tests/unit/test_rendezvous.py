@@ -339,7 +339,7 @@ def test_values_are_returned_if_the_last_rank_failed_before_it_published_them(mo
     first.post("key", "first")
     monkeypatch.setattr(last.messages, "set", lambda *_: None)
     last.post("key", "last")
-    assert first.missing_ranks("key") == []
+    assert first.wait_for_missing_ranks("key") == []
     assert first.allgather("key", "first") == ["first", "last"]
 
 
@@ -400,7 +400,7 @@ def test_a_rank_that_posts_twice_counts_once() -> None:
     rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=1))
     for _ in range(2):
         rendezvous.post("stuck", None)
-        assert rendezvous.missing_ranks("stuck", timedelta(seconds=0.1)) == [1]
+        assert rendezvous.wait_for_missing_ranks("stuck", timedelta(seconds=0.1)) == [1]
 
 
 LIMITS = """

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor, nn
 
 from unitrain import checkpoint_activations
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import find_free_port
 from unitrain.cli import unitrain as command_line
 from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
@@ -154,7 +154,7 @@ def scrape(port: int) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_endpoint_serves_the_metrics(values: RunValues) -> None:
-    port = free_port()
+    port = find_free_port()
     endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
     try:
         assert scrape(port)["unitrain_checkpoint_write_seconds_count", ()] == 0
@@ -279,7 +279,7 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
     values: RunValues, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 1.0)
-    port, before = free_port(), threading.active_count()
+    port, before = find_free_port(), threading.active_count()
     endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
     endpoint.serve(values)
     connections: list[socket.socket] = []
@@ -317,7 +317,7 @@ def test_endpoint_starts_without_a_dns_request(monkeypatch: pytest.MonkeyPatch) 
 
 def test_address_of_another_host_is_reported_with_a_fix() -> None:
     with pytest.raises(ConfigError, match=r'Use an address of the host of rank 0: .*metrics_address="127.0.0.1"'):
-        MetricsEndpoint("192.0.2.1", free_port(), keep_trying=False)
+        MetricsEndpoint("192.0.2.1", find_free_port(), keep_trying=False)
 
 
 def test_endpoint_that_is_closed_while_it_starts_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_endpoint_that_is_closed_while_it_starts_does_not_keep_its_port(monkeypa
 
 
 def test_forked_processes_do_not_keep_the_port_and_closed_endpoints_are_freed() -> None:
-    endpoint = MetricsEndpoint("127.0.0.1", free_port(), keep_trying=False)
+    endpoint = MetricsEndpoint("127.0.0.1", find_free_port(), keep_trying=False)
     if (pid := os.fork()) == 0:
         os._exit(0 if endpoint._server is None else 1)
     assert os.waitpid(pid, 0)[1] == 0

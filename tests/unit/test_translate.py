@@ -50,8 +50,17 @@ def remarks(line: str, target: str) -> str:
     return "\n".join(build(parse(line), target).remarks)
 
 
-def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: object) -> Job:
-    return Job(**{"program": program, "hosts": tuple(hosts.split()), "backend": "ddp", **more})  # type: ignore[arg-type]
+def job(
+    program: tuple[str, ...] = ("python", "t.py"), counts: tuple[int, ...] = (1,), hosts: str = "", **more: object
+) -> Job:
+    fields: dict[str, object] = {
+        "program": program,
+        "ranks_per_host": counts,
+        "hosts": tuple(hosts.split()),
+        "backend": "ddp",
+        **more,
+    }
+    return Job(**fields)  # type: ignore[arg-type]
 
 
 # --- reading ---
@@ -164,9 +173,9 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\na slots=2\n\nb slots = 2 max_slots=4\n")
     for line in (f"mpirun -np 4 --hostfile {file} python t.py", f"horovodrun -np 4 -hostfile {file} python t.py"):
-        assert (parse(line).hosts, parse(line).counts) == (("a", "b"), (2, 2))
+        assert (parse(line).hosts, parse(line).ranks_per_host) == (("a", "b"), (2, 2))
     file.write_text("a:2\nb:2\n")
-    assert parse(f"mpiexec -n 4 -f {file} python t.py").counts == (2, 2)
+    assert parse(f"mpiexec -n 4 -f {file} python t.py").ranks_per_host == (2, 2)
     with pytest.raises(LaunchError) as caught:
         parse(f"horovodrun -np 4 --hostfile {file}s python t.py")
     assert str(caught.value) == (
@@ -196,7 +205,7 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
 )
 def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
     found = parse(f"srun {options} python t.py")
-    assert found.counts == counts
+    assert found.ranks_per_host == counts
     request_options = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
     assert set(request_options) <= {
         word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())
@@ -204,7 +213,7 @@ def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int
 
 
 def test_unspecified_tasks_of_srun_are_remarked() -> None:
-    assert parse("srun -N 2 python t.py").counts == (1, 1)
+    assert parse("srun -N 2 python t.py").ranks_per_host == (1, 1)
     assert "The srun command does not specify the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
     assert "does not specify" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
     assert "the number of hosts for 8 tasks" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
@@ -232,7 +241,7 @@ def test_unspecified_tasks_of_srun_are_remarked() -> None:
 def test_open_mpi_hostfile(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
     found = parse(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
-    assert list(zip(found.hosts, found.counts, strict=True)) == expected
+    assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == expected
 
 
 @pytest.mark.parametrize("options", ["", "-np 3", "--map-by node"])
@@ -260,7 +269,7 @@ def test_oversubscribed_hosts_of_open_mpi() -> None:
     found = parse("mpirun --oversubscribe -np 4 -H localhost python t.py")
     assert found == job(counts=(4,), backend="horovod", launcher_options=(option,))
     found = parse("mpirun -np 8 -H a:1,b:4 --oversubscribe python t.py")
-    assert list(zip(found.hosts, found.counts, strict=True)) == [("a", 3), ("b", 5)]
+    assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == [("a", 3), ("b", 5)]
 
 
 @needs_open_mpi
@@ -272,12 +281,12 @@ def test_placement_equals_that_of_open_mpi() -> None:
         hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
         options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
         found = parse(f"mpirun {options} python t.py")
-        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == mapped(options), options
     for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
                     "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe", "-H a:1,b:4,c:2 -np 9 --oversubscribe",
                     "-H a:2,b:1,c:1 -np 11 --map-by slot:oversubscribe"):  # fmt: skip
         found = parse(f"mpirun {options} python t.py")
-        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == mapped(options), options
 
 
 def test_hosts_with_unknown_cores_are_remarked(tmp_path: Path) -> None:
@@ -341,11 +350,11 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
         line = f"unitrain launch {option} t.py"
         assert f" {option} " in lines(line, "unitrain")[0]
         assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
-    assert parse("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
-    assert parse("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    assert parse("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").ranks_per_host == (4, 2)
+    assert parse("unitrain launch --elastic 2:4 t.py").ranks_per_host == (4,)
     line = "unitrain launch --devices 1,3 -H a:4,b:4 t.py"
     assert lines(line, "srun")[0].startswith("CUDA_VISIBLE_DEVICES=1,3 ")
-    assert parse(line).counts == (2, 2)
+    assert parse(line).ranks_per_host == (2, 2)
     assert "-np 3 -x CUDA_VISIBLE_DEVICES=0,1,2 " in lines("unitrain launch --devices 3 t.py", "unitrain")[0]
     assert "-np 2 -x CUDA_VISIBLE_DEVICES= " in lines("unitrain launch --devices 0 -np 2 t.py", "unitrain")[0]
     assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
@@ -696,7 +705,7 @@ def jobs(draw: st.DrawFn) -> Job:
     start = draw(st.sampled_from([("train.py",), ("-m", "pkg.train"), ("-O", "train.py")]))
     return Job(
         program=(python, *start, *draw(st.lists(WORDS, max_size=3))),
-        counts=counts if several else counts[:1],
+        ranks_per_host=counts if several else counts[:1],
         hosts=hosts if several else (),
         backend=draw(st.sampled_from(["ddp", "horovod", "mine"])),
         environment=draw(st.dictionaries(st.sampled_from(["A", "LEVEL", "NCCL_DEBUG"]), WORDS, max_size=2)),
@@ -710,11 +719,13 @@ def test_parse_inverts_build(job: Job, target: str) -> None:
     if target == "unitrain":
         job = replace(job, program=("python", "train.py", *job.program[3:]))
     if target == "srun":
-        job = replace(job, counts=(job.counts[0],) * len(job.counts))  # Slurm deals them out evenly
+        job = replace(
+            job, ranks_per_host=(job.ranks_per_host[0],) * len(job.ranks_per_host)
+        )  # Slurm deals them out evenly
         # The value of --export ends at a comma, so they go before srun.
     if target == "horovodrun":
         job = replace(job, port=None)  # its rendezvous is at the default port
-    if target == "mpirun" and job.backend == "horovod" and len(job.counts) == 1:
+    if target == "mpirun" and job.backend == "horovod" and len(job.ranks_per_host) == 1:
         job = replace(job, port=None)
     if target == "unitrain" and (job.backend == "horovod" or job.port is None):
         job = replace(job, port=None)
@@ -722,8 +733,8 @@ def test_parse_inverts_build(job: Job, target: str) -> None:
         found = parse(line.shell())
         # torchrun's lines name the first host alone.
         expected = replace(job, hosts=(), address=job.hosts[0]) if target == "torchrun" and job.hosts else job
-        if target == "torchrun" and len(set(job.counts)) > 1:
-            expected = replace(expected, counts=found.counts)
+        if target == "torchrun" and len(set(job.ranks_per_host)) > 1:
+            expected = replace(expected, ranks_per_host=found.ranks_per_host)
         assert replace(found, remarks=()) == expected, line.shell()
 
 
@@ -800,7 +811,7 @@ def test_split_inverts_join(words: list[str]) -> None:
         ),
         (
             "horovodrun -np 4 -H a:x python t.py",
-            "Host 'a:x' must have a whole number of slots from 1, got 'x'. Use: -H a:1",
+            "Host 'a:x' must have a positive whole number of slots, got 'x'. Use: -H a:1",
         ),
         ("mpirun python t.py", "The mpirun command lacks the number of processes. Add: -np N"),
         (

@@ -1,6 +1,6 @@
 """Start-up of a rank: environment variables, rendezvous, network addresses, devices and authentication.
 
-environment         launcher and rank of this process; the only module that reads environment variables
+environment         launcher and rank of this process; other modules read environment variables through it
 overrides           loading of the object with which a tool such as `unitrain verify` changes a run
 rendezvous          connection of the ranks of any launcher through a torch Store
 responsive_store    requests to that store with a time limit

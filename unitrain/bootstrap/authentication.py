@@ -78,7 +78,7 @@ def unseal(sealed: bytes, purpose: str) -> str:
 
 
 def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
-    """Authenticate this process and its peer to each other with the job's `key`.
+    """Authenticate this process and its peer to each other with the job's `key`. `Handshake` describes the generator.
 
     Both peers use the same `role`, which states the purpose of the connection. `is_server` is true on the side that
     accepted the connection. Nothing is sent if the key is None. Raises AuthenticationError if the peer has a different

@@ -65,22 +65,22 @@ def parse_device(name: str, requested: Any) -> torch.device:
 def gather_and_check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
     """Raise ConfigError on every rank if two ranks use the same GPU, unless they requested it by its index.
 
-    All ranks call it.
+    All ranks must call this function.
     """
     has_index = requested is not None and torch.device(requested).index is not None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not has_index else None
     check_gpus_differ(rendezvous.allgather("gpu", [socket.gethostname(), gpu]))
 
 
-def check_gpus_differ(gpu_by_rank: Sequence[Sequence[str | None]]) -> None:
+def check_gpus_differ(host_and_gpu_by_rank: Sequence[Sequence[str | None]]) -> None:
     """Raise ConfigError if two ranks use the same GPU.
 
-    `gpu_by_rank` contains the host and the GPU's UUID per rank; the UUID is None for a rank that is not checked. Hosts
-    may be containers on one machine, so only the UUIDs are compared.
+    `host_and_gpu_by_rank` contains the host and the GPU's UUID for each rank; the UUID is None for a rank that is not
+    checked. Hosts may be containers on one machine, so only the UUIDs are compared.
     """
     ranks: dict[str, list[str]] = {}
     hosts: dict[str, str | None] = {}
-    for rank, (host, gpu) in enumerate(gpu_by_rank):
+    for rank, (host, gpu) in enumerate(host_and_gpu_by_rank):
         if gpu is not None:
             ranks.setdefault(gpu, []).append(str(rank))
             hosts.setdefault(gpu, host)

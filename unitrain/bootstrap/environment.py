@@ -1,8 +1,9 @@
 """Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
-No other module reads or writes the environment. If launchers are nested, as in `srun torchrun`, the innermost one is
-used, because it started this process; `_LAUNCHERS` lists inner launchers before outer ones. Variables of outer
-launchers, such as Open MPI or Slurm, are ignored. `detect().evidence` lists the variables that were used.
+Other modules, except `unitrain.launchers`, read and write the environment only through this module. If launchers are
+nested, as in `srun torchrun`, the innermost one is used, because it started this process; `_LAUNCHERS` lists inner
+launchers before outer ones. Variables of outer launchers, such as Open MPI or Slurm, are ignored. `detect().evidence`
+lists the variables that were used.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class RankInfo:
 
     `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI), "mpiexec" (MPICH, Intel MPI, PALS), "mpirun_rsh"
     (MVAPICH), "jsrun" (LSF), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob, without torchrun), "env"
-    (RANK and WORLD_SIZE were set by another program) or "none". `evidence` lists the variables that were used, as
-    "RANK=0".
+    (RANK and WORLD_SIZE were set by another program), "init_process_group" (the arguments of torch's function) or
+    "none". `evidence` lists the variables that were used, as "RANK=0".
     """
 
     launcher: str
@@ -44,7 +45,8 @@ class _Variables:
     """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
     If the variable of the local rank is not set, the local rank is 0 in a job of one rank and under a launcher without
-    such a variable (one process per host). For "env", it is equal to the rank (all processes on one host).
+    such a variable (one process per host). For "env", it is equal to the rank, because all processes are assumed to run
+    on one host.
     """
 
     launcher: str
@@ -89,7 +91,8 @@ _LAUNCHERS = (
     ),
     # MPICH and Intel MPI (pmodels/mpich#2371). PMI_RANK is not the marker, because srun may set it too.
     _Variables("mpiexec", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Flux and HPE's PALS may run in a Slurm step, so their tasks also have Slurm's variables. Flux sets PMI_RANK.
+    # Flux and HPE's PALS may run in a Slurm step, so their tasks also have Slurm's variables. Flux also sets PMI_RANK,
+    # so it comes before the launchers that PMI_RANK identifies.
     _Variables("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None, None,
     "FLUX_JOB_NNODES"),
     _Variables("mpiexec", "PALS_RANKID", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
@@ -104,7 +107,7 @@ _LAUNCHERS = (
     _Variables("kubernetes", "KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", None, None, "RANK", "WORLD_SIZE"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )  # fmt: skip
-# Alternative names of variables. The pods of a TrainJob set the rendezvous address under these names, for torchrun.
+# Alternative names of variables. In the pods of a TrainJob, the rendezvous address has these names, for torchrun.
 _ALTERNATIVE_NAMES = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
 # ID of a job that `unitrain launch` supervises, equal in all attempts.
 JOB_ID_VARIABLE = "UNITRAIN_JOB"
@@ -149,8 +152,8 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return this process's rank and launcher, from the environment or from `environ`.
 
     Raises EnvironmentVariableError if a variable is missing, is not a number, or contradicts another one. RANK and
-    WORLD_SIZE must match the launcher's variables. Otherwise, if a rank of a job starts processes with their own RANK
-    and WORLD_SIZE, these processes would use the rank of their parent.
+    WORLD_SIZE must match the launcher's variables. Without this check, processes that a rank starts with a different
+    RANK and WORLD_SIZE would use the rank of their parent.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
@@ -168,7 +171,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
         # Otherwise each process of the job would run as a job of one rank.
         raise EnvironmentVariableError(
             f"PMIX_RANK={environ['PMIX_RANK']} shows that a PMIx launcher has started this process, but no variable "
-            "has the number of ranks. Set the rank, size and local rank in the command of every rank: "
+            "contains the number of ranks. Set the rank, size and local rank in the command of every rank: "
             "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<rank on its host> python ..., or clear it with: "
             "unset PMIX_RANK"
         )

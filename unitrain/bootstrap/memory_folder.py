@@ -2,8 +2,8 @@
 
 `unitrain launch` creates it, passes its path to the ranks, and removes it when the job ends. If `unitrain launch` is
 killed, the ranks remove it. If all processes of the job are killed at once, the next `unitrain launch` of the same user
-removes the folder: the running command holds a `flock` on the folder, which the kernel releases when the process
-terminates.
+removes the folder. The command recognizes an abandoned folder by the missing `flock`: `unitrain launch` locks its
+folder, and the kernel releases the lock when the process terminates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MemoryFolder:
         self._descriptor: int | None = None
         prefix = f"unitrain-{os.getuid()}-"
         try:
-            _remove_abandoned(root, prefix)
+            _remove_abandoned_folders(root, prefix)
             while self.path is None:
                 path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
                 self._descriptor = _lock(path)
@@ -60,7 +60,8 @@ class MemoryFolder:
 def remove_abandoned_folder() -> None:
     """Remove the memory folder of this process's job if the supervisor has terminated without removing it.
 
-    A rank calls it when its connection to the supervisor is closed, which may be shortly before the lock is released.
+    A rank calls it when its connection to the supervisor is closed, which may be shortly before the supervisor's lock
+    is released. The function therefore waits for the lock, for at most 2 s.
     """
     path = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
     deadline = time.monotonic() + _LOCK_RELEASE_SECONDS
@@ -72,7 +73,7 @@ def remove_abandoned_folder() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder into which other processes may still write. Their writes fail after it is renamed."""
+    """Remove a folder into which other processes may still write. It is renamed first, so that their writes fail."""
     removed = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.rename(removed)
@@ -80,7 +81,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(root: Path, prefix: str) -> None:
+def _remove_abandoned_folders(root: Path, prefix: str) -> None:
     """Remove this user's folders that no process has locked."""
     for path in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another process has removed the folder in the meantime
@@ -93,7 +94,7 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a folder and return its file descriptor, or None if it is locked or has been removed."""
+    """Lock a folder and return its file descriptor, or None if another process has locked or removed it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from unitrain.bootstrap.authentication import seal, unseal
 from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.errors import AuthenticationError
 
-# Number of attempts to replace the value of another program atomically.
+# Maximum number of attempts to replace the value of another program atomically.
 _MAX_REPLACED_VALUES = 4
 
 
@@ -31,7 +31,8 @@ class MessageStore:
         self._store.set(key, self._seal(key, text))
 
     def get(self, key: str) -> bytes:
-        """Wait for `key` and return its text. Raises AuthenticationError if another program wrote the value."""
+        """Wait for `key` and return its text as bytes. Raises AuthenticationError if another program wrote the
+        value."""
         return self._unseal(key, self._store.get(key)).encode()
 
     def check(self, keys: list[str]) -> bool:
@@ -39,8 +40,8 @@ class MessageStore:
         return self._store.check(keys) and all(key in self._counters or self._is_authentic(key) for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` unless a rank has already set it; return its text afterwards. `expected` must be
-        empty.
+        """Set `key` to `desired` unless a rank has already set it; return the text of `key` as bytes. `expected` must
+        be empty.
 
         A value of another program is replaced atomically, so all ranks return the same text. The value is
         replaced unconditionally only if the other program writes repeatedly or its value is not text.
@@ -53,7 +54,7 @@ class MessageStore:
                 return self._unseal(key, stored).encode()
             except AuthenticationError:
                 replaced = stored.decode(errors="replace")
-        self._store.set(key, sealed)  # the other program writes all the time, or its value is not text
+        self._store.set(key, sealed)  # the other program writes repeatedly, or its value is not text
         return desired.encode()
 
     def append(self, key: str, line: str) -> None:
@@ -65,7 +66,7 @@ class MessageStore:
         return [line for line in self._unsealed_lines(key) if line is not None]
 
     def has_rejected_lines(self, key: str) -> bool:
-        """Return whether a line at `key` is not signed with the job's key that this process has."""
+        """Return whether a line at `key` fails the verification with the key of this process."""
         return None in self._unsealed_lines(key)
 
     def _unsealed_lines(self, key: str) -> list[str | None]:

@@ -26,7 +26,7 @@ def local_address_for(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of this host by interface."""
+    """Return the IPv4 address of each network interface of this host, by the name of the interface."""
     address_by_interface: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -109,7 +109,7 @@ def check_can_listen(address: str, port: int) -> None:
     socket.create_server(target, family=family).close()  # create_server sets SO_REUSEADDR
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -119,7 +119,7 @@ def free_port() -> int:
 def reserve_port() -> socket.socket:
     """Return a socket that is bound to a free TCP port. While it is open, the port is not assigned to another program.
 
-    The socket does not listen, so `listen` succeeds at this port, and connections are refused until then.
+    The socket does not listen, so `listen` can still bind to this port. Until then, connections are refused.
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
 """Authenticated TCP connections between the ranks of a job.
 
 The rank that accepts connections publishes its port and a random token in the rendezvous store. Both peers prove that
-they have the job's key, if there is one. The connecting rank also proves with the token that it has access to the
-store.
+they have the job's key, if there is one. The connecting rank also sends the token, which proves that it has access to
+the store.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def new_token() -> str:
 def connect_to_rank(
     host: str, port: int, token: str, own_rank: int, role: str, timeout_seconds: float
 ) -> socket.socket:
-    """Return a connection to the rank that calls `accept_ranks` with the same `token` and `role`. Its operations block
-    for at most `timeout_seconds`.
+    """Return a connection to the rank that calls `accept_ranks` with the same `token` and `role`. Operations on the
+    connection block for at most `timeout_seconds`.
 
     Raises OSError if an operation takes longer or the connection is not accepted, and AuthenticationError if the peer
     has a different key.
@@ -52,8 +52,8 @@ def connect_to_rank(
 def accept_ranks(
     server: socket.socket, token: str, ranks: Collection[int], role: str, timeout_seconds: float
 ) -> dict[int, socket.socket]:
-    """Return a connection to each of `ranks`, except the ranks that have not connected in time. Operations on the
-    connections block for at most `timeout_seconds`.
+    """Return a connection to each of `ranks`, except the ranks that have not connected within `timeout_seconds`.
+    Operations on the connections also block for at most `timeout_seconds`.
 
     All connections are authenticated concurrently, so a program that connects without sending data does not delay the
     ranks.
@@ -101,7 +101,7 @@ def accept_ranks(
 
 
 class _PendingConnection:
-    """A connection that is not yet authenticated. It never blocks."""
+    """A connection that is not yet authenticated. Its methods never block."""
 
     def __init__(self, connection: socket.socket, token: str, role: str) -> None:
         connection.setblocking(False)

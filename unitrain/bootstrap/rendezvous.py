@@ -41,7 +41,7 @@ _server_stores: list[TCPStore] = []  # kept open until the process exits, becaus
 
 @dataclass(frozen=True)
 class NodePosition:
-    """Local rank and node rank of a rank, and the corresponding sizes; the same on all ranks."""
+    """Local rank and node rank of one rank, and the corresponding sizes. All ranks compute the same positions."""
 
     local_rank: int
     local_size: int
@@ -94,7 +94,7 @@ class Rendezvous:
                 f"{key!r}. Missing: {names}. {cause}{signature}"
                 f"Check the first error that they logged, or raise the limit with {setting}."
             )
-        # The last rank has failed before it published the list.
+        # All ranks have posted, but the last rank failed before it published the list.
         return [posted[rank] for rank in range(self.rank_info.size)]
 
     @cached_property
@@ -120,13 +120,14 @@ class Rendezvous:
             elif len(values := _values_by_rank(lines)) == self.rank_info.size:
                 self.messages.set(_complete_key(key), json.dumps([values[rank] for rank in sorted(values)]))
 
-    def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
+    def wait_for_missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""
         posted = self._wait_until_complete(key, timeout or self.timeout)
         return [] if posted is None else self._missing_ranks(posted)
 
     def _wait_until_complete(self, key: str, timeout: timedelta) -> dict[int, Any] | None:
-        """Wait until the complete list is published, and return None; after `timeout`, return the values by rank."""
+        """Wait until the complete list is published, and return None; after `timeout`, return the posted values by
+        rank."""
         deadline = time.monotonic() + timeout.total_seconds()
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
         while not self.messages.check([_complete_key(key)]):
@@ -148,8 +149,8 @@ class Rendezvous:
         """Position of every rank on its host, in rank order. The first access communicates, so all ranks must read it.
         Raises ConfigError on every rank if the ranks start different backends.
 
-        It is derived from the values of all ranks, because launchers do not provide a reliable node rank: Horovod's is
-        wrong if hosts have different numbers of ranks, and Open MPI provides none.
+        The node ranks are derived from the values of all ranks, because launchers do not provide a reliable node rank:
+        Horovod's is wrong if hosts have different numbers of ranks, and Open MPI provides none.
         """
         host_name = socket.gethostname()
         if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is None:
@@ -167,7 +168,7 @@ class Rendezvous:
 
     @cached_property
     def own_address(self) -> str | None:
-        """Address of this host for the other hosts, or None if it is unknown. The first access communicates, so all
+        """Address at which other hosts reach this host, or None if it is unknown. The first access communicates, so all
         ranks must read it."""
         try:
             own = local_address_for(self.host)
@@ -194,7 +195,7 @@ def _values_by_rank(lines: Sequence[tuple[int, Any, int]]) -> dict[int, Any]:
 
 
 def _find_size_mismatch(lines: Sequence[tuple[int, Any, int]]) -> str | None:
-    """Return an error message if ranks have posted different sizes."""
+    """Return an error message if ranks have posted different sizes, else None."""
     first_ranks: dict[int, int] = {}
     for rank, _, size in sorted(lines, key=lambda line: line[0]):
         first_ranks.setdefault(size, rank)

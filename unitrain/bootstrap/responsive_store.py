@@ -28,7 +28,8 @@ class ResponsiveStore:
     `timeout_seconds`.
 
     A daemon thread sends the requests, one at a time. After a request has exceeded the limit, further requests also
-    raise the error until its late response arrives. `get` must only be called for existing keys.
+    raise the error until its late response arrives. `get` must only be called for existing keys, because torch's `get`
+    waits for a missing key.
     """
 
     def __init__(self, store: dist.Store, timeout_seconds: float) -> None:

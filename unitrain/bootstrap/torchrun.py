@@ -1,9 +1,9 @@
 """torchrun with a rendezvous store that listens on one address only: `python -m unitrain.bootstrap.torchrun`.
 
-It accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
-"--standalone" also unpickles data that any host on the network can write. This module replaces both: a single host uses
-the loopback interface unless --rdzv-endpoint is set, and several hosts use the address of the first host. The
-rendezvous backends c10d and etcd remain unchanged.
+The program accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network
+interfaces, and "--standalone" also unpickles data that any host on the network can write. This module replaces both: a
+single host uses the loopback interface unless --rdzv-endpoint is set, and several hosts use the address of the first
+host. The rendezvous backends c10d and etcd remain unchanged.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks; with --max-restarts, the ranks receive SIGTERM instead. If the first
 failed rank exits with 75 because it was preempted, this process also exits with 75. After a signal such as SIGTERM,
@@ -65,7 +65,7 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Connect the nodes. torchrun calls it once per attempt of the job."""
+        """Connect the nodes. torchrun calls this method once per attempt of the job."""
         if self._store is None:
             descriptor = None
             if self._node_rank == 0:
@@ -105,7 +105,7 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
 
-def _create(parameters: RendezvousParameters) -> BoundRendezvous:
+def _create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
     host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
     seconds = parameters.get_as_int("timeout", _TIMEOUT_SECONDS) or _TIMEOUT_SECONDS
     node_rank = parameters.get_as_int("rank", 0) or 0
@@ -118,7 +118,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="unitrain-torchrun-") as folder:
             _main(folder)
-    except ChildFailedError as error:  # its traceback only shows functions of torchrun
+    except ChildFailedError as error:  # the traceback would only show functions of torchrun
         sys.stderr.write(f"{error}\n")
         sys.exit(1)
 
@@ -126,14 +126,15 @@ def main() -> None:
 @record
 def _main(error_folder: str) -> None:
     """Run torchrun. The ranks write error files to `error_folder`, unless an option selects another folder."""
-    rendezvous_handler_registry.register(_BACKEND, _create)
+    rendezvous_handler_registry.register(_BACKEND, _create_rendezvous)
     options = run.parse_args(None)
     if not options.log_dir and options.redirects == options.tee == "0":
-        options.log_dir = error_folder  # torchrun would create a folder and not remove it
+        options.log_dir = error_folder  # otherwise, torchrun would create a folder and not remove it
     # A rank with a watchdog cancels the signal and detects the exit of this process itself.
     call_in_ranks_of_torchrun(parent_death_signal(signal.SIGTERM))
     if options.max_restarts:
-        # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
+        # Ranks that receive a warning signal exit after a checkpoint, and torchrun would restart them. torchrun
+        # forwards SIGTERM to the ranks and does not restart them.
         for signum in WARNING_SIGNALS:
             signal.signal(signum, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:

@@ -57,7 +57,7 @@ def split_words(context: click.Context, parameter: click.Parameter, value: str |
 
 
 class FiniteRange(click.FloatRange):
-    """Type of options with a number in a range, such as click's FloatRange, but without nan and infinity."""
+    """Type of an option whose value is a number in a range: click's FloatRange without nan and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)

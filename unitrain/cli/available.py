@@ -19,7 +19,7 @@ def parse_backends(backends: str | None) -> list[str]:
     return names
 
 
-def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[tuple[str, str]]]:
+def find_available_backends(names: list[str]) -> tuple[dict[str, list[str | None]], list[tuple[str, str]]]:
     """Return the available controllers per backend, and (name, reason) for each unavailable backend or controller.
 
     Backends other than Horovod have the single controller None.

@@ -12,7 +12,7 @@ import click
 from unitrain.bench.results import OPERATIONS
 from unitrain.bootstrap import environment
 from unitrain.cli import FiniteRange
-from unitrain.cli.available import find_available, parse_backends
+from unitrain.cli.available import find_available_backends, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
     check_any_available,
@@ -76,8 +76,8 @@ def collectives(
     """Benchmark collectives on every backend and transport, one at a time.
 
     Without a launcher, the command starts a separate set of ranks on this host for each backend and transport. Under a
-    launcher, on any number of hosts, it uses the launched ranks, and initializes the backends that are available on all
-    hosts one after the other:
+    launcher, on any number of hosts, it uses the launched ranks, and initializes, one after the other, the backends
+    that are available on all hosts:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png
@@ -118,7 +118,7 @@ def _start_rank_sets(
         names = [
             name for name in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if name != "local"
         ]
-        available, skipped = find_available(names)
+        available, skipped = find_available_backends(names)
         check_any_available(available, skipped)
         own, first_name = (list(available), skipped), next(iter(available))
         first = LaunchedRanks(first_name, device)

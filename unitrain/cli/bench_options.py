@@ -14,7 +14,7 @@ import click
 from unitrain import errors, launchers
 from unitrain.backends import registry
 from unitrain.cli import check_output_file, report_write_error
-from unitrain.cli.available import find_available, parse_backends
+from unitrain.cli.available import find_available_backends, parse_backends
 from unitrain.errors import ConfigError, MissingDependencyError, UnitrainError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def list_rank_set_specs(
     from unitrain.bench.rank_sets import RankSetSpec
 
     names = [name for name in parse_backends(backends) if name != "local"]
-    controllers, skipped = find_available(names)
+    controllers, skipped = find_available_backends(names)
     specs = []
     for name, choices in controllers.items():
         transports = getattr(registry.load(name), "transports", ()) if device == "cuda" else ()

@@ -129,7 +129,8 @@ def train(
 def _check_target(target: str, function: str) -> None:
     """Raise ConfigError unless `target` names a built-in model, a configuration file, or a function.
 
-    A file must exist; a module is not imported. Raises LaunchError if configuration files cannot be read.
+    A file must exist; a module is not imported. Raises LaunchError if the package that reads configuration files is
+    missing.
     """
     from unitrain.bench.models import BUILT_IN_MODELS
 

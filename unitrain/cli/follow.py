@@ -32,12 +32,12 @@ def follow(scheduler: str, cluster: str | None, kind: str | None, namespace: str
       unitrain follow --to kubernetes --namespace team train-digits
     """
     try:
-        sys.exit(following.follow(_find_job(scheduler, cluster, kind, namespace, job)))
+        sys.exit(following.follow(_create_followed_job(scheduler, cluster, kind, namespace, job)))
     except LaunchError as error:
         raise click.UsageError(str(error)) from error
 
 
-def _find_job(
+def _create_followed_job(
     scheduler: str, cluster: str | None, kind: str | None, namespace: str | None, job: str
 ) -> following.FollowedJob:
     if scheduler not in _SCHEDULERS:

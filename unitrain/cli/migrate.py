@@ -17,8 +17,8 @@ def migrate(script: Path, write: bool) -> None:
     """Convert SCRIPT, which trains with Horovod, DDP, Accelerate or Fabric, to unitrain.
 
     A unified diff is written to standard output, and the reason for each change, with its line in SCRIPT, to standard
-    error. A script with a call that unitrain migrate does not know is not converted: each such line is written to
-    standard error, with a fix.
+    error. If SCRIPT contains calls that unitrain migrate does not know, the script is not converted, and the lines of
+    these calls are written to standard error, each with a fix.
 
     \b
       unitrain migrate train.py
@@ -45,7 +45,7 @@ def migrate(script: Path, write: bool) -> None:
     if result.source is None:
         for problem in result.problems:
             click.echo(f"{script}:{problem.line}: {problem.name}: {problem.fix}.", err=True)
-        click.echo(f"{script} was not converted: {_count(len(result.problems), 'problem')}.", err=True)
+        click.echo(f"{script} was not converted: {_format_count(len(result.problems), 'problem')}.", err=True)
         sys.exit(1)
     backup = script.with_name(f"{script.name}.orig")
     if write and backup.exists():
@@ -54,7 +54,7 @@ def migrate(script: Path, write: bool) -> None:
     for reason in result.reasons:
         click.echo(f"{script}:{reason.line}: {reason.text}.", err=True)
     lines = migration.changed_lines(source, result.source)
-    click.echo(f"{_count(lines, 'line')} of code changed. Check the diff, then compare the results.", err=True)
+    click.echo(f"{_format_count(lines, 'line')} of code changed. Check the diff, then compare the results.", err=True)
     if write:
         try:
             backup.write_bytes(source.encode())
@@ -67,5 +67,5 @@ def migrate(script: Path, write: bool) -> None:
         click.echo(f"Wrote {script}. The original is {backup}.", err=True)
 
 
-def _count(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -90,7 +90,7 @@ def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
     """
     request = submission.SubmitRequest(scheduler=scheduler, is_dry_run=is_dry_run, **arguments)  # type: ignore[arg-type]
     try:
-        translation = submission.write_submission(request)
+        translation = submission.build_submission(request)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     print_translation(translation)

@@ -17,7 +17,7 @@ def train(words: tuple[str, ...]) -> None:
 
     The keys are the settings of TrainConfig, and the model, optimizer, scheduler, loss function, metrics, data,
     callbacks and loggers, whose classes or functions are named by import path. Options override the files. The resolved
-    configuration is stored as config.yaml in output_dir and in each checkpoint. This needs the extra "config".
+    configuration is stored as config.yaml in output_dir and in each checkpoint. The command needs the extra "config".
 
     With several ranks, use `unitrain launch -np 2 config.yaml`, or start `python -m unitrain train config.yaml` with
     any launcher.

@@ -37,7 +37,14 @@ def translate(target: str, hosts: str | None, backend: str | None, kind: str | N
         job = translation.parse(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
             counts, names, notes = place_processes(job.size, parse_hosts(hosts))
-            job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *notes))
+            job = replace(
+                job,
+                ranks_per_host=counts,
+                hosts=names,
+                address=None,
+                discovery_script=None,
+                remarks=(*job.remarks, *notes),
+            )
         translated = translation.build(replace(job, backend=backend or job.backend), target, kind)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error

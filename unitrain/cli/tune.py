@@ -62,8 +62,9 @@ def tune(
     file of `unitrain train`.
 
     Runs the script repeatedly for a few seconds, with and without each setting. Settings with a significant speedup in
-    additional pairs of runs are saved to unitrain-tuned.json. In the same folder, `unitrain launch` applies and prints
-    them for runs with the same arguments on the same hardware. The settings change results only by rounding errors.
+    additional pairs of runs are saved to unitrain-tuned.json. In the folder of this file, `unitrain launch` applies and
+    prints these settings for runs with the same arguments on the same hardware. Without --compression and --local-sgd,
+    the settings change results only by rounding errors.
 
     \b
       unitrain tune train.py

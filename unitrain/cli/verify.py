@@ -14,7 +14,7 @@ import click
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.cli import FiniteRange, check_output_file, report_write_error
-from unitrain.cli.available import find_available, parse_backends
+from unitrain.cli.available import find_available_backends, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
@@ -71,7 +71,8 @@ def verify(
     configuration file of `unitrain train`, or a function that returns the arguments of Trainer and fit as a dictionary.
     Each run stops after --steps steps without executing the rest of the script. UNITRAIN_BACKEND selects the backend of
     each run. Runs with unexplained differences are repeated in float64, to distinguish rounding errors from defects.
-    The exit status is 0 if the results are the same, and 1 if they differ or a run failed.
+    The exit status is 0 if the results are the same, and 1 if they differ, if a run failed, or if a backend in
+    --backends is not available.
 
     With --bits, every run must be bit-identical to the first one in the parameters, optimizer state, buffers and loss
     of every step, on every backend and number of ranks. The report names the first step and tensor that differ.
@@ -109,7 +110,7 @@ def verify(
 
     if tolerance is None:
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
-    controllers, skipped = find_available(names)
+    controllers, skipped = find_available_backends(names)
     exit_on_termination_signals()
     if is_function:
         script, script_args = str(_TRAIN_FUNCTION), (target,)
@@ -131,7 +132,7 @@ def verify(
             if json_file is not None:
                 with report_write_error(json_file):
                     write_bits(rows, {"target": target, "args": args, "steps": steps}, json_file)
-            sys.exit(0 if is_bit_equal(rows) and not _is_missing(backends, names, controllers) else 1)
+            sys.exit(0 if is_bit_equal(rows) and not _is_backend_missing(backends, names, controllers) else 1)
         groups = verification.run_groups(sizes, controllers, with_local="local" in names)
         verdict = Verdict(groups=groups, skipped=skipped)
         report.show(verdict, f"{target}: {steps} steps, tolerance {tolerance:g}{', float64' if float64 else ''}")
@@ -139,10 +140,12 @@ def verify(
             settings = {"target": target, "args": args, "steps": steps, "tolerance": tolerance, "float64": float64}
             with report_write_error(json_file):
                 report.write_json(verdict, settings, json_file)
-    sys.exit(0 if verdict.is_same and not _is_missing(backends, names, controllers) else 1)
+    sys.exit(0 if verdict.is_same and not _is_backend_missing(backends, names, controllers) else 1)
 
 
-def _is_missing(backends: str | None, names: Sequence[str], controllers: Mapping[str, Sequence[str | None]]) -> bool:
+def _is_backend_missing(
+    backends: str | None, names: Sequence[str], controllers: Mapping[str, Sequence[str | None]]
+) -> bool:
     """Return whether a backend that --backends names is not available. Other unavailable backends are skipped."""
     return backends is not None and not all(controllers.get(name) for name in names)
 

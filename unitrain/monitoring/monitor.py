@@ -217,7 +217,7 @@ class FailureMonitor:
 
     def _post_and_find_missing(self, key: str) -> list[int]:
         self._rendezvous.post(key)
-        return self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
+        return self._rendezvous.wait_for_missing_ranks(key, _LATE_RANKS_TIMEOUT)
 
 
 def _poll(work: dist.Work) -> None:

@@ -16,7 +16,7 @@ import click
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import find_free_port
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.processes import parent_death_signal
@@ -80,8 +80,7 @@ class SupervisedJob:
         """Return the launcher command for an attempt.
 
         The attempt uses all slots of `hosts`, or the hosts of the spec if `hosts` is empty. The environment `variables`
-        are set on every rank. With `is_standby`, the ranks wait until the supervisor starts them. Raises
-        LaunchError.
+        are set on every rank. With `is_standby`, the ranks wait until the supervisor starts them. Raises LaunchError.
         """
         added = dict(variables or {})
         if self.needs_supervisor:
@@ -97,7 +96,7 @@ class SupervisedJob:
         if hosts:
             spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
         if is_standby and not self.uses_only_this_host(hosts):
-            spec = replace(spec, port=free_port())  # the running attempt uses the port of the spec
+            spec = replace(spec, port=find_free_port())  # the running attempt uses the port of the spec
         return launchers.build(self.launcher, spec)
 
 
@@ -154,9 +153,12 @@ class Attempt:
         """Whether the launcher runs and no standby rank has exited."""
         return self.process.poll() is None and not self.connections.has_disconnected_ranks
 
-    def responds(self) -> bool:
-        """Return whether all standby ranks that wait for `start` respond. If one is stopped, this takes 5 s."""
-        return not self.is_ready or self.connections.all_respond(_RESPONSE_SECONDS)
+    def wait_for_responses(self) -> bool:
+        """Request a response from all standby ranks that wait for `start`. Return whether they respond within 5 s.
+
+        If the ranks are still being started, return True without a request.
+        """
+        return not self.is_ready or self.connections.wait_for_responses(_RESPONSE_SECONDS)
 
     def start(self, describe: Callable[[], AttemptInfo]) -> None:
         """Start the standby ranks. `describe` returns the description of the attempt for rank 0."""

@@ -78,7 +78,7 @@ def check_module(name: str) -> None:
 
 
 def check_not_launched(fix: str) -> None:
-    """Raise LaunchError with `fix` if a launcher other than srun started this process, and LaunchError if the job has
+    """Raise LaunchError with `fix` if one of _RANK_LAUNCHERS has started this process, and LaunchError if the job has
     several pods. For srun, see `check_started_once`.
     """
     if (pods := environment.max_pods()) > 1:

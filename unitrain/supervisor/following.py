@@ -1,4 +1,4 @@
-"""Follow a submitted job: print the changes of its state and its log until it ends."""
+"""Follow a submitted job: print its log and the changes of its state, until it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JobGoneError(Exception):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job for the user, and its exit code once it has ended."""
+    """The state of a job as text for the user, and the exit code once the job has ended."""
 
     text: str
     exit_code: int | None = None
@@ -65,7 +65,7 @@ class FollowedJob(ABC):
 
 
 def follow(job: FollowedJob) -> int:
-    """Print state and log of a job until it ends, and return its exit code.
+    """Print the state and the log of a job until it ends, and return its exit code.
 
     Returns 130 after Ctrl-C, which does not affect the job, and 1 if the exit code of the job is unknown: the job has
     disappeared, or its scheduler did not respond for an hour.

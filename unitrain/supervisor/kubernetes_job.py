@@ -23,13 +23,14 @@ _RESOURCES = {
     "PyTorchJob": "pytorchjobs.kubeflow.org",
     "MPIJob": "mpijobs.kubeflow.org",
 }
-# The label of the pods with the name of the job: a TrainJob has a JobSet of the same name.
+# The label of a pod that contains the name of its job. A TrainJob creates a JobSet with the same name.
 _JOB_LABELS = {
     "TrainJob": "jobset.sigs.k8s.io/jobset-name",
     "PyTorchJob": "training.kubeflow.org/job-name",
     "MPIJob": "training.kubeflow.org/job-name",
 }
-# Labels of a pod with their values in the pod that runs rank 0 or the launcher, which prints the output of all ranks.
+# Labels that identify the pod whose log is shown: the pod of the launcher, which prints the output of all ranks, or the
+# pod of rank 0.
 _FIRST_POD_LABELS = (
     {"jobset.sigs.k8s.io/replicatedjob-name": "launcher"},
     {"jobset.sigs.k8s.io/replicatedjob-name": "node", "batch.kubernetes.io/job-completion-index": "0"},
@@ -72,12 +73,12 @@ class KubernetesJob(FollowedJob):
         return KubernetesJob(metadata["name"], manifest["kind"], metadata.get("namespace"))
 
     def read_status(self) -> JobStatus:
-        job = self._get(_RESOURCES[self._kind], self._job_name)
+        job = self._kubectl_get(_RESOURCES[self._kind], self._job_name)
         if job is None:
             raise JobGoneError(f"{self.name} was deleted, so its exit code is unknown")
-        pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job_name}")
+        pods = self._kubectl_get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job_name}")
         pods_by_age = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
-        first = [pod for pod in pods_by_age if _is_first(pod)]
+        first = [pod for pod in pods_by_age if _is_first_pod(pod)]
         self._pod = first[-1] if first else None  # the newest, after a restart
         conditions = {
             condition["type"]: condition
@@ -108,8 +109,8 @@ class KubernetesJob(FollowedJob):
     def close(self) -> None:
         self._log.close()
 
-    def _get(self, *words: str) -> dict[str, Any] | None:
-        """Return objects as kubectl prints them, or None if the object does not exist. Raises UnreachableError."""
+    def _kubectl_get(self, *words: str) -> dict[str, Any] | None:
+        """Return the JSON output of `kubectl get`, or None if the object does not exist. Raises UnreachableError."""
         process = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
         if process.returncode == 0:
             try:
@@ -208,7 +209,7 @@ class _PodLog:
         return True
 
 
-def _is_first(pod: Mapping[str, Any]) -> bool:
+def _is_first_pod(pod: Mapping[str, Any]) -> bool:
     labels = pod["metadata"].get("labels", {})
     return any(expected.items() <= labels.items() for expected in _FIRST_POD_LABELS)
 

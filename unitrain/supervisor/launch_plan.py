@@ -360,8 +360,8 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
         )
     if request.num_processes is not None:
         raise LaunchError(
-            f"-np {request.num_processes} requests a fixed number of ranks, but --elastic {limits} a variable one. "
-            f"Leave -np out, or use --elastic {request.num_processes}:{request.num_processes}"
+            f"-np {request.num_processes} requests a fixed number of ranks, but --elastic {limits} requests a variable "
+            f"number. Leave -np out, or use --elastic {request.num_processes}:{request.num_processes}"
         )
     if request.devices is not None:
         devices = launchers.parse_devices(request.devices)
@@ -377,7 +377,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
 
 
 def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> None:
-    """Raise LaunchError unless this command can restart the job and rank 0 runs on this host, as --standby requires."""
+    """Raise LaunchError for options that contradict --standby, which requires restarts and rank 0 on this host."""
     if launcher not in _STANDBY_LAUNCHERS:
         raise LaunchError(
             f"--standby starts the ranks of the next attempt in advance, which is not supported with --launcher "

@@ -13,14 +13,14 @@ from unitrain.launchers import ElasticRange, Host, LaunchError, find_reachable_h
 # Interval between host discoveries, and between probes of an unresponsive host.
 POLL_SECONDS = 2.0
 _PROBE_AGAIN_SECONDS = 10.0
-# If a rank of the same host fails first this many times in a row, the host is excluded for this number of seconds,
-# unless too few hosts would remain.
+# If ranks of the same host fail first this many times in a row, the host is excluded for this number of seconds, unless
+# too few hosts would remain.
 _MAX_FAILURES_IN_A_ROW = 2
 _EXCLUSION_SECONDS = 600.0
 
 
 class Membership:
-    """Selects the hosts of each attempt from those returned by `list_hosts`, for an `elastic` number of ranks.
+    """Selects the hosts of each attempt from those returned by `list_hosts`, for a number of ranks in `elastic`.
 
     Only responsive hosts are selected. Hosts of the previous attempt come first, so that rank 0 remains on its host
     when the job grows. `list_hosts` may raise LaunchError.
@@ -37,7 +37,7 @@ class Membership:
         self._failing_host: str | None = None  # the host whose rank failed first in the latest attempts
         self._failures_in_a_row = 0  # of this host
 
-    def select_hosts(self, stop_event: threading.Event) -> tuple[Host, ...]:
+    def wait_for_hosts(self, stop_event: threading.Event) -> tuple[Host, ...]:
         """Wait until enough slots are available for the next attempt. Return the hosts with the number of slots to use.
 
         Return no hosts once `stop_event` is set. Raises LaunchError after the timeout, and immediately if hosts cannot
@@ -51,7 +51,7 @@ class Membership:
                 listed_hosts = self._list_hosts()
             except LaunchError as error:  # the next call may succeed
                 listed_hosts, problem = (), f" ({error})"
-            if hosts := self._choose(listed_hosts):
+            if hosts := self._probe_and_select(listed_hosts):
                 self._selected_hosts = self._latest_choice = hosts
                 return hosts
             responsive_hosts_text = (
@@ -85,7 +85,7 @@ class Membership:
         except LaunchError as error:
             _report(f"keeping the current hosts: {error}")
             return None
-        hosts = self._choose(listed_hosts, is_running=True)
+        hosts = self._probe_and_select(listed_hosts, is_running=True)
         is_stable, self._latest_choice = hosts == self._latest_choice, hosts
         num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected_hosts)
         listed_slots = {host.name: host.slots for host in listed_hosts}
@@ -118,13 +118,13 @@ class Membership:
                 f"its ranks failed first {self._failures_in_a_row} times in a row"
             )
 
-    def _choose(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
-        """Return the hosts to use, with their slots; empty if too few hosts respond.
+    def _probe_and_select(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
+        """Probe the listed hosts. Return the hosts to use, with their slots; empty if too few hosts respond.
 
-        `is_running` states whether the job runs on the selected hosts.
+        With `is_running`, the job runs on the hosts that were selected before, which are not probed.
         """
         members, now = {host.name for host in self._selected_hosts}, time.monotonic()
-        # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
+        # Hosts of a running job are not probed. Hosts that did not respond are probed again after 10 s.
         not_probed = members if is_running else set()
         probed = [
             host

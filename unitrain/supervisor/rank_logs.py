@@ -1,8 +1,8 @@
 """One log file per rank, for `unitrain launch --log-dir`.
 
-The launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` on each rank. This program forks a process that copies the
-output to FOLDER/rank-N.log and prints it, with the rank as a prefix unless the launcher adds one, and then replaces
-itself with the script.
+The launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` on each rank. This program forks a child process and
+replaces itself with the script. The child process copies the output of the script to FOLDER/rank-N.log and prints it,
+with the rank as a prefix unless the launcher adds one.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def log_sizes(folder: Path) -> dict[str, int]:
 
 
 def last_lines_of_failed_rank(folder: Path, crashed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
-    """Return a headline and the last log lines of the rank that failed first, or [] if that rank is unknown.
+    """Return a headline and the last log lines of the rank that failed first, or an empty list if it is unknown.
 
     The rank is `crashed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
-    `sizes_before`, from `log_sizes`, excludes content from before the last attempt. The launcher has exited; the
-    function waits at most 2 s until the logs are complete.
+    `sizes_before`, from `log_sizes`, excludes content from before the last attempt. Call the function after the
+    launcher has exited; it waits at most 2 s until the logs are complete.
     """
     deadline = time.monotonic() + _COMPLETE_SECONDS
     logs: dict[int, str] = {}

@@ -34,7 +34,7 @@ from unitrain.monitoring.supervisor_client import (
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
-# One connection per rank. The soft limit on open file descriptors is usually 1,024.
+# Each rank needs one connection, and the soft limit on open file descriptors is usually 1,024.
 _NUM_DESCRIPTORS = 2**16
 # Each connection has a thread. Any process that can reach the address can connect, so the oldest unauthenticated
 # connection is closed when this number is reached.
@@ -116,8 +116,11 @@ class RankConnections:
         """Whether any rank has exited, or the host of any rank does not respond."""
         return bool(self.crashed_ranks or self.unreachable_ranks or self._first_exit_was_normal)
 
-    def all_respond(self, timeout_seconds: float) -> bool:
-        """Return whether all connected ranks respond within the timeout. A stopped rank does not respond."""
+    def wait_for_responses(self, timeout_seconds: float) -> bool:
+        """Request a response from all connected ranks. Return whether they respond within the timeout.
+
+        A stopped rank does not respond.
+        """
         with self._state_changed:
             self._responding.clear()
             for connection in self._connections.values():
@@ -240,11 +243,11 @@ class RankConnections:
         except (ValueError, TypeError, KeyError):
             return None
 
-    def _record_disconnect(self, rank: int, disconnect: DisconnectReason, final_message: str) -> None:
+    def _record_disconnect(self, rank: int, reason: DisconnectReason, final_message: str) -> None:
         del self._connections[rank]
-        if disconnect is DisconnectReason.UNREACHABLE:
+        if reason is DisconnectReason.UNREACHABLE:
             self.unreachable_ranks.append(rank)
-        elif disconnect is DisconnectReason.ORDERLY:
+        elif reason is DisconnectReason.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks
         else:

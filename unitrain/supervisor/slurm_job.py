@@ -18,21 +18,23 @@ _FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
-# Values end at a space, except those that extend to the end of the line, such as paths.
+# In the output of scontrol, most values end at a space; paths extend to the end of the line.
 _WORD_PATTERN = r"(?:^|\s){}=(\S*)"
 _LINE_PATTERN = r"^\s*{}=(.*)$"
-# scontrol prints the name of the job, which may contain any characters, first.
+# The name of the job may contain any characters. It is removed before the other fields are searched.
 _NAME_PATTERN = re.compile(r" JobName=.*$", re.MULTILINE)
 _CLUSTER_PATTERN = re.compile(r"\w[\w.-]*", re.ASCII)
 _CHUNK_BYTES = 1 << 16
 
 
 class SlurmJob(FollowedJob):
-    """A batch job. `cluster` is its cluster in a federation, or None for the cluster of this host."""
+    """A batch job. `cluster` is its cluster (option -M of Slurm's commands), or None for the cluster of this host."""
 
     def __init__(self, job_id: str, cluster: str | None = None) -> None:
         if not re.fullmatch(r"\d+", job_id, re.ASCII):
-            raise LaunchError(f"A Slurm job has a number, got {job_id!r}. Use the number that sbatch printed")
+            raise LaunchError(
+                f"JOB must be the number of a Slurm job, got {job_id!r}. Use the number that sbatch printed"
+            )
         self.name = f"job {job_id}"
         self.follow_command = f"unitrain follow --to slurm {job_id}"
         self.cancel_command = f"scancel {job_id}"
@@ -64,19 +66,19 @@ class SlurmJob(FollowedJob):
                 return self._read_accounting()
             raise UnreachableError(process.stderr.strip() or f"scontrol exited with {process.returncode}")
         text = _NAME_PATTERN.sub("", process.stdout, count=1)
-        state = _find(_WORD_PATTERN, "JobState", text)
-        path = _find(_LINE_PATTERN, "StdOut", text)
+        state = _find_field(_WORD_PATTERN, "JobState", text)
+        path = _find_field(_LINE_PATTERN, "StdOut", text)
         if path and (self._log is None or self._log.path != Path(path)):
             self._log = _GrowingFile(Path(path))
         if not state:
             raise UnreachableError(f"scontrol printed no state of {self.name}")
         if state in _FINAL_STATES:
-            return _final_status(state, _find(_WORD_PATTERN, "ExitCode", text))
-        restarts = int(_find(_WORD_PATTERN, "Restarts", text) or 0)
+            return _final_status(state, _find_field(_WORD_PATTERN, "ExitCode", text))
+        restarts = int(_find_field(_WORD_PATTERN, "Restarts", text) or 0)
         attempt = f", requeued {restarts} times" if restarts > 1 else ", requeued once" if restarts else ""
-        hosts = _find(_WORD_PATTERN, "NodeList", text)
+        hosts = _find_field(_WORD_PATTERN, "NodeList", text)
         if state == "PENDING":
-            reason = _find(_WORD_PATTERN, "Reason", text)
+            reason = _find_field(_WORD_PATTERN, "Reason", text)
             return JobStatus(f"is pending{f' ({reason})' if reason not in ('', 'None') else ''}{attempt}")
         if hosts in ("", "(null)"):
             return JobStatus(f"is {state.lower()}{attempt}")
@@ -166,7 +168,7 @@ class _GrowingFile:
         return is_new
 
 
-def _find(pattern: str, name: str, text: str) -> str:
+def _find_field(pattern: str, name: str, text: str) -> str:
     match = re.search(pattern.format(name), text, re.MULTILINE)
     return match[1] if match else ""
 

@@ -12,7 +12,8 @@ from unitrain.launchers import Host, LaunchError
 from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.supervisor.attempt import Attempt, SupervisedJob
 
-# The standby ranks are started this long after the ranks of the running attempt, which then run their first steps.
+# The standby ranks are started this long after all ranks of the running attempt have called `unitrain.init`. By then,
+# these ranks usually execute their first steps.
 _START_DELAY_SECONDS = 3.0
 
 
@@ -35,10 +36,10 @@ class Standby:
         """Whether standby ranks are waiting or are being started."""
         return self._attempt is not None and self._attempt.can_start
 
-    def update(self, running: Attempt) -> None:
-        """Start the standby ranks when the attempt `running` has run for a few seconds. Call it periodically.
+    def update(self, running_attempt: Attempt) -> None:
+        """Start the standby ranks when `running_attempt` has run for a few seconds. Must be called periodically.
 
-        They are started once per attempt. Ranks that exit before they are needed are not replaced.
+        The standby ranks are started once per attempt. Ranks that exit before they are needed are not replaced.
         """
         if not self._job.uses_standby:
             return
@@ -51,22 +52,22 @@ class Standby:
                 self._begin_cancellation()
             return
         if (
-            self._served_attempt is running
-            or not running.is_running
-            or not self._job.runs_rank_zero_on_this_host(running.hosts)
+            self._served_attempt is running_attempt
+            or not running_attempt.is_running
+            or not self._job.runs_rank_zero_on_this_host(running_attempt.hosts)
         ):
             return
         self._running_since = self._running_since or time.monotonic()
         if time.monotonic() - self._running_since < _START_DELAY_SECONDS:
             return
-        self._served_attempt, self._running_since = running, None
+        self._served_attempt, self._running_since = running_attempt, None
         try:
-            self._attempt = Attempt(self._job, running.hosts, is_standby=True)
+            self._attempt = Attempt(self._job, running_attempt.hosts, is_standby=True)
         except (LaunchError, OSError) as error:  # OSError: for example, too many processes or open files
             click.echo(f"unitrain: cannot start standby ranks: {error}", err=True)
 
-    def take(self, hosts: tuple[Host, ...], describe: Callable[[], AttemptInfo]) -> Attempt | None:
-        """Start the standby ranks and return their attempt, or None if there are none for `hosts`.
+    def start_attempt(self, hosts: tuple[Host, ...], describe: Callable[[], AttemptInfo]) -> Attempt | None:
+        """Start the standby ranks and return their attempt; return None if none run on `hosts` or one does not respond.
 
         `describe` returns the description of the attempt for rank 0.
         """
@@ -74,7 +75,7 @@ class Standby:
         if attempt is None or not attempt.can_start or attempt.hosts != hosts:
             self._begin_cancellation()
             return None
-        if not attempt.responds():
+        if not attempt.wait_for_responses():
             click.echo("unitrain: the standby ranks do not respond, so the restart starts new ranks", err=True)
             self._begin_cancellation()
             return None

@@ -3,7 +3,8 @@
 The launcher runs `python standby_rank.py SCRIPT ARGS...`, or `python standby_rank.py -m MODULE ARGS...`, on each rank.
 This program imports torch, unitrain and the backend, and waits. If the running attempt fails, the supervisor starts the
 standby ranks, which then execute the script in the same process. The launcher has already set their environment. A
-standby rank exits when it is not needed, or when the supervisor exits for any reason. It does not use a GPU.
+standby rank exits when it is not needed, or when the supervisor exits for any reason. While it waits, it does not use a
+GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main(program: list[str]) -> None:
     Exits with code 1 if the supervisor cannot be reached.
     """
     supervisor_client.connect(environment.detect().rank, is_standby=True)
-    # The running attempt uses the same cores. The libraries that start threads when numpy is imported use them later.
+    # The modules are imported at low priority, because the running attempt uses the same cores. numpy is imported
+    # first: its libraries start threads, which the script uses later and which would otherwise keep the low priority.
     with suppress(ImportError):
         importlib.import_module("numpy")
     run_at_low_priority(_import_modules)

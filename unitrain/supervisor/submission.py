@@ -62,7 +62,7 @@ class SubmitRequest:
     is_dry_run: bool = False
 
 
-def write_submission(request: SubmitRequest) -> Translation:
+def build_submission(request: SubmitRequest) -> Translation:
     """Return the batch script or manifest for a request. Raises LaunchError and ConfigError."""
     registry.check_backend_name(request.backend)
     scheduler = request.scheduler
@@ -88,7 +88,7 @@ def write_submission(request: SubmitRequest) -> Translation:
             script,
             *args,
         ),
-        counts=divide_evenly(size, request.nodes),
+        ranks_per_host=divide_evenly(size, request.nodes),
         backend=request.backend,
         environment=values,
         forwarded=forwarded,
@@ -98,7 +98,7 @@ def write_submission(request: SubmitRequest) -> Translation:
         if request.is_followed and arrays:
             raise LaunchError(f"--follow shows one job, but {arrays[0]} submits several. Leave --follow out")
         return sbatch.build(job, [*_directives(request), *scheduler_options])
-    return _write_manifest(request, job, timeout_seconds)
+    return _build_manifest(request, job, timeout_seconds)
 
 
 def submit(scheduler: str, translation: Translation) -> int:
@@ -163,7 +163,7 @@ def _directives(request: SubmitRequest) -> list[str]:
     return [f"{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | None) -> Translation:
+def _build_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | None) -> Translation:
     slurm_options = {"--partition": request.partition, "--account": request.account, "--output": request.output}
     _reject_options_of_other_scheduler("kubernetes", {**slurm_options, "--signal-seconds": request.signal_seconds})
     settings = kubernetes.ManifestSettings(
@@ -174,7 +174,7 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
         namespace=request.namespace,
         image=request.image or "IMAGE",
         gpus=request.gpus_per_node,
-        cpus=None if request.cpus_per_task is None else str(request.cpus_per_task * job.counts[0]),
+        cpus=None if request.cpus_per_task is None else str(request.cpus_per_task * job.ranks_per_host[0]),
         memory=None if request.memory is None else "{}{}i".format(*_parse_memory(request.memory)),
         timeout_seconds=timeout_seconds,
     )

@@ -89,7 +89,7 @@ class Supervisor:
     def _run_attempts(self) -> int:
         while True:
             waiting_since = time.monotonic()
-            hosts = () if self._membership is None else self._membership.select_hosts(self._stop_event)
+            hosts = () if self._membership is None else self._membership.wait_for_hosts(self._stop_event)
             if self._stop_event.is_set():
                 return _PREEMPTED_CODE
             code, ranks = self._run_attempt(hosts, time.monotonic() - waiting_since)
@@ -137,7 +137,7 @@ class Supervisor:
         if self._before_attempt is not None:
             self._before_attempt()
         describe = self._begin_attempt(waiting_seconds)
-        attempt = self._standby.take(hosts, describe) or Attempt(self._job, hosts, describe)
+        attempt = self._standby.start_attempt(hosts, describe) or Attempt(self._job, hosts, describe)
         with attempt.connections as ranks:
             self._process = attempt.process
             if self._stop_event.is_set():  # a signal arrived before the process was started

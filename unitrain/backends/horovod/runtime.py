@@ -29,8 +29,8 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import (
     LOOPBACK,
+    find_free_port,
     find_reachable_addresses,
-    free_port,
     interface_with_address,
     is_loopback,
     local_address_for,
@@ -246,7 +246,7 @@ def export_torch_variables(rank_info: RankInfo) -> None:
         | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.get_variable(name))}
     )
     if rank_info.launcher == "none" and not environment.get_variable("MASTER_ADDR"):
-        host, port = LOOPBACK, free_port()  # this may be the parent of the ranks, so Horovod is not started
+        host, port = LOOPBACK, find_free_port()  # this may be the parent of the ranks, so Horovod is not started
     elif rank_info.launcher in ("horovodrun", "mpirun") and not _has_rendezvous_address():
         start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
         host, port = _find_free_address(rank_info)
