@@ -90,7 +90,7 @@ def find_batch_size(
 
     Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.
     After the first trial, one optimizer step with `initial` samples per rank creates the optimizer state. At the end,
-    the model, its buffers, the optimizer and the random number generators are the same as before.
+    the model, its buffers, the optimizer and the random number generators are restored.
 
     This optimizer step reduces gradients over ranks and, with a sharded optimizer (`shard="state"`), also communicates
     in the update. If a rank runs out of memory while the step communicates, that rank raises ConfigError, and the other

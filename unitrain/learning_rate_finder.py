@@ -106,8 +106,8 @@ def find_learning_rate(
     `divergence_factor` times its minimum, or if the loss is not finite. For equal global batches, the result depends on
     neither the backend nor the number of ranks, except for rounding errors and layers such as dropout and BatchNorm.
 
-    Afterwards, the model, its buffers, the optimizer, the scheduler, the random number generators and the training
-    progress are the same as before, and the learning rates are not changed: set the suggestion yourself. Callbacks and
+    Afterwards, the model, its buffers, the optimizer with its learning rates, and the random number generators are
+    restored; the scheduler and the training progress do not change. The suggestion is not applied. Callbacks and
     loggers are not called.
 
     Raises on every rank: ConfigError for invalid arguments, or if the loss diverges within fewer than 13 steps, which a

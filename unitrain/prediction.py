@@ -145,17 +145,17 @@ def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list
     tensors: list[Tensor] = []
     specs: list[OutputSpec] = []
 
-    def replace_tensors(path: str, part: Any) -> Any:
-        if part is None:
+    def replace_tensors(path: str, value: Any) -> Any:
+        if value is None:
             return None
-        if isinstance(part, Tensor):
-            tensors.append(_copy_to_cpu(path, part, samples))
-            specs.append(OutputSpec(path, tuple(part.shape[1:]), part.dtype))
+        if isinstance(value, Tensor):
+            tensors.append(_copy_to_cpu(path, value, samples))
+            specs.append(OutputSpec(path, tuple(value.shape[1:]), value.dtype))
             return specs[-1]
-        copied = map_parts(lambda step, inner: replace_tensors(path + step, inner), part)
-        if copied is part:
+        copied = map_parts(lambda step, inner: replace_tensors(path + step, inner), value)
+        if copied is value:
             raise ModelError(
-                f"predict collects tensors, but {path} is an object of class {type(part).__name__}. "
+                f"predict collects tensors, but {path} is an object of class {type(value).__name__}. "
                 "Do not return it from forward, or make it a tensor with one row per sample."
             )
         return copied

@@ -187,8 +187,8 @@ def terminate_workers_with_rank() -> None:
     os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
 
 
-def parent_death_signal(signum: signal.Signals) -> Callable[[], bool]:
-    """Return a function that requests signal `signum` for the calling process when its parent terminates.
+def parent_death_signal_setter(signum: signal.Signals) -> Callable[[], bool]:
+    """Return a function that makes the kernel send signal `signum` to the calling process when its parent terminates.
 
     The function returns whether the kernel supports this. It may be called in a forked process, in which loading a
     library is not safe. The kernel sends the signal when the thread that started the process terminates.
@@ -226,7 +226,7 @@ def terminate_with_parent() -> None:
     parent_pids, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
     if _last_fork is not None and _last_fork[0] == os.getppid():
         # The kernel sends the signal when the forking thread terminates; the main thread terminates with the process.
-        if _last_fork[1] and parent_death_signal(signal.SIGKILL)():
+        if _last_fork[1] and parent_death_signal_setter(signal.SIGKILL)():
             if os.getppid() != _last_fork[0]:  # the parent terminated before the call
                 os.kill(os.getpid(), signal.SIGKILL)
             return

@@ -137,21 +137,23 @@ class Trainer(LoggingMethods):
             exact=has_logical_ranks,
         ))  # fmt: skip
 
-        parts: dict[str, Stateful] = {
+        stateful_objects: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._running_loss,
             "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_metric_names(self._evaluation.names[1:]))
         check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
-            parts["average"] = self._weight_average
+            stateful_objects["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
-        self._run = TrainingRun(config, backend, self.checkpointer, parts, config_text)
+        self._run = TrainingRun(config, backend, self.checkpointer, stateful_objects, config_text)
         self.progress = self._run.progress
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
-        self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetcher, self._stopping)
+        self.step_components = trainer_model.StepComponents(
+            self._precision, self._forward, self._prefetcher, self._stopping
+        )
         self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer

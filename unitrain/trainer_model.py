@@ -30,7 +30,7 @@ from unitrain.progress.flops import FlopsMeasurement
 from unitrain.progress.stopping import StopCoordinator
 
 
-class StepParts(NamedTuple):
+class StepComponents(NamedTuple):
     """The objects of a Trainer that compute its steps, for functions that train outside of `fit`."""
 
     precision: Precision

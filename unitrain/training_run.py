@@ -62,10 +62,10 @@ class Stateful(Protocol):
 class TrainingRun:
     """The state of a training run without the model and the optimizer. All ranks must call every method.
 
-    Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
-    the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
-    stored in the output folder and in checkpoints. `description` contains class names, settings and versions, for the
-    history and the loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
+    Saves and restores `progress`, the RNG state and `stateful_objects` with the Checkpointer, and writes the history.
+    `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is stored in the
+    output folder and in checkpoints. `description` contains class names, settings and versions, for the history and the
+    loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
     `continues_in_folder` states whether the run continues a run in the output folder, because of `TrainConfig.resume`
     or because an earlier attempt of this job started that run. Raises CheckpointError on every rank if the folder is
     not writable, or contains a run that cannot be resumed.
@@ -76,7 +76,7 @@ class TrainingRun:
         config: TrainConfig,
         backend: Backend,
         checkpointer: Checkpointer,
-        parts: Mapping[str, Stateful],
+        stateful_objects: Mapping[str, Stateful],
         config_text: str | None = None,
     ) -> None:
         self.progress = TrainingProgress()
@@ -84,7 +84,8 @@ class TrainingRun:
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
         self.continues_in_folder = False
-        self._config, self._backend, self._checkpointer, self._stateful_parts = config, backend, checkpointer, parts
+        self._config, self._backend, self._checkpointer = config, backend, checkpointer
+        self._stateful_objects = stateful_objects
         self._config_text = config_text
         self._id = secrets.token_hex(8)
         self._restored_training: dict[str, Any] | None = None
@@ -137,14 +138,14 @@ class TrainingRun:
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require_capability(self._backend, SupportsPowerSGD, feature).compression_state(model)
         state.get_loss_scale = get_loss_scale
-        self._stateful_parts = {**self._stateful_parts, COMPRESSION_STATE: state}
+        self._stateful_objects = {**self._stateful_objects, COMPRESSION_STATE: state}
         if self._restored_training is not None:
             state.load_state_dict(self._restored_training.pop(COMPRESSION_STATE, {}))
 
     def track_local_sgd(self, local_sgd: LocalSGD) -> None:
         """Also save the state of `local_sgd` in checkpoints, and restore it. Raises CheckpointError if the state does
         not match."""
-        self._stateful_parts = {**self._stateful_parts, loading.LOCAL_SGD: local_sgd}
+        self._stateful_objects = {**self._stateful_objects, loading.LOCAL_SGD: local_sgd}
         if self._restored_training is not None:
             local_sgd.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
 
@@ -224,7 +225,7 @@ class TrainingRun:
             self.check_weights(model)
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
-            parts = {name: part.state_dict() for name, part in self._stateful_parts.items()}
+            parts = {name: part.state_dict() for name, part in self._stateful_objects.items()}
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,
@@ -380,9 +381,9 @@ class TrainingRun:
         self.progress.load_state_dict(training["progress"])
         self._data_order, self._restored_row = training.get("order"), training.get("row")
         self._saved_data_state = training.get("data")
-        for name, part in self._stateful_parts.items():
+        for name, part in self._stateful_objects.items():
             part.load_state_dict(training.get(name, {}))
-        sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_parts.get(AVERAGE)
+        sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_objects.get(AVERAGE)
         if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded_checkpoint), average.model)
         if config.logical_ranks is not None:

@@ -47,7 +47,7 @@ def check_trial(trainer: Any, function_name: str) -> None:
     trainer.backend.check_running(function_name)
 
     def check() -> None:
-        if trainer.step_parts.stopping.is_active:
+        if trainer.step_components.stopping.is_active:
             raise ConfigError(f"{function_name} was called by a callback during fit. Call it before trainer.fit.")
         for name, is_set in (
             ("local_sgd", trainer.config.local_sgd is not None),
@@ -89,7 +89,7 @@ class TrialSteps:
         self._update = ParameterUpdate(
             trainer.optimizer,
             backend.unwrap(trainer.model),
-            trainer.step_parts.precision,
+            trainer.step_components.precision,
             max_grad_norm=config.max_grad_norm,
             scheduler=None,
         )
@@ -119,7 +119,7 @@ class TrialSteps:
 
     def batches(self, epoch: int) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank in an epoch, on its device."""
-        return self.trainer.step_parts.prefetcher(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
+        return self.trainer.step_components.prefetcher(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
 
     def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch on this rank only, without communication. The loss is not
@@ -128,9 +128,9 @@ class TrialSteps:
         begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
         with trainer.backend.no_sync(trainer.model):
             model = trainer.backend.unwrap(trainer.model)
-            with trainer.step_parts.precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(model, batch)))
-            backward(trainer.step_parts.precision.scale(loss.value))
+            with trainer.step_components.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_components.forward(model, batch)))
+            backward(trainer.step_components.precision.scale(loss.value))
 
     def forward_backward(self, batch: Any, micro_batch: MicroBatch, epoch: int) -> None:
         """Run the forward and backward pass of a micro-batch, as the Trainer does."""
@@ -142,13 +142,14 @@ class TrialSteps:
             exclude_from_statistics(trainer.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step else trainer.backend.no_sync(trainer.model),
         ):
-            with trainer.step_parts.precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(trainer.model, batch)))
+            with trainer.step_components.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_components.forward(trainer.model, batch)))
             weighted = self._weighting.weight_loss(loss, micro_batch)
             if config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)
             backward(
-                trainer.step_parts.precision.scale(weighted), *(self._weighting.overlapped_work() if ends_step else ())
+                trainer.step_components.precision.scale(weighted),
+                *(self._weighting.overlapped_work() if ends_step else ()),
             )
         if not is_dummy:
             value = loss.value.detach().double()
@@ -185,7 +186,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     state = {parameter: _copy_parameter_state(entry) for parameter, entry in optimizer.state.items()}
-    scale = copy.deepcopy(trainer.step_parts.precision.state_dict())
+    scale = copy.deepcopy(trainer.step_components.precision.state_dict())
     generators = [(generator, generator.get_state()) for generator in _generators_of(data)]
     try:
         with preserve_generators(trainer.backend.device):
@@ -196,7 +197,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     finally:
         set_current_logical_rank(None)
         model.zero_grad(set_to_none=True)
-        trainer.step_parts.precision.discard_step()
+        trainer.step_components.precision.discard_step()
         for module, name, buffer in buffers:  # a forward pass may have assigned another tensor to the buffer
             setattr(module, name, buffer)
         with torch.no_grad():
@@ -207,7 +208,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         _restore_optimizer_state(optimizer, state)
-        trainer.step_parts.precision.load_state_dict(scale)
+        trainer.step_components.precision.load_state_dict(scale)
         for generator, generator_state in generators:
             generator.set_state(generator_state)
 

@@ -185,7 +185,8 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     """Parse the command line of `unitrain train`: files, followed by options --key value.
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help,
-    --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError if jsonargparse is missing.
+    --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError if jsonargparse is
+    missing.
     """
     jsonargparse = _import_jsonargparse()
     count = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
@@ -288,8 +289,8 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
             name = str(entry.key[0])
             if len(entry.key) == 1 and name.partition(".")[0] not in known_keys:
                 raise ConfigError(
-                    f"{file.place(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys with: "
-                    "unitrain train --help"
+                    f"{file.location(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys "
+                    "with: unitrain train --help"
                 )
     for word in overrides:
         if not word.startswith("--"):
@@ -392,7 +393,7 @@ def _locate_key(files: Sequence[ConfigFile], overrides: Sequence[str], names: Se
             return f"--{option}"
     for file in reversed(files):
         if (entry := file.find(names, value)) is not None:
-            return f"{file.place(entry)}: {key}"
+            return f"{file.location(entry)}: {key}"
     return key
 
 

@@ -82,7 +82,7 @@ class ConfigFile:
             )
         return cls(path, content, entries)
 
-    def place(self, entry: ConfigEntry) -> str:
+    def location(self, entry: ConfigEntry) -> str:
         """Return "file, line N"."""
         return f"{self.path}, line {entry.line}"
 

@@ -351,20 +351,22 @@ def _wrap_model_and_optimizer(
             f"{target} = {backend}.distributed_optimizer({optimizer if is_in_place else target}, {wrapping.model})"
         )
     )
-    for place, builders in lines.items():
+    for old_statement, builders in lines.items():
 
         def build(
-            updated: Statement, place: cst.CSTNode = place, builders: list[Callable[[str], str]] = builders
+            updated: Statement,
+            old_statement: cst.CSTNode = old_statement,
+            builders: list[Callable[[str], str]] = builders,
         ) -> list[Statement]:
             optimizer = given
-            if place is wrapping.statement:  # the optimizer may contain converted calls
+            if old_statement is wrapping.statement:  # the optimizer may contain converted calls
                 optimizer = script.text(wrapping.converted_optimizer(updated))
             return [parse_statement(build_line(optimizer)) for build_line in builders]
 
-        edits.replace_statement(place, build)
-        edits.backend_uses.append(place)
-        if place is not wrapping.statement:
-            edits.converted.add(place)
+        edits.replace_statement(old_statement, build)
+        edits.backend_uses.append(old_statement)
+        if old_statement is not wrapping.statement:
+            edits.converted.add(old_statement)
     edits.converted |= {node for node in wrapping.call.args if node is not wrapping.arguments["optimizer"]}
     edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(
@@ -372,9 +374,9 @@ def _wrap_model_and_optimizer(
         "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
         "hvd.broadcast_optimizer_state, which applies weight decay",
     )
-    for place, builders in lines.items():
+    for old_statement, builders in lines.items():
         if not builders:
-            edits.explain(place, "not needed: the model or the optimizer is wrapped elsewhere")
+            edits.explain(old_statement, "not needed: the model or the optimizer is wrapped elsewhere")
     function = script.function(wrapping.statement)
     names = [
         node

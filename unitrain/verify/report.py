@@ -125,8 +125,8 @@ def _format_verdict(verdict: Verdict) -> str:
     )
 
 
-def _format_delta(part: LargestDifference) -> str:
-    return f"{part.delta:.1e}" if part.delta else "0"
+def _format_delta(difference: LargestDifference) -> str:
+    return f"{difference.delta:.1e}" if difference.delta else "0"
 
 
 def _as_data(row: VerdictRow) -> dict[str, Any]:
