@@ -18,7 +18,7 @@ import click
 import migrated_runs
 from public_scripts import SCRIPTS, PublicScript
 
-from unitrain.migrate import Migration, changed_lines, migrate
+from unitrain.migrate import Migration, migrate, num_changed_lines
 
 RESULTS = Path(__file__).parent / "results" / "migrate.md"
 
@@ -28,7 +28,7 @@ def describe(script: PublicScript, source: str, result: Migration) -> tuple[str,
     lines = None
     if result.source is not None:
         compile(result.source, script.path, "exec")
-        lines = changed_lines(source, result.source)
+        lines = num_changed_lines(source, result.source)
         outcome = "converted"
     elif any(problem.is_structural for problem in result.problems):
         outcome = "refused"

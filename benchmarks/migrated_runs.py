@@ -17,7 +17,7 @@ from public_scripts import DURATION, Edit, PublicScript
 from torch import Tensor
 
 from unitrain.bootstrap.environment import without_launcher_variables
-from unitrain.migrate import changed_lines, migrate
+from unitrain.migrate import migrate, num_changed_lines
 from unitrain.verify.commands import last_lines, run_command
 
 RANKS = 2
@@ -78,7 +78,7 @@ def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
     """Run `script`, which `folder` or GitHub contains, in new folders in `work`."""
     source = script.read(folder)
     edited = apply_edits(script.edits, source)
-    lines = changed_lines(source, edited)
+    lines = num_changed_lines(source, edited)
     reasons = ", ".join(dict.fromkeys(edit.reason for edit in script.edits))
     steps, to_horovod, to_original, is_correct = "", "", "", False
     try:

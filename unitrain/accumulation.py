@@ -9,18 +9,20 @@ from typing import Any
 from unitrain import validation
 from unitrain.errors import ConfigError
 
-# One number for all epochs, or a schedule that maps an epoch (the first is 0) to the number from this epoch on.
+# One number for all epochs, or a schedule that maps an epoch (the first is 0) to the number that applies from that
+# epoch on.
 Accumulation = int | Mapping[int, int]
 
 _FIX = "Use gradient_accumulation_steps={0: 1, 4: 4} for 1 micro-batch per step, and 4 from the fifth epoch on"
 
 
-def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | dict[int, int] | None:
-    """Return `value`, the setting `name`. A schedule is returned as a dictionary that is sorted by epoch and contains
-    epoch 0.
+def parse_accumulation(name: str, value: Any, global_batch_size: Any) -> int | dict[int, int] | None:
+    """Validate and return `value`, the value of setting `name`. A schedule is returned as a dictionary that is sorted
+    by epoch and contains epoch 0.
 
     A schedule without epoch 0 starts with 1 micro-batch per step. Raises ConfigError unless `value` is None, an integer
-    of at least 1 or a schedule of such integers, and for a schedule if `global_batch_size` is not None.
+    of at least 1, or a non-empty schedule of such integers. A schedule also raises ConfigError if `global_batch_size`
+    is not None.
     """
     if not isinstance(value, Mapping):
         validation.check_integer(name, value, 1, "Use 1 to step after every batch", optional=True)
@@ -41,13 +43,13 @@ def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | di
 
 
 def accumulation_by_first_epoch(accumulation: Accumulation | None) -> dict[int, int | None]:
-    """Return `accumulation` by the first epoch to which it applies. A value of None means that the number of
-    micro-batches per step follows from the batch sizes."""
+    """Return the number of micro-batches per step by the first epoch to which it applies. None means that the number
+    follows from the batch sizes."""
     return dict(accumulation) if isinstance(accumulation, Mapping) else {0: accumulation}
 
 
 def schedule_key(schedule: Mapping[int, Any], epoch: int) -> int:
-    """Return the key of a schedule whose value applies to `epoch`. The keys are sorted and contain 0."""
+    """Return the key of `schedule` whose value applies to `epoch`. The keys must contain 0."""
     return max(first_epoch for first_epoch in schedule if first_epoch <= epoch)
 
 
@@ -64,7 +66,7 @@ def epochs_by_accumulation(accumulation: Accumulation | None, start_epoch: int, 
 
 
 def scale_accumulation(accumulation: Accumulation | None, factor: int, divisor: int = 1) -> int | dict[int, int]:
-    """Return `accumulation` (default: 1) multiplied by `factor` and divided by `divisor`, rounded down."""
+    """Return `accumulation` (None counts as 1) multiplied by `factor` and divided by `divisor`, rounded down."""
     if isinstance(accumulation, Mapping):
         return {epoch: steps * factor // divisor for epoch, steps in accumulation.items()}
     return (accumulation or 1) * factor // divisor

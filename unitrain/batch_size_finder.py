@@ -1,4 +1,4 @@
-"""Search for the largest batch size per rank that fits in memory, on all ranks."""
+"""Search for the largest batch size per rank that fits in the memory of every rank."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 SearchMode = Literal["power", "binary"]
 
 _NAME = "find_batch_size"
-# A batch size is not run if its extrapolated memory is above this multiple of the limit, because the system could kill
-# the process.
-_MAX_EXCESS = 2.0
+# A batch size is not tried if its extrapolated memory is above this multiple of the limit, because the system could
+# kill the process.
+_MAX_LIMIT_MULTIPLE = 2.0
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 
 
@@ -35,7 +35,8 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 class BatchSizeTrial:
     """A tested batch size: whether it fits on all ranks, and the highest peak memory of any rank.
 
-    A batch size that is expected to be far above the memory limit is not run; its `peak_bytes` are extrapolated.
+    For a batch size whose extrapolated memory is far above the limit, no pass is run, and `peak_bytes` is the
+    extrapolated memory.
     """
 
     batch_size: int
@@ -47,8 +48,9 @@ class BatchSizeTrial:
 class BatchSizeSearch:
     """The result of `find_batch_size`, equal on all ranks.
 
-    `batch_size` is the largest tested number of samples per rank and micro-batch that fits, `global_batch_size` the
-    number over all ranks. `reason` states why larger batches were not selected.
+    `batch_size` is the largest tested number of samples per rank and micro-batch that fits, and `global_batch_size` is
+    this number multiplied by the number of ranks or logical ranks. `reason` states why larger batches were not
+    selected.
     """
 
     batch_size: int
@@ -82,21 +84,23 @@ def find_batch_size(
 
     The batch size is doubled from `initial` (2, because BatchNorm rejects single samples) until a rank runs out of
     memory or exceeds `memory_limit_bytes`, or the data or `max_batch_size` is exhausted. With mode "binary", a binary
-    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: of the tensors on a
-    GPU, or of the process on a CPU, where the limit is required. Batches contain the first samples of an epoch, so
-    samples of different sizes may need more memory later.
+    search then finds the largest batch size that fits. `memory_limit_bytes` limits the memory of each rank: on a GPU,
+    the memory of its tensors; on a CPU, the memory of its process. On a CPU, the limit is required. The tested batches
+    contain the first samples of an epoch. If the sizes of the samples differ, later batches may need more memory.
 
     Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.
     After the first trial, one optimizer step with `initial` samples per rank creates the optimizer state. At the end,
-    the model, its buffers, the optimizer and the random number generators are the same as before.
+    the model, its buffers, the optimizer and the random number generators are restored.
 
     This optimizer step reduces gradients over ranks and, with a sharded optimizer (`shard="state"`), also communicates
-    in the update. If a rank runs out of memory in a part that communicates, that rank raises ConfigError, and the other
-    ranks raise the error of a failed rank. Otherwise, every rank raises ConfigError.
+    in the update. If a rank runs out of memory while the step communicates, that rank raises ConfigError, and the other
+    ranks raise an error that reports the failed rank. If it runs out of memory elsewhere in the step, every rank raises
+    ConfigError.
 
     Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward or backward pass communicates
-    (`sync_batch_norm`, and `shard` "gradients" and "parameters") or uses `local_sgd` or PowerSGD, and if not even
-    `initial` samples fit. Raises UnsupportedError on every rank if the memory of the device cannot be measured.
+    (`sync_batch_norm`, or `shard` "gradients" or "parameters"), for a Trainer that uses `local_sgd` or PowerSGD, and if
+    even `initial` samples do not fit. Raises UnsupportedError on every rank if the memory of the device cannot be
+    measured.
     """
     check_trial(trainer, _NAME)
     backend = trainer.backend
@@ -153,12 +157,12 @@ class _Search:
         the data has too few samples. If a rank fails with another error, all ranks raise one.
         """
         backend, limit = self._trainer.backend, self._limit_bytes
-        if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_EXCESS * limit:
+        if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_LIMIT_MULTIPLE * limit:
             self.reason = f"{batch_size} samples would need about {expected / 2**20:.0f} MiB"
             self.trials.append(BatchSizeTrial(batch_size, False, int(expected)))
             return False
         self._memory.reset_peak()
-        samples, is_out_of_memory, error = self._run(batch_size)
+        samples, is_out_of_memory, error = self._run_forward_backward(batch_size)
         peak = self._memory.peak()
         _release_memory(backend.device)
         failed, too_small, memory_exceeded, highest = backend.allreduce(
@@ -190,7 +194,8 @@ class _Search:
         return fits
 
     def create_optimizer_state(self, batch_size: int) -> None:
-        """Take an optimizer step with the gradients of all ranks."""
+        """Create the optimizer state: take one optimizer step with the gradients of all ranks. See `find_batch_size`
+        for the errors if a rank runs out of memory."""
         error: ConfigError | None = None
         communicates = True
         try:
@@ -211,7 +216,7 @@ class _Search:
             error = ConfigError(
                 f"{_NAME}: the optimizer state does not fit in memory with {batch_size} samples per rank. Use {fix}."
             )
-            if communicates:  # The other ranks wait in a collective, so they raise the error of a failed rank.
+            if communicates:  # the others wait in a collective, which reports this rank
                 raise error from caught
 
         def check() -> None:
@@ -221,9 +226,10 @@ class _Search:
         call_on_all_ranks(self._trainer.backend, check)
         self._trainer.backend.unwrap(self._trainer.model).zero_grad(set_to_none=True)
 
-    def _run(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
-        """Return the number of samples of the tested batch (None if none was loaded), whether this rank ran out of
-        memory, and any other error."""
+    def _run_forward_backward(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
+        """Run a forward and backward pass on a batch of `batch_size` samples, if the data has so many. Return the
+        number of samples in the batch (None if no batch was loaded), whether this rank ran out of memory, and any other
+        error."""
         samples: int | None = None
         with self._with_batch_size(batch_size) as (data, trainer):
             trial = TrialSteps(trainer, data, _NAME)  # raises the same error on every rank
@@ -261,8 +267,8 @@ class _Search:
             trainer.config = config
 
     def _extrapolate(self, batch_size: int) -> float | None:
-        """Return the expected peak memory in bytes, as a linear function of the batch size through the two largest
-        trials; None with fewer than two trials."""
+        """Return the peak memory in bytes, extrapolated linearly from the trials with the two largest batch sizes; None
+        if there are fewer than two trials."""
         if len(self.trials) < 2:
             return None
         first, second = sorted(self.trials, key=lambda trial: trial.batch_size)[-2:]
@@ -277,7 +283,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _release_memory(device: torch.device) -> None:
-    gc.collect()  # tracebacks of exceptions refer to tensors
+    gc.collect()  # reference cycles of exceptions and their tracebacks keep tensors alive
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -286,7 +292,7 @@ def _check_arguments(
     trainer: Trainer, data: Any, initial: Any, max_batch_size: Any, memory_limit_bytes: Any, mode: Any
 ) -> None:
     validation.check_integer(f"{_NAME}(initial=...)", initial, 1, "Use initial=2")
-    fix = "Leave it out to search up to the limit of the memory"
+    fix = "Leave it out to search up to the memory limit"
     validation.check_integer(f"{_NAME}(max_batch_size=...)", max_batch_size, 1, fix, optional=True)
     fix = "Use memory_limit_bytes=8 * 2**30 for 8 GiB"
     validation.check_integer(f"{_NAME}(memory_limit_bytes=...)", memory_limit_bytes, 1, fix, optional=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unitrain import validation
-from unitrain.accumulation import Accumulation, read_accumulation
+from unitrain.accumulation import Accumulation, parse_accumulation
 from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
@@ -57,7 +57,8 @@ class TrainConfig:
     """
 
     # --- Batches ------------------------------------------------------------------------------------------------------
-    # global_batch_size = batch_size * gradient_accumulation_steps * ranks. Any two settings define the third.
+    # global_batch_size = batch_size * gradient_accumulation_steps * ranks. Any two of these settings determine the
+    # third.
     batch_size: int | None = None
     """Samples per rank and micro-batch. If the data is a DataLoader, its batch size is used. An elastic job keeps its
     initial global batch size when its number of ranks changes.
@@ -67,8 +68,8 @@ class TrainConfig:
     {0: 1, 4: 4} accumulates 4 micro-batches from the fifth epoch on, so the global batch size changes.
     """
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. If neither of the other two settings is set, `batch_size` is this
-    number divided by the number of ranks."""
+    """Samples per optimizer step over all ranks. If neither `batch_size` nor `gradient_accumulation_steps` is set,
+    `batch_size` is this number divided by the number of ranks."""
     eval_batch_size: int | None = None
     """Samples per rank and batch in the evaluation of a Dataset. The default is the batch size of training. A
     DataLoader is evaluated with its own batch size."""
@@ -82,8 +83,8 @@ class TrainConfig:
     # --- Local steps --------------------------------------------------------------------------------------------------
     local_sgd: int | LocalSGDConfig | None = None
     """Low-communication training: every rank trains its own copy of the model, and the ranks synchronize after this
-    number of steps. A number averages the weights (local SGD); a LocalSGDConfig object selects an outer optimizer
-    (DiLoCo), compression and warm-up. Evaluation and checkpoints use the mean of the weights.
+    number of steps. With a number, the weights are averaged (local SGD); a LocalSGDConfig object selects an outer
+    optimizer (DiLoCo), compression and warm-up. Evaluation and checkpoints use the mean of the weights.
     """
 
     # --- Data ---------------------------------------------------------------------------------------------------------
@@ -111,13 +112,15 @@ class TrainConfig:
     find_unused_parameters: bool = False
     """Allow parameters that do not contribute to the loss of a step, as in DDP."""
     broadcast_buffers: bool = True
-    """Before the forward pass of each step, broadcast from rank 0 the buffers that the pass reads, as in DDP. Running
-    statistics are not broadcast. False saves time if large buffers, such as attention masks, never change.
+    """Before the forward pass of each step, broadcast from rank 0 the buffers that the pass reads. Unlike in DDP,
+    running statistics are not broadcast, because a forward pass in training mode does not read them. False saves time
+    if large buffers, such as attention masks, never change.
     """
     sync_batch_norm: bool = False
     """Synchronize BatchNorm layers: normalize over the micro-batch samples of all ranks."""
     channels_last: bool = False
-    """Convert images and 4-d parameters to the memory format torch.channels_last."""
+    """Convert 4-d parameters, buffers and floating-point inputs, such as images, to the memory format
+    torch.channels_last."""
     checkpoint_activations: tuple[str, ...] = ()
     """Class names of modules, such as "TransformerEncoderLayer", whose activations are recomputed in the backward pass
     instead of being stored. This trades compute time for memory; the results are the same.
@@ -137,7 +140,7 @@ class TrainConfig:
 
     # --- Optimization -------------------------------------------------------------------------------------------------
     precision: PrecisionName = "fp32"
-    """Autocast format of the forward pass. With "fp16" the loss is scaled, and a step whose gradients overflow on any
+    """Autocast dtype of the forward pass. With "fp16" the loss is scaled, and a step whose gradients overflow on any
     rank is skipped on all ranks."""
     tf32: bool | None = None
     """Whether float32 matrix multiplications and convolutions on GPUs may use TF32; None keeps torch's settings."""
@@ -174,16 +177,16 @@ class TrainConfig:
     validate_every_steps: int | None = None
     """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` ignore the results."""
     log_every_n_steps: int | None = None
-    """Steps after which the ranks synchronize the training loss, and rank 0 displays and logs the exact mean loss. By
-    default, they do so at each sync point, about every two seconds. Stop requests are always synchronized about every
-    two seconds.
+    """Number of steps after which the ranks synchronize the training loss, and rank 0 displays and logs the exact mean
+    loss. By default, this happens at each sync point, about every two seconds. Stop requests are always synchronized
+    about every two seconds.
     """
     progress: ProgressStyle = "auto"
     """Progress display of rank 0: "bar", "lines", "off", or "auto" (a bar on a terminal, otherwise lines)."""
 
     peak_flops: float | None = None
     """Peak FLOP/s of one device, from which the model FLOPs utilization (MFU) is computed. The default is the value in
-    the GPU's data sheet for the precision of the run. If it is unknown, as on CPUs, the MFU is not computed."""
+    the GPU's data sheet for the precision of the run. If the value is unknown, as on CPUs, the MFU is not computed."""
     metrics_port: int | None = None
     """Serve the metrics of the run for Prometheus on this port of rank 0. `unitrain launch --metrics-port` takes
     precedence."""
@@ -225,9 +228,9 @@ class TrainConfig:
     """Whether the best value of `keep_best` is the lowest ("min") or highest ("max")."""
 
     def __post_init__(self) -> None:
-        self._check_length()
+        self._check_length_settings()
         name, value = "gradient_accumulation_steps", self.gradient_accumulation_steps
-        object.__setattr__(self, name, read_accumulation(_full_name(name), value, self.global_batch_size))
+        object.__setattr__(self, name, parse_accumulation(_full_name(name), value, self.global_batch_size))
         for name, minimum, fix in _INTEGER_SETTINGS:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix)
         for name, minimum, fix in _OPTIONAL_INTEGER_SETTINGS:
@@ -282,7 +285,7 @@ class TrainConfig:
             _full_name("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True
         )
         self._check_learning_rate()
-        self._check_output()
+        self._check_output_settings()
 
     def _check_learning_rate(self) -> None:
         if self.lr_scaling != "none" and self.reference_batch_size is None:
@@ -297,7 +300,7 @@ class TrainConfig:
                 f"Use TrainConfig(lr_scaling='linear', ...), or leave {name} out and give the Trainer a scheduler."
             )
 
-    def _check_output(self) -> None:
+    def _check_output_settings(self) -> None:
         fix = 'Use output_dir="runs/first", or None to write nothing'
         validation.check_path(_full_name("output_dir"), self.output_dir, fix, optional=True)
         if not isinstance(self.resume, bool):
@@ -394,7 +397,7 @@ class TrainConfig:
                 "steps. Use precision='bf16', or leave local_sgd out."
             )
 
-    def _check_length(self) -> None:
+    def _check_length_settings(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):
             description = (
                 "neither"

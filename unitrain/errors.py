@@ -15,7 +15,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── UnsupportedError            (NotImplementedError)  feature that is not supported
     ├── TensorError                 (ValueError)    tensor that the operation does not accept
     ├── CollectiveArgumentError     (RuntimeError, ValueError)  arguments that a torch.distributed group does not accept
-    ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or with different arguments
+    ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or passed different arguments
     ├── CollectiveTimeoutError      (TimeoutError)  some ranks did not participate before the timeout
     ├── ModelError                  (ValueError)    model, optimizer or loss that cannot be trained
     │   ├── NonFiniteLossError      (ArithmeticError)
@@ -45,7 +45,7 @@ class UnitrainError(Exception):
     """Base of the errors in this module, except Preempted.
 
     Attributes:
-        failed_rank: The rank with the cause of the error, if this rank raises the error because of that rank. Otherwise
+        failed_rank: The rank that caused the error, if this rank raises the error because of another rank; otherwise
             None.
     """
 
@@ -91,7 +91,7 @@ class TensorError(UnitrainError, ValueError):
 class CollectiveArgumentError(UnitrainError, RuntimeError, ValueError):
     """A method of a torch.distributed group got lists, tensors or a root that it does not accept.
 
-    It is a RuntimeError like the errors of torch's own process groups.
+    This error is a RuntimeError, like the errors of torch's own process groups.
     """
 
 

@@ -35,8 +35,8 @@ LossFunction = Callable[[Any, Any], LossOutput]
 class Evaluation:
     """Evaluates the user's `model` in eval mode, with the buffers of rank 0. All ranks must make the same calls.
 
-    Shards differ between ranks and may be empty. If a rank raises an error, all ranks raise one. With `exact`, as with
-    logical ranks, sums are exact, so the results do not depend on the number of processes.
+    The shards of the ranks differ, and may be empty. If a rank raises an error, all ranks raise an error. With `exact`,
+    which the Trainer sets for logical ranks, sums are exact, so the results do not depend on the number of processes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Evaluation:
             on_any_rank = self._communicator.allreduce(on_rank, "max")
             check_one_loss_kind({kind for kind, is_used in zip(LossKind, on_any_rank.tolist(), strict=True) if is_used})
         results = losses.reduce(self._communicator)
-        if math.isnan(results["loss"]):  # on every rank
+        if math.isnan(results["loss"]):  # equal on every rank, so all ranks call allreduce
             samples = self._communicator.allreduce(torch.tensor([local_samples]), "sum")
             if not samples:
                 raise DataError(
@@ -145,7 +145,7 @@ class Evaluation:
         modes_before = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            # Evaluation, including within an epoch, must not change the RNG state of training.
+            # Evaluation can run within an epoch, and must not change the RNG state of training.
             with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:

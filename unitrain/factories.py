@@ -1,4 +1,5 @@
-"""Import and call a training function that a command line names. It returns the arguments of `Trainer` and `fit`."""
+"""Import and call a training function that is named on the command line. The function returns the arguments of
+`Trainer` and `fit`."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     """Call the function `target`, package.module:function or file.py:function, and return its result.
 
     `target` may also be a configuration file of `unitrain train`, such as config.yaml. The result then contains the
-    arguments in the file. A function takes no arguments. It returns a dictionary with "model", "optimizer", "config",
-    "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
-    the function does not exist or does not return such a dictionary.
+    arguments in the file. The function takes no arguments, and returns a dictionary with "model", "optimizer",
+    "config", "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises
+    ConfigError if the function does not exist or does not return such a dictionary.
     """
     import unitrain
 

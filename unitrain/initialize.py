@@ -48,7 +48,8 @@ def init(
         backend: "ddp", "horovod", "local" or the name of an installed backend. The default is UNITRAIN_BACKEND, or else
             the launcher's backend (torchrun: ddp, horovodrun: horovod), or else "local".
         device: the device of this rank's tensors. The default is this rank's GPU, or the CPU if there is no GPU.
-        transport: for example "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else the device's transport.
+        transport: for example "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else the default transport of the
+            device.
         timeout_seconds: the timeout of the rendezvous and of every later collective.
 
     All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,
@@ -63,7 +64,7 @@ def init(
         "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
     )
     rank_info = environment.detect()
-    environment.is_debug_enabled()  # raises an error for an invalid value, even if the script does not wrap a model
+    environment.is_debug_enabled()  # raises an error for an invalid variable, even if the script does not wrap a model
     name = backend or environment.get_variable("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.get_variable("UNITRAIN_TRANSPORT")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NAME = "find_learning_rate"
 _SMOOTHING = 0.98  # decay of the moving average of the loss
-_SKIPPED_AT_START, _SKIPPED_AT_END = 10, 1  # points of the curve that cannot be the suggestion
+_SKIPPED_AT_START, _SKIPPED_AT_END = 10, 1  # points at the ends of the curve that are never suggested
 _MIN_POINTS = _SKIPPED_AT_START + _SKIPPED_AT_END + 2
 # Slopes that differ by less than this fraction count as equal, so that rounding errors do not change the suggestion.
 _SLOPE_TOLERANCE = 1e-3
@@ -35,8 +35,8 @@ class LearningRateCurve:
     """The result of `find_learning_rate`, equal on all ranks.
 
     `losses[i]` is the mean loss over the global batch of step i, before the update with `learning_rates[i]`.
-    `smoothed_losses` is its moving average. `suggestion` is the learning rate at which the moving average decreases
-    fastest, or None if it never decreases. `stop_reason` states why the test ended early, or is None.
+    `smoothed_losses` is the moving average of `losses`. `suggestion` is the learning rate at which the moving average
+    decreases fastest, or None if it never decreases. `stop_reason` states why the test ended early, or is None.
     """
 
     learning_rates: tuple[float, ...]
@@ -97,22 +97,21 @@ def find_learning_rate(
     steps: int = 100,
     divergence_factor: float | None = 4.0,
 ) -> LearningRateCurve:
-    """Train up to `steps` steps on `data` while the learning rate increases from `min_lr` to `max_lr`, and return the
-    losses and a suggested learning rate. All ranks call it.
+    """Train for up to `steps` steps on `data` while the learning rate increases from `min_lr` to `max_lr`, and return
+    the losses and a suggested learning rate. All ranks call it.
 
     The learning rate increases by a constant factor per step. It applies to the first parameter group; the learning
     rates of other groups keep their ratio to it (if the first group has learning rate 0, it applies to all groups).
     `lr_scaling` applies as in `fit`, at its full factor. The test ends early if the smoothed loss exceeds
-    `divergence_factor` times its minimum, or if the loss is not finite. The result does not depend on the backend, and
-    for equal global batches not on the number of ranks, except for rounding errors and layers such as dropout and
-    BatchNorm.
+    `divergence_factor` times its minimum, or if the loss is not finite. For equal global batches, the result depends on
+    neither the backend nor the number of ranks, except for rounding errors and layers such as dropout and BatchNorm.
 
-    Afterwards, the model, its buffers, the optimizer, the scheduler, the random number generators and the training
-    progress are the same as before, and the learning rates are not changed: set the suggestion yourself. Callbacks and
+    Afterwards, the model, its buffers, the optimizer with its learning rates, and the random number generators are
+    restored; the scheduler and the training progress do not change. The suggestion is not applied. Callbacks and
     loggers are not called.
 
-    Raises on every rank: ConfigError for invalid arguments, or if the loss diverges before enough steps; and
-    NonFiniteLossError if the loss is not finite within these steps.
+    Raises on every rank: ConfigError for invalid arguments, or if the loss diverges within fewer than 13 steps, which a
+    suggestion requires; and NonFiniteLossError if the loss becomes NaN or infinite before that.
     """
     check_trial(trainer, _NAME)
     backend = trainer.backend
@@ -144,15 +143,16 @@ def find_learning_rate(
     with preserved_state(trainer, data):
         initial_rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
         trial.run(steps, set_learning_rate, record)
-    _check_enough_points(losses, rates, stop_reason)
+    _check_enough_losses(losses, rates, stop_reason)
     return LearningRateCurve(
         tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), suggest_learning_rate(rates, smoothed), stop_reason
     )
 
 
-def suggest_learning_rate(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
-    """Return the learning rate at which the `smoothed` loss decreases fastest per step; None if it never decreases."""
-    slopes = np.gradient(np.asarray(smoothed[_SKIPPED_AT_START : len(smoothed) - _SKIPPED_AT_END]))
+def suggest_learning_rate(rates: Sequence[float], smoothed_losses: Sequence[float]) -> float | None:
+    """Return the learning rate at which the smoothed loss decreases fastest per step; None if it never decreases. The
+    first ten points and the last one are ignored."""
+    slopes = np.gradient(np.asarray(smoothed_losses[_SKIPPED_AT_START : len(smoothed_losses) - _SKIPPED_AT_END]))
     steepest = float(slopes.min())
     if not steepest < 0:
         return None
@@ -160,9 +160,9 @@ def suggest_learning_rate(rates: Sequence[float], smoothed: Sequence[float]) -> 
     return rates[_SKIPPED_AT_START + first]
 
 
-def _set_learning_rates(optimizer: torch.optim.Optimizer, initial: Sequence[float], rate: float) -> None:
-    for group, initial_rate in zip(optimizer.param_groups, initial, strict=True):
-        value = rate * (initial_rate / initial[0] if initial[0] else 1.0)
+def _set_learning_rates(optimizer: torch.optim.Optimizer, initial_rates: Sequence[float], rate: float) -> None:
+    for group, initial_rate in zip(optimizer.param_groups, initial_rates, strict=True):
+        value = rate * (initial_rate / initial_rates[0] if initial_rates[0] else 1.0)
         current: Any = group["lr"]
         group["lr"] = torch.full_like(current, value) if isinstance(current, torch.Tensor) else value
 
@@ -183,7 +183,7 @@ def _check_arguments(min_lr: Any, max_lr: Any, steps: Any, divergence_factor: An
         raise ConfigError(f"{name} must be above 1, got {divergence_factor:g}. Use 4.0, or None not to stop early.")
 
 
-def _check_enough_points(losses: Sequence[float], rates: Sequence[float], reason: str | None) -> None:
+def _check_enough_losses(losses: Sequence[float], rates: Sequence[float], reason: str | None) -> None:
     if len(losses) >= _MIN_POINTS:
         return
     tested = f"{_NAME} needs {_MIN_POINTS} steps for a suggestion, but after {len(losses)} steps {reason}."

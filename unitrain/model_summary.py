@@ -27,15 +27,15 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class ModuleSummary:
-    """Figures of one module, which include those of the modules inside it.
+    """Parameters, FLOPs and activations of one module, including those of its submodules.
 
     `name` is the name in `named_modules`, empty for the model itself. `output_shapes` are the shapes of the tensors in
     the output of its first call; a module that is not called has no output shapes. `parameters` and
     `trainable_parameters` are numbers of elements; shared parameters count once. `flops` are the floating-point
-    operations of its forward passes, counted by torch's FlopCounterMode: 2 per multiply-add of matrix multiplications,
-    convolutions and attention. `activation_bytes` is the memory of the tensors that its forward passes save for the
-    backward pass, without parameters and buffers. A tensor that several modules save is counted for the first module
-    only.
+    operations of its forward passes as counted by torch's FlopCounterMode: 2 per multiply-add in matrix
+    multiplications, convolutions and attention; other operations are not counted. `activation_bytes` is the memory of
+    the tensors that its forward passes save for the backward pass, without parameters and buffers. A tensor that
+    several modules save is counted only for the module that saves it first.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelSummary:
     buffer_bytes: int
 
     def __rich__(self) -> Table:
-        """Return the table for rich, in which modules with deeper nesting are indented."""
+        """Return the table for rich. Submodules are indented by their depth."""
         total = self.modules[0]
         table = Table(
             caption=(
@@ -161,34 +161,34 @@ class _Recorder:
         self._stack: list[_ModuleRecord] = []
         self._flops = FlopCounterMode(display=False)
         self._flops_at_start: list[int] = []
-        # Keep the storages, so that no address is used twice.
+        # Keep the storages alive, so that the address of a freed storage is not reused.
         self._storages: dict[int, torch.UntypedStorage] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self._add_storage(tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record in this context manager."""
+        """Context manager in which forward passes are recorded."""
         handles = []
         for name, module in self.modules.items():
             record = self.records[name]
-            handles.append(module.register_forward_pre_hook(self._enter(record), prepend=True))
-            handles.append(module.register_forward_hook(self._exit(record)))
+            handles.append(module.register_forward_pre_hook(self._entry_hook(record), prepend=True))
+            handles.append(module.register_forward_hook(self._exit_hook(record)))
         try:
-            with self._flops, torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            with self._flops, torch.autograd.graph.saved_tensors_hooks(self._count_saved_tensor, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, record: _ModuleRecord) -> Any:
+    def _entry_hook(self, record: _ModuleRecord) -> Any:
         def hook(module: nn.Module, arguments: Any) -> None:
             self._stack.append(record)
             self._flops_at_start.append(self._flops.get_total_flops())
 
         return hook
 
-    def _exit(self, record: _ModuleRecord) -> Any:
+    def _exit_hook(self, record: _ModuleRecord) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             self._stack.pop()
             record.flops += self._flops.get_total_flops() - self._flops_at_start.pop()
@@ -198,7 +198,7 @@ class _Recorder:
 
         return hook
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _count_saved_tensor(self, tensor: Tensor) -> Tensor:
         size_bytes = self._add_storage(tensor)
         for record in {id(record): record for record in self._stack}.values():
             record.activation_bytes += size_bytes
@@ -206,7 +206,7 @@ class _Recorder:
 
     def _add_storage(self, tensor: Tensor) -> int:
         """Add the storage of `tensor`, and return its number of bytes, or 0 if it was already added. For a tensor whose
-        layout is not strided, return the number of elements times their size."""
+        layout is not strided, return the number of elements times the element size."""
         if tensor.layout != torch.strided:
             return tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
@@ -230,7 +230,7 @@ def _shapes_of(output: Any) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores the buffers of `model`, including buffers that are replaced by other tensors."""
+    """Context manager that restores the buffers of `model`, even if they were replaced with other tensors."""
     buffer_locations = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]

@@ -69,8 +69,9 @@ def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: Trainin
 def _steps_in_epochs(
     config: TrainConfig, progress: TrainingProgress, data: TrainingData, epochs: range
 ) -> tuple[int, int] | None:
-    """Return two numbers: the remaining steps in the first of `epochs`, and the steps in each other epoch. All `epochs`
-    have the same settings. Return None if the length of the data is unknown. The current epoch of `data` changes."""
+    """Return two numbers: the remaining steps in the first of `epochs`, and the steps in each other epoch. The number
+    of micro-batches per step must be the same in all `epochs`. Return None if the length of the data is unknown.
+    Changes the current epoch of `data`."""
     limit, is_current = config.limit_train_steps, epochs[0] == progress.epoch
     data.begin_epoch(epochs[0])
     in_each = data.steps_in_epoch()

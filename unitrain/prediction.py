@@ -81,24 +81,28 @@ class Outputs:
         for rank_specs, _ in layouts:
             check_same_specs("ranks", specs, rank_specs)
         row_counts_by_rank = [row_counts_of_rank for _, _, _, row_counts_of_rank in summaries]
-        counts = [sum(row_counts_of_rank) for row_counts_of_rank in row_counts_by_rank]
-        outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
+        rows_by_rank = [sum(row_counts_of_rank) for row_counts_of_rank in row_counts_by_rank]
+        outputs = [self._gather_output(index, spec, rows_by_rank, communicator) for index, spec in enumerate(specs)]
         if stride_unit is not None:
-            lengths = row_counts_by_rank if stride_unit == "batches" else [[1] * count for count in counts]
-            order = strided_order([torch.tensor(own, dtype=torch.int64) for own in lengths])
+            lengths = row_counts_by_rank if stride_unit == "batches" else [[1] * num_rows for num_rows in rows_by_rank]
+            order = strided_order([torch.tensor(lengths_of_rank, dtype=torch.int64) for lengths_of_rank in lengths])
             outputs = [output[order] for output in outputs]
         self._batches.clear()
         self._samples.clear()
         return _fill_layout(layout, iter(outputs))
 
-    def _gather_output(self, index: int, spec: OutputSpec, counts: list[int], communicator: Communicator) -> Tensor:
-        """Return one output for all samples; rank i has counts[i] of them."""
+    def _gather_output(
+        self, index: int, spec: OutputSpec, rows_by_rank: list[int], communicator: Communicator
+    ) -> Tensor:
+        """Gather output `index` of all ranks, and return its rows in rank order on the CPU. All ranks call it. Rank i
+        has rows_by_rank[i] rows.
+        """
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
             batch[index] = torch.empty(0)  # releases the rows, so that they are not in memory twice
         rows_here = torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype)
         del batches_here
-        outputs = torch.empty(sum(counts), *spec.shape, dtype=spec.dtype)
+        outputs = torch.empty(sum(rows_by_rank), *spec.shape, dtype=spec.dtype)
         row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         if row_bytes == 0:
             return outputs
@@ -106,13 +110,13 @@ class Outputs:
         source, target = (
             tensor.reshape(-1).view(torch.uint8).reshape(-1, row_bytes) for tensor in (rows_here, outputs)
         )
-        starts = [sum(counts[:rank]) for rank in range(communicator.size)]
+        starts = [sum(rows_by_rank[:rank]) for rank in range(communicator.size)]
         step = max(1, _MAX_GATHERED_BYTES // (row_bytes * communicator.size))
-        for first in range(0, max(counts), step):
+        for first in range(0, max(rows_by_rank), step):
             gathered = communicator.allgather(source[first : first + step].to(communicator.device)).cpu()
             copied = 0
-            for start, count in zip(starts, counts, strict=True):
-                length = min(max(0, count - first), step)
+            for start, num_rows in zip(starts, rows_by_rank, strict=True):
+                length = min(max(0, num_rows - first), step)
                 target[start + first : start + first + length] = gathered[copied : copied + length]
                 copied += length
         return outputs
@@ -141,26 +145,27 @@ def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list
     tensors: list[Tensor] = []
     specs: list[OutputSpec] = []
 
-    def read_part(path: str, part: Any) -> Any:
-        if part is None:
+    def replace_tensors(path: str, value: Any) -> Any:
+        if value is None:
             return None
-        if isinstance(part, Tensor):
-            tensors.append(_copy_to_cpu(path, part, samples))
-            specs.append(OutputSpec(path, tuple(part.shape[1:]), part.dtype))
+        if isinstance(value, Tensor):
+            tensors.append(_copy_to_cpu(path, value, samples))
+            specs.append(OutputSpec(path, tuple(value.shape[1:]), value.dtype))
             return specs[-1]
-        copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
-        if copied is part:
+        copied = map_parts(lambda step, inner: replace_tensors(path + step, inner), value)
+        if copied is value:
             raise ModelError(
-                f"predict collects tensors, but {path} is an object of class {type(part).__name__}. "
+                f"predict collects tensors, but {path} is an object of class {type(value).__name__}. "
                 "Do not return it from forward, or make it a tensor with one row per sample."
             )
         return copied
 
-    return read_part("output", output), specs, tensors
+    return replace_tensors("output", output), specs, tensors
 
 
 def check_same_specs(subject: str, left: list[OutputSpec], right: list[OutputSpec]) -> None:
-    """Raise ModelError if the outputs of two batches or ranks (`subject`) differ."""
+    """Raise ModelError if `left` and `right`, the OutputSpecs of two batches or ranks, differ. `subject` is "batches"
+    or "ranks", for the message."""
     if left == right:
         return
     first, second = (
@@ -175,7 +180,7 @@ def check_same_specs(subject: str, left: list[OutputSpec], right: list[OutputSpe
 
 
 def _fill_layout(layout: Any, tensors: Any) -> Any:
-    """Return `layout` with each OutputSpec replaced by the next of `tensors`."""
+    """Return `layout` with each OutputSpec replaced by the next tensor of the iterator `tensors`."""
     if isinstance(layout, OutputSpec):
         return next(tensors)
     return map_parts(lambda _, part: _fill_layout(part, tensors), layout)

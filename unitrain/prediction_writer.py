@@ -42,8 +42,8 @@ MANIFEST = "predictions.json"
 _UNFINISHED = ".unfinished"
 _FORMAT = 1
 _TOKEN_SUFFIX = ".token"
-_FLAGS = os.O_RDWR | os.O_CREAT
-# Rows of other files are copied in chunks of about this size.
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT
+# The rows of per-rank files are copied to the complete files in chunks of about this size.
 _COPY_CHUNK_BYTES = 1 << 24
 _NUMPY_DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -61,8 +61,9 @@ class PredictionWriter:
     these outputs are written as float32, which represents them exactly.
 
     Ranks write their rows as they compute them. All hosts must see the folder. `folder` appears when all files are
-    complete; until then, the files are in `folder` with the suffix `.unfinished`, which one job at a time can use. An
-    existing folder is an error, unless `overwrite` is True and the folder contains predictions or is empty.
+    complete; until then, the files are in a folder whose name has the additional suffix `.unfinished`, which only one
+    job can use at a time. An existing folder is an error, unless `overwrite` is True and the folder contains
+    predictions or is empty.
     """
 
     folder: str | Path
@@ -83,9 +84,10 @@ class PredictionWriter:
     ) -> Iterator[PredictionFiles]:
         """Context manager that yields the files of a prediction. All ranks call it.
 
-        `first_row` and `stride_unit` are those of the EvaluationShard. If the context ends with an exception, the
-        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a
-        rank, DataError if it cannot be created, and CheckpointError if another job writes to it.
+        `first_row` and `stride_unit` are `first_sample` and `stride_unit` of the EvaluationShard. If the context ends
+        with an exception, the unfinished files are removed. Raises on every rank: ConfigError if the folder exists and
+        must not be replaced, is not visible to a rank, or is used by another program; DataError if it cannot be
+        created; and CheckpointError if another job writes to it.
         """
         folder = Path(self.folder)
         unfinished_folder = folder.with_name(folder.name + _UNFINISHED)
@@ -115,7 +117,7 @@ class PredictionWriter:
                     return False
             except FileNotFoundError:  # the other job has renamed or removed the folder of unfinished files
                 return False
-            check_folder()  # another job may have completed it
+            check_folder()  # another job may have completed the folder
             leftover_files = [path for path in unfinished_folder.iterdir() if path.name != LOCK_FILE]  # of a killed job
             known_files = [
                 path for path in leftover_files if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST
@@ -141,7 +143,8 @@ class PredictionWriter:
         files = PredictionFiles(folder, unfinished_folder, communicator, first_row, stride_unit)
         is_created = False
         try:
-            # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
+            # Rank 0 may wait for the lock longer than the collective timeout, so it periodically broadcasts whether it
+            # has the lock.
             while not communicator.broadcast_object(_run_on_rank_zero(communicator, folder, try_to_create)):
                 pass
             is_created = True
@@ -154,7 +157,7 @@ class PredictionWriter:
                 shutil.rmtree(unfinished_folder, ignore_errors=True)
             lock.release()
             if communicator.rank == 0 and not is_created:
-                with suppress(OSError):  # it contains files of another job or program
+                with suppress(OSError):  # the folder may contain files of another job or program
                     unfinished_folder.rmdir()
             raise
         lock.release()
@@ -172,7 +175,7 @@ class PredictionFiles:
         stride_unit: StrideUnit | None,
     ) -> None:
         self._folder, self._unfinished_folder, self._communicator = folder, unfinished_folder, communicator
-        # Without a known position in the data, rows are first written to a file of this rank.
+        # If `first_row` is None, the rows are first written to files of this rank, and copied by `finish`.
         self._first_row, self._stride_unit = first_row, stride_unit
         self._specs: list[OutputSpec] = []
         self._descriptors: list[int] = []
@@ -186,13 +189,13 @@ class PredictionFiles:
     def add(self, output: Any, samples: int) -> None:
         """Write the output of a batch of `samples` samples.
 
-        Raises ModelError if it cannot be concatenated, and DataError if it cannot be written.
+        Raises ModelError if the output cannot be concatenated, and DataError if it cannot be written.
         """
         _, specs, tensors = split_output(output, samples)
         if not self._descriptors:
             self._specs = specs
             paths = [self._path(index, is_final=self._first_row is not None) for index in range(len(specs))]
-            self._write(lambda: self._descriptors.extend(os.open(path, _FLAGS, 0o666) for path in paths))
+            self._write(lambda: self._descriptors.extend(os.open(path, _OPEN_FLAGS, 0o666) for path in paths))
         check_same_specs("batches", self._specs, specs)
 
         def write_rows() -> None:
@@ -219,12 +222,12 @@ class PredictionFiles:
         for specs in specs_by_rank:
             check_same_specs("ranks", specs_by_rank[0], specs)
         self._specs = specs_by_rank[0]
-        total = sum(sum(row_counts_of_rank) for _, _, row_counts_of_rank in summaries)
+        total_rows = sum(sum(row_counts_of_rank) for _, _, row_counts_of_rank in summaries)
         if self._first_row is None:
             rows = _target_rows([row_counts for _, _, row_counts in summaries], self._stride_unit, communicator.rank)
             _run_on_all_ranks(communicator, folder, lambda: self._copy_rows(rows))
-        _run_on_all_ranks(communicator, folder, self._flush)
-        _run_on_rank_zero(communicator, folder, lambda: self._complete(total))
+        _run_on_all_ranks(communicator, folder, self._flush_and_close)
+        _run_on_rank_zero(communicator, folder, lambda: self._complete(total_rows))
         return folder
 
     def close(self) -> None:
@@ -245,17 +248,18 @@ class PredictionFiles:
             return row * _row_bytes(spec)
         return len(_header(spec, 0)) + (self._first_row + row) * _row_bytes(spec)
 
-    def _copy_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy the rows from the files of this rank to the `rows` of the complete files."""
+    def _copy_rows(self, target_rows: NDArray[np.int64]) -> None:
+        """Copy row i of this rank's files to row target_rows[i] of the complete files, for all i. Delete this rank's
+        files."""
         for index, descriptor in enumerate(self._descriptors):
             spec, header = self._specs[index], len(_header(self._specs[index], 0))
             row_bytes = _row_bytes(spec)
             step = max(1, _COPY_CHUNK_BYTES // max(1, row_bytes))
             with _open_file(self._path(index, is_final=True)) as target:
-                for first in range(0, len(rows) if row_bytes else 0, step):
-                    positions = rows[first : first + step]
+                for first in range(0, len(target_rows) if row_bytes else 0, step):
+                    positions = target_rows[first : first + step]
                     content = memoryview(os.pread(descriptor, len(positions) * row_bytes, first * row_bytes))
-                    # Write runs of consecutive rows.
+                    # Write each run of consecutive rows at once.
                     bounds = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
                     for start, stop in pairwise(bounds):
                         part = content[start * row_bytes : stop * row_bytes]
@@ -263,25 +267,25 @@ class PredictionFiles:
                 os.fsync(target)
             self._path(index, is_final=False).unlink()
 
-    def _flush(self) -> None:
+    def _flush_and_close(self) -> None:
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         self.close()
 
-    def _complete(self, total: int) -> None:
+    def _complete(self, total_rows: int) -> None:
         """Write the headers and the manifest, and rename the folder. Rank 0 calls it when all rows are written."""
         outputs = []
         for spec, name in zip(self._specs, _file_names(self._specs), strict=True):
             path = self._unfinished_folder / name
             with _open_file(path) as file:
-                header = _header(spec, total)
+                header = _header(spec, total_rows)
                 _write_at(file, memoryview(header), 0)
-                os.ftruncate(file, len(header) + total * _row_bytes(spec))
+                os.ftruncate(file, len(header) + total_rows * _row_bytes(spec))
                 os.fsync(file)
             outputs.append(
-                {"path": spec.path, "file": name, "dtype": str(_numpy_dtype(spec)), "shape": [total, *spec.shape]}
+                {"path": spec.path, "file": name, "dtype": str(_numpy_dtype(spec)), "shape": [total_rows, *spec.shape]}
             )
-        manifest = {"format": _FORMAT, "samples": total, "outputs": outputs}
+        manifest = {"format": _FORMAT, "samples": total_rows, "outputs": outputs}
         (self._unfinished_folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         folder = self._folder
         if (folder.exists() or folder.is_symlink()) and not _is_replaceable(folder):
@@ -291,13 +295,13 @@ class PredictionFiles:
         elif folder.exists() or folder.is_symlink():
             folder.unlink()
         self._unfinished_folder.rename(folder)
-        (folder / LOCK_FILE).unlink(missing_ok=True)  # no other job can lock it before it is renamed
+        (folder / LOCK_FILE).unlink(missing_ok=True)  # removed last, so that no other job can lock the folder before
 
     def _write(self, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
-            raise _write_error(self._folder, error) from error
+            raise _data_error(self._folder, error) from error
 
 
 def _is_replaceable(folder: Path) -> bool:
@@ -363,8 +367,9 @@ def _header(spec: OutputSpec, num_rows: int) -> bytes:
 
 @contextmanager
 def _open_file(path: Path) -> Iterator[int]:
-    """Open a file for reading and writing, without a buffer, because other ranks write to the same file."""
-    descriptor = os.open(path, _FLAGS, 0o666)
+    """Context manager that opens a file for reading and writing, without a buffer, because other ranks write to the
+    same file. Yields the file descriptor."""
+    descriptor = os.open(path, _OPEN_FLAGS, 0o666)
     try:
         yield descriptor
     finally:
@@ -377,7 +382,7 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def _write_error(folder: Path, error: OSError) -> DataError:
+def _data_error(folder: Path, error: OSError) -> DataError:
     return DataError(
         f"The outputs cannot be written to PredictionWriter('{folder}'): {type(error).__name__}: {error}. Check that "
         "the folder is writable and has room, or choose another folder."
@@ -391,10 +396,10 @@ def _run_on_all_ranks(communicator: Communicator, folder: Path, action: Callable
     def call() -> _ResultT:
         try:
             return action()
-        except CheckpointError:  # an OSError, of the lock
+        except CheckpointError:  # of the lock; a subclass of OSError
             raise
         except OSError as error:
-            raise _write_error(folder, error) from error
+            raise _data_error(folder, error) from error
 
     return call_on_all_ranks(communicator, call)
 

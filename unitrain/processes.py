@@ -1,5 +1,5 @@
 """Information about this host's CPU, termination of the processes of a command, termination of workers whose rank has
-terminated, and the last messages of a process.
+terminated, and messages of processes that are about to terminate.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 # The process that last called fork, and whether its main thread called it. A forked process inherits its parent's
 # value.
 _last_fork: tuple[int, bool] | None = None
-# The process in which `terminate_with_parent` was called last.
+# ID of the process in which `terminate_with_parent` was last called.
 _terminates_with_parent_pid: int | None = None
 
 
@@ -70,12 +70,13 @@ def process_age_seconds() -> float:
 
 
 def run_at_low_priority(function: Callable[[], None]) -> None:
-    """Call `function` in a thread that uses the CPU while no other process does, and wait until it returns. Raises the
-    exceptions of `function`.
+    """Call `function` in a thread with the lowest CPU priority, and wait until it returns. Raises the exceptions of
+    `function`.
 
-    Only a privileged process can raise its priority again, but the niceness of Linux belongs to a thread. Threads that
-    `function` starts keep the low priority. If the kernel groups the processes by session (autogroup, see sched(7)), it
-    compares the niceness only within a session. A session leader therefore also lowers the priority of its session.
+    A separate thread is necessary, because only a privileged process can raise its priority again. In Linux, the
+    niceness applies to a single thread. Threads that `function` starts inherit the low priority. If the kernel groups
+    processes by session (autogroup, see sched(7)), it compares the niceness only within a session. A session leader
+    therefore also lowers the priority of its session until `function` returns.
     """
 
     def run() -> None:
@@ -83,25 +84,26 @@ def run_at_low_priority(function: Callable[[], None]) -> None:
             os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)  # 0 is the calling thread
         function()
 
-    session = Path("/proc/self/autogroup")
+    autogroup_file = Path("/proc/self/autogroup")
     is_lowered = False
     with contextlib.suppress(OSError):
-        if os.getsid(0) == os.getpid() and session.read_text().endswith("nice 0\n"):
-            session.write_text(str(_LOWEST_PRIORITY))
+        if os.getsid(0) == os.getpid() and autogroup_file.read_text().endswith("nice 0\n"):
+            autogroup_file.write_text(str(_LOWEST_PRIORITY))
             is_lowered = True
     try:
         with ThreadPoolExecutor(1, "unitrain low priority") as pool:
             pool.submit(run).result()
     finally:
         if is_lowered:
-            _restore_session_priority(session)
+            _restore_session_priority(autogroup_file)
 
 
-def _restore_session_priority(session: Path) -> None:
-    """Write the default niceness to the file of the session. The kernel refuses two changes within 0.1 s."""
+def _restore_session_priority(autogroup_file: Path) -> None:
+    """Write the default niceness of the session to `autogroup_file`, with retries, because the kernel refuses a second
+    change within 0.1 s."""
     for _ in range(10):
         try:
-            session.write_text("0")
+            autogroup_file.write_text("0")
             return
         except BlockingIOError:
             time.sleep(0.05)
@@ -129,9 +131,11 @@ def exit_on_termination_signals() -> None:
 
 
 def kill_processes(process: subprocess.Popen[bytes], marker: bytes) -> None:
-    """Kill `process` (a session leader), its process group, and all processes with `marker`; wait for `process`, but at
-    most 5 s: a process in an uninterruptible system call, for example on a file server that does not respond, does not
-    terminate until the call returns.
+    """Kill `process` (a session leader), its process group, and all processes with `marker`. Wait for `process` at most
+    5 s.
+
+    The wait is limited because a process in an uninterruptible system call, for example for a file server that does not
+    respond, does not terminate until the call returns.
     """
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -183,8 +187,8 @@ def terminate_workers_with_rank() -> None:
     os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
 
 
-def parent_death_signal(signum: signal.Signals) -> Callable[[], bool]:
-    """Return a function that requests signal `signum` for the calling process when its parent terminates.
+def parent_death_signal_setter(signum: signal.Signals) -> Callable[[], bool]:
+    """Return a function that makes the kernel send signal `signum` to the calling process when its parent terminates.
 
     The function returns whether the kernel supports this. It may be called in a forked process, in which loading a
     library is not safe. The kernel sends the signal when the thread that started the process terminates.
@@ -196,9 +200,10 @@ def parent_death_signal(signum: signal.Signals) -> Callable[[], bool]:
 
 
 def replace_parent_death_signal(signum: int) -> int:
-    """Replace the signal that this process receives when its parent terminates, and return the earlier one; 0 is none.
+    """Replace the signal that this process receives when its parent terminates, and return the previous signal. 0
+    stands for no signal.
 
-    It has no effect outside the main thread, because the kernel stores the signal per thread.
+    Call it in the main thread, because the kernel stores the signal per thread.
     """
     if sys.platform != "linux":
         return 0
@@ -209,7 +214,7 @@ def replace_parent_death_signal(signum: int) -> int:
 
 
 def terminate_with_parent() -> None:
-    """Kill this process when its parent terminates for any reason. A second call has no effect.
+    """Arrange that this process is killed when its parent terminates for any reason. A second call has no effect.
 
     If the main thread of the parent forked this process, the kernel kills it. Otherwise, a thread polls the parent: the
     rank that forked this process or, for a process of a fork server, both the fork server and the rank.
@@ -218,22 +223,22 @@ def terminate_with_parent() -> None:
     if _terminates_with_parent_pid == os.getpid():
         return
     _terminates_with_parent_pid = os.getpid()
-    parents, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
+    parent_pids, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
     if _last_fork is not None and _last_fork[0] == os.getppid():
         # The kernel sends the signal when the forking thread terminates; the main thread terminates with the process.
-        if _last_fork[1] and parent_death_signal(signal.SIGKILL)():
+        if _last_fork[1] and parent_death_signal_setter(signal.SIGKILL)():
             if os.getppid() != _last_fork[0]:  # the parent terminated before the call
                 os.kill(os.getpid(), signal.SIGKILL)
             return
     elif spawning_rank is not None and spawning_rank.pid is not None:
-        parents.add(spawning_rank.pid)  # a fork server is the parent process
-    thread = threading.Thread(target=_monitor_parents, args=(parents,), name="unitrain worker", daemon=True)
+        parent_pids.add(spawning_rank.pid)  # if `getppid` returned a fork server
+    thread = threading.Thread(target=_kill_this_process_after, args=(parent_pids,), name="unitrain worker", daemon=True)
     thread.start()
 
 
-def _monitor_parents(parents: set[int]) -> None:
+def _kill_this_process_after(parent_pids: set[int]) -> None:
     parent = os.getppid()
-    while os.getppid() == parent and all(map(_is_alive, parents)):
+    while os.getppid() == parent and all(map(_is_alive, parent_pids)):
         time.sleep(_PARENT_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -27,7 +27,7 @@ class SeedPurpose(IntEnum):
 
 
 def derive_seed(seed: int, purpose: SeedPurpose, *path: int) -> int:
-    """Return a 63-bit seed that depends only on the arguments. All arguments are at least 0."""
+    """Return a 63-bit seed that depends only on the arguments. All arguments must be at least 0."""
     return int(np.random.SeedSequence([seed, purpose, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -39,8 +39,8 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_micro_batch(seed: int, epoch: int, step_end: int, logical_rank: int, micro_batch_index: int) -> None:
-    """Seed the generators of this process for micro-batch `micro_batch_index` of a logical rank, in the step before
-    position `step_end` of an epoch.
+    """Seed the generators of this process for micro-batch `micro_batch_index` of a logical rank, in the step that ends
+    at position `step_end` of `epoch`.
 
     The random numbers of a micro-batch then depend neither on the process nor on earlier steps.
     """
@@ -74,7 +74,7 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the RNG state that `capture_generators` returned. Without a GPU state, the GPU generator does not
+    """Restore the RNG state that `capture_generators` returned. If `state` has no GPU state, the GPU generator does not
     change."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:

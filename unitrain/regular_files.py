@@ -20,11 +20,12 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
     with os.fdopen(descriptor, "rb") as file:
         if status.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
-        return file.read(status.st_size).decode()  # `read` allocates as many bytes as requested
+        return file.read(status.st_size).decode()  # not max_bytes, because `read` allocates as many bytes as requested
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to file `path` in one operation. A link is replaced, and its target is not changed. Raises OSError.
+    """Atomically replace file `path` with a file that contains `text`. If `path` is a link, the link is replaced, and
+    its target does not change. Raises OSError.
 
     If the write fails or is interrupted, the previous file remains.
     """

@@ -102,8 +102,8 @@ def add_innermost_step_hooks(
 
 
 def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step hook of `optimizer` is called by a nested step, such as `super().step()`. Checked with
-    torch 2.14."""
+    """Return whether the step hook of `optimizer` that calls this function runs in a nested step, such as
+    `super().step()`. Checked with torch 2.14."""
     code = torch.optim.Optimizer.profile_hook_step(len).__code__  # the code object of every step with hooks
     frame, steps = inspect.currentframe(), 0
     while frame is not None and steps < 2:
@@ -179,12 +179,12 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str, connects: bool = True
 ) -> Any:
-    """Return a Gloo transport. All ranks call it. With `connects`, all ranks are connected afterwards.
+    """Create and return a ProcessGroupGloo. All ranks call it. With `connects`, all ranks are connected afterwards.
 
-    The transport uses `interface`. If that is empty, it uses the interface with `address`, or torch's default interface
-    if `address` is also empty. Without `connects`, two ranks connect when they exchange their first message, and one of
-    them waits for the other. Raises RuntimeError if the ranks cannot connect within the timeout. Checked with torch
-    2.14.
+    The group uses the network interface `interface`. If `interface` is empty, it uses the interface with `address`, or,
+    if `address` is also empty, the interface to which the host name resolves. Without `connects`, two ranks connect
+    when they exchange their first message, and one of them waits for the other. Raises RuntimeError if the ranks cannot
+    connect within the timeout. Checked with torch 2.14.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -199,7 +199,7 @@ def register_inflight_work(outputs: Any, work: dist.Work) -> None:
     the tensors that `work` writes. Torch's own process groups do the same. Checked with torch 2.14."""
     bindings = torch._C._distributed_c10d
     if bindings._allow_inflight_collective_as_graph_input():
-        # The registry belongs to C++ code, which does not keep the Python object of a Work.
+        # Register a C++ Work, because the registry, which is C++ code, does not keep the Python object of `work` alive.
         registered = bindings._create_work_from_future(work.get_future())
         for output in tree_leaves(outputs):
             bindings._register_work(output, registered)
@@ -219,11 +219,13 @@ def skip_shape_validation(stage: Any) -> None:
     stage._runtime_validate = False
 
 
-def set_receive_shape(received: Iterable[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def set_receive_shape(
+    receive_infos: Iterable[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
     """Make a stage of torch.distributed.pipelining receive tensors of `shape` and `dtype`, and allocate their buffers
     if torch does not. Checked with torch 2.14 and 2.15.
     """
-    for info in received:
+    for info in receive_infos:
         if hasattr(info, "allocate_buffer"):  # torch 2.15 allocates the buffer and releases it after its use
             empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
             info.tensor_meta = dataclasses.replace(
@@ -233,9 +235,9 @@ def set_receive_shape(received: Iterable[Any], shape: Sequence[int], dtype: torc
             info.buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def release_receive_buffers(received: Iterable[Any]) -> None:
+def release_receive_buffers(receive_infos: Iterable[Any]) -> None:
     """Release the buffers that `set_receive_shape` has allocated, after their use."""
-    for info in received:
+    for info in receive_infos:
         if not hasattr(info, "allocate_buffer"):
             info.buffer = torch.empty(0, device=info.buffer.device)
 
@@ -322,11 +324,11 @@ def tensor_version(tensor: Tensor) -> int:
 without_torch_function = torch._C._disabled_torch_function_impl
 
 
-def make_wrapper_tensor(kind: type[Tensor], tensor: Tensor) -> Any:
-    """Return a tensor of class `kind` without memory, with the shape, strides, dtype and device of `tensor`. Checked
-    with torch 2.14."""
+def make_wrapper_tensor(subclass: type[Tensor], tensor: Tensor) -> Any:
+    """Return a tensor of class `subclass` without memory, with the shape, strides, dtype and device of `tensor`.
+    Checked with torch 2.14."""
     make: Any = Tensor._make_wrapper_subclass
-    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return make(subclass, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 # --- modules and torch.compile ---
@@ -455,10 +457,10 @@ def has_shuffle_buffer(items: Any) -> bool:
     return False
 
 
-def stop_workers(batches: Any) -> None:
-    """Terminate the worker processes of `batches`, an iterator of a DataLoader with workers. Checked with torch
-    2.14."""
-    batches._shutdown_workers()
+def stop_workers(loader_iterator: Any) -> None:
+    """Terminate the worker processes of `loader_iterator`, the iterator of a DataLoader with workers. Checked with
+    torch 2.14."""
+    loader_iterator._shutdown_workers()
 
 
 def awaited_loader_iterator(frame: FrameType) -> Any | None:
@@ -470,17 +472,17 @@ def awaited_loader_iterator(frame: FrameType) -> Any | None:
     return frame.f_locals.get("self")
 
 
-def next_batch_number(batches: Any) -> int | None:
-    """Return the number of a DataLoader iterator's next batch, or None without workers. Checked with torch 2.14."""
-    return getattr(batches, "_rcvd_idx", None)
+def next_batch_number(loader_iterator: Any) -> int | None:
+    """Return the index of a DataLoader iterator's next batch, or None without workers. Checked with torch 2.14."""
+    return getattr(loader_iterator, "_rcvd_idx", None)
 
 
-def worker_of_next_batch(batches: Any) -> tuple[int, int, Any] | None:
-    """Return the number and the process ID of the worker that loads a DataLoader iterator's next batch, and the
-    loader's worker_init_fn; None without workers. Checked with torch 2.14."""
+def worker_of_next_batch(loader_iterator: Any) -> tuple[int, int, Any] | None:
+    """Return the index and the process ID of the worker that loads a DataLoader iterator's next batch, and the loader's
+    worker_init_fn; None without workers. Checked with torch 2.14."""
     try:
-        worker_index = batches._task_info[batches._rcvd_idx][0]
-        return worker_index, batches._workers[worker_index].pid, batches._worker_init_fn
+        worker_index = loader_iterator._task_info[loader_iterator._rcvd_idx][0]
+        return worker_index, loader_iterator._workers[worker_index].pid, loader_iterator._worker_init_fn
     except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
         return None
 

@@ -97,7 +97,7 @@ class Trainer(LoggingMethods):
     ) -> None:
         trainer_arguments.check_backend("Trainer(backend=...)", backend)
         backend.check_running("Trainer")
-        call_on_all_ranks(backend, lambda: trainer_arguments.check_trainer(
+        call_on_all_ranks(backend, lambda: trainer_arguments.check_trainer_arguments(
             model, optimizer, loss_fn, config, scheduler, metrics, callbacks, config_text
         ))  # fmt: skip
         check_same_config(config, backend, config_text)
@@ -137,21 +137,23 @@ class Trainer(LoggingMethods):
             exact=has_logical_ranks,
         ))  # fmt: skip
 
-        parts: dict[str, Stateful] = {
+        stateful_objects: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._running_loss,
             "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_metric_names(self._evaluation.names[1:]))
         check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
-            parts["average"] = self._weight_average
+            stateful_objects["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
-        self._run = TrainingRun(config, backend, self.checkpointer, parts, config_text)
+        self._run = TrainingRun(config, backend, self.checkpointer, stateful_objects, config_text)
         self.progress = self._run.progress
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
-        self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetcher, self._stopping)
+        self.step_components = trainer_model.StepComponents(
+            self._precision, self._forward, self._prefetcher, self._stopping
+        )
         self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
@@ -277,7 +279,7 @@ class Trainer(LoggingMethods):
         every rank for data without samples.
         """
         trainer_arguments.check_data(self.backend, "Trainer.evaluate", data=data)
-        with self._averaged_weights():
+        with self._weights_averaged_over_ranks():
             return self._evaluation.evaluate(self._evaluation_shard(data))
 
     def predict(self, data: Data, *, writer: PredictionWriter | None = None) -> Any:
@@ -285,16 +287,16 @@ class Trainer(LoggingMethods):
 
         All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
         the structure of the model's (or `forward`'s) output: lists, tuples, mappings and dataclasses of tensors whose
-        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. If a batch is a
-        mapping, the loss and the cache of a language model are omitted from the output. Every rank evaluates its shard
-        with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises DataError, ConfigError,
-        or ModelError for outputs that cannot be concatenated, on every rank.
+        first dimension indexes the samples. Targets are ignored, and may be missing if the Trainer has no `forward`
+        function. If a batch is a mapping, the loss and the key-value cache that a language model returns are omitted.
+        Every rank evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank.
+        Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
 
         With `writer`, each rank writes its outputs to files as it computes them, and `predict` returns the folder.
         """
         trainer_arguments.check_data(self.backend, "Trainer.predict", data=data)
         trainer_arguments.check_writer(self.backend, writer)
-        with self._averaged_weights():
+        with self._weights_averaged_over_ranks():
             return self._evaluation.predict(self._evaluation_shard(data), writer)
 
     def load_weights(self, checkpoint: str | Path) -> None:
@@ -402,7 +404,8 @@ class Trainer(LoggingMethods):
         return results
 
     def _begin_epoch(self, shard: TrainingData) -> None:
-        """Apply the schedule of gradient accumulation, and scale the learning rate for the global batch size."""
+        """Apply the gradient-accumulation schedule to the current epoch, and compute the learning-rate factor for its
+        global batch size."""
         shard.begin_epoch(self.progress.epoch)
         self._learning_rate_factor = LearningRateFactor.from_config(self.config, shard.global_batch_size)
 
@@ -417,7 +420,7 @@ class Trainer(LoggingMethods):
         )
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None, *, in_memory: bool = False) -> None:
-        with self._run_metrics.measure("checkpoint"), self._averaged_weights():
+        with self._run_metrics.measure("checkpoint"), self._weights_averaged_over_ranks():
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
 
@@ -451,21 +454,21 @@ class Trainer(LoggingMethods):
         return loss
 
     def _end_local_step(self, local_sgd: LocalSGD) -> None:
-        """Synchronize the weights if a synchronization is due, and update the weight average after a
-        synchronization."""
+        """Synchronize the weights if a synchronization of local SGD is due. After a synchronization, update the weight
+        average."""
         if (steps := local_sgd.step()) and self._weight_average is not None:
             with local_sgd.synchronized_weights():
                 self._weight_average.update(steps)
         self._loss_weighting.synchronous_ranks = local_sgd.synchronous_ranks
 
-    def _averaged_weights(self) -> AbstractContextManager[None]:
-        """With local steps, return the context manager in which the model has the mean of the weights over ranks."""
+    def _weights_averaged_over_ranks(self) -> AbstractContextManager[None]:
+        """Return a context manager in which, with local SGD, the model has the mean of the ranks' weights."""
         return nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights()
 
     def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         if not validation:
             return {}
-        with self._averaged_weights():
+        with self._weights_averaged_over_ranks():
             return {
                 prefix + name: value
                 for prefix, shard in validation.items()

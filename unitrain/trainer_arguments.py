@@ -53,7 +53,7 @@ def check_backend(argument: str, backend: Any) -> None:
     validation.check_instance(argument, backend, Backend, "a backend", fix)
 
 
-def check_trainer(
+def check_trainer_arguments(
     model: Any,
     optimizer: Any,
     loss_fn: Any,
@@ -104,7 +104,7 @@ def _check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
-    fix = "Use one that was built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+    fix = "Use a scheduler of the same optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
     if not (callable(scheduler) and not isinstance(scheduler, type)):  # a function builds the scheduler later
         validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
     scheduled_optimizer = getattr(scheduler, "optimizer", optimizer)
@@ -153,7 +153,8 @@ def check_checkpoint(backend: Backend, checkpoint: Any) -> None:
 def check_data(backend: Backend, function_name: str, **data: Any) -> None:
     """Raise DataError on every rank if an argument of a public function is not a dataset.
 
-    `function_name` is the name of the function for error messages, such as "Trainer.fit".
+    `data` contains the arguments by name. `function_name` is the name of the public function for error messages, such
+    as "Trainer.fit".
     """
     backend.check_running(function_name)
 
@@ -213,7 +214,7 @@ def validation_data_by_argument(val_data: Data | Mapping[str, Data] | None) -> d
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of the Trainer that a tool may replace. A tool may also change `model` in place."""
+    """The arguments of the Trainer that a tool may replace, except `model`, which a tool may only change in place."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]

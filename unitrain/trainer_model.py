@@ -1,4 +1,5 @@
-"""Preparation of the Trainer's model: conversion, averaged weights, distribution to ranks; turns of logical ranks."""
+"""Preparation of the Trainer's model: conversion, averaged weights, distribution to ranks, and micro-batches of
+interleaved logical ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from unitrain.progress.flops import FlopsMeasurement
 from unitrain.progress.stopping import StopCoordinator
 
 
-class StepParts(NamedTuple):
+class StepComponents(NamedTuple):
     """The objects of a Trainer that compute its steps, for functions that train outside of `fit`."""
 
     precision: Precision
@@ -76,10 +77,11 @@ def distribute_model(model: nn.Module, config: TrainConfig, backend: Backend) ->
 
 
 class MicroBatchRunner:
-    """Calls `forward_backward(batch, micro_batch)`, and counts its FLOPs with `flops` if that is due.
+    """Calls `forward_backward(batch, micro_batch)`, and counts its FLOPs with `flops` if a measurement is due.
 
-    If the logical ranks of this process run in turns, it collects one micro-batch of each of them, and then calls
-    `forward_backward` for all of them together. Only the call for the last one has is_measured=True.
+    If the model is an InterleavedRanksModel, the runner collects one micro-batch of each logical rank of this process,
+    and then calls `forward_backward` for all of them, interleaved. Only the call for the last logical rank has
+    is_measured=True.
     """
 
     def __init__(self, model: nn.Module, forward_backward: Callable[..., Loss], flops: FlopsMeasurement) -> None:
@@ -93,34 +95,34 @@ class MicroBatchRunner:
         elif micro_batch.logical_rank != self._interleaved_model.last_logical_rank:
             self._collected_functions.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
         else:
-            self._flops.with_counting(partial(self._run_in_turns, self._interleaved_model))(batch, micro_batch)
+            self._flops.with_counting(partial(self._run_interleaved, self._interleaved_model))(batch, micro_batch)
 
-    def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
-        """Run the collected micro-batches and the micro-batch of the last logical rank, and return the loss of the last
-        logical rank."""
+    def _run_interleaved(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
+        """Run the collected micro-batches and `micro_batch`, which belongs to the last logical rank. Return the loss of
+        `micro_batch`."""
         functions, self._collected_functions = self._collected_functions, []
         functions.append(partial(self._forward_backward, batch, micro_batch))
         begins_step, ends_step = micro_batch.index_in_step == 0, micro_batch.ends_step
         return model.run_in_turns(functions, begins_step=begins_step, ends_step=ends_step)[-1]
 
 
-def start_average(average: WeightAverage, distributed: nn.Module, config: TrainConfig, backend: Backend) -> None:
-    """Start averaging the weights of the `distributed` model; if its parameters are sharded, shard their average too.
+def start_average(average: WeightAverage, distributed_model: nn.Module, config: TrainConfig, backend: Backend) -> None:
+    """Start averaging the weights of `distributed_model`; if its parameters are sharded, also shard their average.
 
     All ranks call it.
     """
     if config.shard == "parameters":
         feature = "TrainConfig.shard 'parameters'"
-        require_capability(backend, SupportsShardedParameters, feature).shard_copy(average.model, distributed)
+        require_capability(backend, SupportsShardedParameters, feature).shard_copy(average.model, distributed_model)
     average.start()
 
 
-def check_same_mode(is_training: Sequence[bool], step: int) -> None:
-    """Raise ModelError if the model is in training mode on some ranks only, after `step` steps. `is_training` contains
-    the mode on every rank."""
-    evaluating = [rank for rank, mode in enumerate(is_training) if not mode]
-    if evaluating and any(is_training):
-        training = [rank for rank, mode in enumerate(is_training) if mode]
+def check_same_mode(is_training_by_rank: Sequence[bool], step: int) -> None:
+    """Raise ModelError if, after `step` steps, the model is in training mode on some ranks only. `is_training_by_rank`
+    states, for each rank, whether its model is in training mode."""
+    evaluating = [rank for rank, mode in enumerate(is_training_by_rank) if not mode]
+    if evaluating and any(is_training_by_rank):
+        training = [rank for rank, mode in enumerate(is_training_by_rank) if mode]
         raise ModelError(
             f"After step {step}, the model is in eval mode on {format_ranks(evaluating)} and in training mode on "
             f"{format_ranks(training)}. Call model.eval() and model.train() on every rank."

@@ -1,4 +1,4 @@
-"""The state of a training run, except model and optimizer, and its history on disk."""
+"""The state of a training run without the model and the optimizer, and its history on disk."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _PACKAGES = ("unitrain", "horovod", "numpy")
 
 
 class Stateful(Protocol):
-    """A part of the run whose state is saved in checkpoints, in types that `torch.load(weights_only=True)` accepts.
+    """An object of the run whose state is saved in checkpoints, in types that `torch.load(weights_only=True)` accepts.
 
-    All ranks call both methods, so they may communicate. The state of rank 0 is stored.
+    All ranks call both methods, so the methods may communicate. The state of rank 0 is stored.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -60,15 +60,15 @@ class Stateful(Protocol):
 
 
 class TrainingRun:
-    """The state of a training run, except model and optimizer. All ranks must call every method.
+    """The state of a training run without the model and the optimizer. All ranks must call every method.
 
-    Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
-    the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
-    stored in the output folder and in checkpoints. `description` contains class names, settings and versions, for the
-    history and the loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
-    `continues_in_folder` states whether this run continues the run in the output folder, if there is one, because of
-    `TrainConfig.resume` or because an earlier attempt of this job started it. Raises CheckpointError on every rank if
-    the folder is not writable, or contains a run that cannot be resumed.
+    Saves and restores `progress`, the RNG state and `stateful_objects` with the Checkpointer, and writes the history.
+    `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is stored in the
+    output folder and in checkpoints. `description` contains class names, settings and versions, for the history and the
+    loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
+    `continues_in_folder` states whether the run continues a run in the output folder, because of `TrainConfig.resume`
+    or because an earlier attempt of this job started that run. Raises CheckpointError on every rank if the folder is
+    not writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainingRun:
         config: TrainConfig,
         backend: Backend,
         checkpointer: Checkpointer,
-        parts: Mapping[str, Stateful],
+        stateful_objects: Mapping[str, Stateful],
         config_text: str | None = None,
     ) -> None:
         self.progress = TrainingProgress()
@@ -84,7 +84,8 @@ class TrainingRun:
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
         self.continues_in_folder = False
-        self._config, self._backend, self._checkpointer, self._stateful_parts = config, backend, checkpointer, parts
+        self._config, self._backend, self._checkpointer = config, backend, checkpointer
+        self._stateful_objects = stateful_objects
         self._config_text = config_text
         self._id = secrets.token_hex(8)
         self._restored_training: dict[str, Any] | None = None
@@ -102,7 +103,7 @@ class TrainingRun:
         """Prepare the output folder, and restore the run from a checkpoint if the configuration requests it.
 
         Call it before the model is wrapped, because wrapping broadcasts the parameters from rank 0. If the job was
-        restarted after a failure, the checkpoints of its earlier attempts take precedence over `TrainConfig.resume`.
+        restarted after a failure, checkpoints of earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
         if self._config.logical_ranks is not None:
@@ -115,7 +116,7 @@ class TrainingRun:
             self._restore(Path(resume), *parts, required=True)
         self.continues_in_folder = resume_path is not None
         self._is_row_from_this_run, self._is_history_rewound = restored, False
-        self.description = _describe_parts(model, optimizer, scheduler)
+        self.description = _describe_objects(model, optimizer, scheduler)
 
     def restore_optimizer_state(self, optimizer: Optimizer) -> None:
         """Restore this rank's shard of the optimizer state. Call it after `distributed_optimizer`.
@@ -130,21 +131,21 @@ class TrainingRun:
         """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
 
         `get_loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the
-        backend has no such state, and CheckpointError if the state does not match.
+        backend does not support PowerSGD, and CheckpointError if the saved state does not match the model.
         """
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require_capability(self._backend, SupportsPowerSGD, feature).compression_state(model)
         state.get_loss_scale = get_loss_scale
-        self._stateful_parts = {**self._stateful_parts, COMPRESSION_STATE: state}
+        self._stateful_objects = {**self._stateful_objects, COMPRESSION_STATE: state}
         if self._restored_training is not None:
             state.load_state_dict(self._restored_training.pop(COMPRESSION_STATE, {}))
 
     def track_local_sgd(self, local_sgd: LocalSGD) -> None:
         """Also save the state of `local_sgd` in checkpoints, and restore it. Raises CheckpointError if the state does
         not match."""
-        self._stateful_parts = {**self._stateful_parts, loading.LOCAL_SGD: local_sgd}
+        self._stateful_objects = {**self._stateful_objects, loading.LOCAL_SGD: local_sgd}
         if self._restored_training is not None:
             local_sgd.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
 
@@ -156,7 +157,7 @@ class TrainingRun:
 
     @property
     def is_epoch_at_limit(self) -> bool:
-        """Whether the current epoch has `limit_train_steps` steps."""
+        """Whether `limit_train_steps` steps of the current epoch are completed."""
         limit = self._config.limit_train_steps
         return limit is not None and self.progress.step_in_epoch >= limit
 
@@ -171,16 +172,17 @@ class TrainingRun:
 
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:
-        """The stored batch size of this `fit` call in an elastic job; None in the job's first attempt."""
+        """The batch size that an earlier attempt of an elastic job stored for this `fit` call; None if there is
+        none."""
         stored = self._checkpointer.stored_batch_sizes
         return stored[self._fit_count] if self._fit_count < len(stored) else None
 
     def start(self, data: TrainingData) -> None:
         """Lock the folder, and start or resume training on `data`, with the RNG state of the checkpoint or the seed.
 
-        The folder remains locked until `Checkpointer.release_folder_at_end`. The data may change between epochs. Raises
-        CheckpointError on every rank if another job holds the lock, or if the run resumes within an epoch and the order
-        of `data` differs.
+        The folder remains locked until `Checkpointer.release_folder_at_end`. Raises CheckpointError on every rank if
+        another job holds the lock, or if the run resumes within an epoch and the order settings of `data` differ from
+        those of the checkpoint. A run that resumes at the start of an epoch may use different data.
         """
         order = self._data_order or data.order_settings
         for name in {**data.order_settings, **order} if self.progress.sample else ():
@@ -211,18 +213,19 @@ class TrainingRun:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
         With `in_memory`, the checkpoint is written to the memory of this host instead of the disk. If a restarted job
-        could not read it there, no checkpoint is written.
+        could not read the checkpoint there, no checkpoint is written.
 
-        At the end of an epoch, `row` is the row for the history, which is written after the checkpoint. If the run is
-        killed in between, the resumed run takes the row from the checkpoint.
+        At the end of an epoch, `row` is the row that is appended to the history after the checkpoint is written. If the
+        run is killed in between, the resumed run appends the row that the checkpoint contains.
         """
         if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
-        if row is None and not in_memory:  # otherwise the end of the epoch has checked them, or the save is frequent
+        # The weights were already checked at the end of an epoch. Frequent checkpoints in memory skip the check.
+        if row is None and not in_memory:
             self.check_weights(model)
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
-            parts = {name: part.state_dict() for name, part in self._stateful_parts.items()}
+            parts = {name: part.state_dict() for name, part in self._stateful_objects.items()}
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,
@@ -235,7 +238,7 @@ class TrainingRun:
             **self._gather_data_state(),
             "row": None if row is None else self._with_epoch_count(row),
             "logical_ranks": self._config.logical_ranks,
-            **self._random_state(),
+            **self._gather_random_state(),
         }
         manifest = {
             files.RUN_ID: self._id,
@@ -257,16 +260,17 @@ class TrainingRun:
         )
         self._checkpointer.save(state, in_memory=in_memory)
 
-    def _random_state(self) -> dict[str, Any]:
-        """Return the RNG states of all ranks or, with logical ranks, the properties that must be equal in all processes
-        for bit-identical results. All ranks call it.
+    def _gather_random_state(self) -> dict[str, Any]:
+        """Return the RNG states of all ranks or, with logical ranks, the settings on which bit-identical results
+        depend. All ranks call it.
         """
         if self._config.logical_ranks is not None:
             return {"preconditions": reproducibility_settings(self._backend.device)}
         return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}
 
     def _gather_data_state(self) -> dict[str, Any]:
-        """Return the state of a stateful dataset under the name "data". All ranks call it."""
+        """Return {"data": state} with the gathered state of a stateful dataset, or {} if there is no state to save. All
+        ranks call it."""
         epoch, position = self.progress.epoch, self.progress.position
         data = self._data
         if data is None or not (data.is_stateful and position):
@@ -279,7 +283,7 @@ class TrainingRun:
 
     def check_weights(self, model: nn.Module) -> None:
         """Raise ModelError on every rank if the weights of `model`, the user's module, differ between ranks. All ranks
-        call it. With local steps, nothing is compared, because the ranks train different weights.
+        call it. With local SGD, nothing is compared, because the ranks train different weights.
 
         If the weights differ by rounding errors only, this method logs a warning once, and later calls compare nothing.
         """
@@ -299,7 +303,7 @@ class TrainingRun:
     def record_steps(self, row: dict[str, Any]) -> None:
         """Record the metrics of a logging interval.
 
-        Does not communicate: write errors are raised by the next `record_epoch`.
+        Does not communicate. If the row cannot be written, the next `record_epoch` raises the error.
         """
         folder = self._checkpointer.folder
         if folder is not None and self._backend.rank == 0 and self._history_error is None:
@@ -310,8 +314,8 @@ class TrainingRun:
 
     def _start(self, data: TrainingData) -> None:
         if not self._is_history_rewound:
-            # Rewind even if no checkpoint was restored: an attempt that failed before its first checkpoint also wrote
-            # rows.
+            # Rewind even if no checkpoint was restored, because an attempt that failed before its first checkpoint may
+            # have written rows.
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings
@@ -346,7 +350,7 @@ class TrainingRun:
             self._checkpointer.store_batch_size(fit_index, ElasticBatchSize(batch_size, global_batch_size))
 
     def _restore(self, path: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
-        """Restore the run from `path`, and return whether there was a checkpoint."""
+        """Restore the run from `path`, and return whether `path` contains a checkpoint."""
         config = self._config
         training = self._checkpointer.load(path, model, optimizer, scheduler, required=required)
         if training is None:
@@ -377,9 +381,9 @@ class TrainingRun:
         self.progress.load_state_dict(training["progress"])
         self._data_order, self._restored_row = training.get("order"), training.get("row")
         self._saved_data_state = training.get("data")
-        for name, part in self._stateful_parts.items():
+        for name, part in self._stateful_objects.items():
             part.load_state_dict(training.get(name, {}))
-        sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_parts.get(AVERAGE)
+        sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_objects.get(AVERAGE)
         if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded_checkpoint), average.model)
         if config.logical_ranks is not None:
@@ -419,8 +423,8 @@ class TrainingRun:
             run_on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
 
 
-def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Return the class names of the arguments and the number of parameters."""
+def _describe_objects(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the class names of the model, optimizer and scheduler, and the number of parameters."""
     return {
         "model": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

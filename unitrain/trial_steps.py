@@ -34,7 +34,8 @@ from unitrain.trainer import Trainer
 
 
 def check_trial(trainer: Any, function_name: str) -> None:
-    """Raise ConfigError unless trial steps of `trainer` are possible now. All ranks call it.
+    """Raise ConfigError on every rank if `trainer` does not support trial steps, or if its `fit` is running. All ranks
+    call it.
 
     `function_name` is the name of the public function for error messages.
     """
@@ -46,7 +47,7 @@ def check_trial(trainer: Any, function_name: str) -> None:
     trainer.backend.check_running(function_name)
 
     def check() -> None:
-        if trainer.step_parts.stopping.is_active:
+        if trainer.step_components.stopping.is_active:
             raise ConfigError(f"{function_name} was called by a callback during fit. Call it before trainer.fit.")
         for name, is_set in (
             ("local_sgd", trainer.config.local_sgd is not None),
@@ -68,8 +69,8 @@ def check_trial(trainer: Any, function_name: str) -> None:
 
 
 class TrialSteps:
-    """Training steps of `trainer` on `data`, with the settings of the Trainer but without callbacks, loggers, scheduler
-    and weight average.
+    """Runs training steps of `trainer` on `data`, with the settings of the Trainer, but without its callbacks, loggers,
+    scheduler and weight average.
 
     Use it in `preserved_state`. All ranks make the same calls.
     """
@@ -88,7 +89,7 @@ class TrialSteps:
         self._update = ParameterUpdate(
             trainer.optimizer,
             backend.unwrap(trainer.model),
-            trainer.step_parts.precision,
+            trainer.step_components.precision,
             max_grad_norm=config.max_grad_norm,
             scheduler=None,
         )
@@ -96,10 +97,10 @@ class TrialSteps:
         self._sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
 
     def run(self, steps: int, before_update: Callable[[int], None], after_step: Callable[[int, float], bool]) -> None:
-        """Train at most `steps` steps, in several epochs if necessary.
+        """Train for at most `steps` steps, over several epochs if necessary.
 
-        `before_update(step)` is called before each optimizer update. `after_step(step, loss)` is called after it, with
-        the mean loss of the step's forward passes over all ranks, and returns whether to continue.
+        `before_update(step)` is called before each optimizer update. `after_step(step, loss)` is called after the
+        update, and returns whether to continue; `loss` is the mean loss of the step's forward passes over all ranks.
         """
         step = 0
         for epoch in count(self.trainer.progress.epoch):
@@ -118,7 +119,7 @@ class TrialSteps:
 
     def batches(self, epoch: int) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank in an epoch, on its device."""
-        return self.trainer.step_parts.prefetcher(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
+        return self.trainer.step_components.prefetcher(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
 
     def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch on this rank only, without communication. The loss is not
@@ -127,9 +128,9 @@ class TrialSteps:
         begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
         with trainer.backend.no_sync(trainer.model):
             model = trainer.backend.unwrap(trainer.model)
-            with trainer.step_parts.precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(model, batch)))
-            backward(trainer.step_parts.precision.scale(loss.value))
+            with trainer.step_components.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_components.forward(model, batch)))
+            backward(trainer.step_components.precision.scale(loss.value))
 
     def forward_backward(self, batch: Any, micro_batch: MicroBatch, epoch: int) -> None:
         """Run the forward and backward pass of a micro-batch, as the Trainer does."""
@@ -141,17 +142,18 @@ class TrialSteps:
             exclude_from_statistics(trainer.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step else trainer.backend.no_sync(trainer.model),
         ):
-            with trainer.step_parts.precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(trainer.model, batch)))
+            with trainer.step_components.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_components.forward(trainer.model, batch)))
             weighted = self._weighting.weight_loss(loss, micro_batch)
             if config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)
             backward(
-                trainer.step_parts.precision.scale(weighted), *(self._weighting.overlapped_work() if ends_step else ())
+                trainer.step_components.precision.scale(weighted),
+                *(self._weighting.overlapped_work() if ends_step else ()),
             )
         if not is_dummy:
             value = loss.value.detach().double()
-            if loss.tokens is None:  # the value is the mean over the samples, otherwise the sum over the tokens
+            if loss.tokens is None:  # then the value is the mean over the samples, not the sum over the tokens
                 value, weight = value * micro_batch.samples, torch.full_like(value, micro_batch.samples)
             else:
                 weight = torch.as_tensor(loss.tokens, device=value.device).double()
@@ -174,8 +176,8 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     """Context manager that restores the state of `trainer` bit for bit: the model with its buffers and modes, the
     optimizer, the loss scale, and the random number generators of this process and of a DataLoader.
 
-    In the context, the model is in training mode, and the generators are seeded as at the start of `fit`. The copy of
-    the state is in host memory.
+    In the context, the model is in training mode, and the generators are seeded as at the start of `fit`. The state is
+    copied to host memory.
     """
     model, optimizer = trainer.backend.unwrap(trainer.model), trainer.optimizer
     tensors = [local_shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
@@ -183,8 +185,8 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     copies = [_copy_to_host(tensor) for tensor in tensors]
     modes = [(module, module.training) for module in model.modules()]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    state = {parameter: _copy_state(entry) for parameter, entry in optimizer.state.items()}
-    scale = copy.deepcopy(trainer.step_parts.precision.state_dict())
+    state = {parameter: _copy_parameter_state(entry) for parameter, entry in optimizer.state.items()}
+    scale = copy.deepcopy(trainer.step_components.precision.state_dict())
     generators = [(generator, generator.get_state()) for generator in _generators_of(data)]
     try:
         with preserve_generators(trainer.backend.device):
@@ -195,8 +197,8 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     finally:
         set_current_logical_rank(None)
         model.zero_grad(set_to_none=True)
-        trainer.step_parts.precision.discard_step()
-        for module, name, buffer in buffers:  # a forward pass may assign another tensor
+        trainer.step_components.precision.discard_step()
+        for module, name, buffer in buffers:  # a forward pass may have assigned another tensor to the buffer
             setattr(module, name, buffer)
         with torch.no_grad():
             for tensor, saved in zip(tensors, copies, strict=True):
@@ -206,7 +208,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         _restore_optimizer_state(optimizer, state)
-        trainer.step_parts.precision.load_state_dict(scale)
+        trainer.step_components.precision.load_state_dict(scale)
         for generator, generator_state in generators:
             generator.set_state(generator_state)
 
@@ -223,10 +225,10 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _copy_state(entry: Any) -> Any:
+def _copy_parameter_state(entry: Any) -> Any:
     """Return a copy of the optimizer's state of one parameter, with a _SavedTensor for each tensor."""
     if isinstance(entry, dict):
-        return {name: _copy_state(value) for name, value in entry.items()}
+        return {name: _copy_parameter_state(value) for name, value in entry.items()}
     if isinstance(entry, Tensor):
         return _SavedTensor(entry, _copy_to_host(local_shard(entry)))
     return copy.deepcopy(entry)
@@ -237,13 +239,13 @@ def _restore_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[Any, 
         if parameter not in state:
             del optimizer.state[parameter]
     for parameter, entry in state.items():
-        optimizer.state[parameter] = _restore_entry(entry)
+        optimizer.state[parameter] = _restore_parameter_state(entry)
 
 
-def _restore_entry(entry: Any) -> Any:
-    """Return the state that `_copy_state` copied. Tensors are restored in place."""
+def _restore_parameter_state(entry: Any) -> Any:
+    """Restore and return the state that `_copy_parameter_state` copied. Tensors are restored in place."""
     if isinstance(entry, dict):
-        return {name: _restore_entry(value) for name, value in entry.items()}
+        return {name: _restore_parameter_state(value) for name, value in entry.items()}
     if isinstance(entry, _SavedTensor):
         with torch.no_grad():
             local_shard(entry.tensor).copy_(entry.saved)

@@ -25,7 +25,7 @@ _MAX_INTEGER = 2**63 - 1
 def describe_value(value: object) -> str:
     """Format `value` for a message, with the same result on every rank.
 
-    Strings, numbers and paths are shown completely (the start of a string above 400 characters), lists, tuples and
+    Strings, numbers and paths are shown completely (only the start of a string above 400 characters), lists, tuples and
     dictionaries if their repr is short, and other objects by their class.
     """
     if isinstance(value, type):
@@ -112,15 +112,15 @@ def check_path(name: str, value: Any, fix: str, *, optional: bool = False) -> An
 def check_instance(
     name: str,
     value: Any,
-    kinds: type | tuple[type, ...],
+    types: type | tuple[type, ...],
     description: str,
     fix: str,
     *,
     optional: bool = False,
     error: type[Exception] = ConfigError,
 ) -> Any:
-    """Check that `value` is an instance of one of `kinds`, described as `description` in the message."""
-    if not (optional and value is None) and not isinstance(value, kinds):
+    """Check that `value` is an instance of one of `types`. The message describes these types as `description`."""
+    if not (optional and value is None) and not isinstance(value, types):
         raise error(f"{name} must be {description}, got {describe_value(value)}. {fix}.")
     return value
 

@@ -175,7 +175,7 @@ def test_an_unseeded_shuffle_and_a_diverging_rank_are_named(script: str, tmp_pat
     assert row["difference"]["first_data_step"] == 1
     assert not row["replicas_bit_equal"]
     data, replica = row["reasons"]
-    assert data.startswith("step 1 has other samples. Seed everything that shuffles")
+    assert data.startswith("step 1 has different samples. Seed everything that shuffles")
     assert replica == "after the last step, 0.weight on rank 1 differs from rank 0"
     assert "differ in step 1" in output
     assert "rank 1 differs" in output
@@ -493,14 +493,14 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
 def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = record(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
-        "seed": ({"made": make(seed=1)}, "0.weight has other initial values. Call torch.manual_seed(0) before"),
+        "seed": ({"made": make(seed=1)}, "0.weight has different initial values. Call torch.manual_seed(0) before"),
         "model": (
             {"made": make(width=5)},
             "parameter 0.bias exists in only one of the runs, or has different shapes in them",
         ),
         "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
-        "order": ({"seed": 1}, "step 1 has other samples. Seed"),
-        "batch": ({"batch_size": 5}, "step 1 has other samples (5 instead of 4). Seed"),
+        "order": ({"seed": 1}, "step 1 has different samples. Seed"),
+        "batch": ({"batch_size": 5}, "step 1 has different samples (5 instead of 4). Seed"),
         "length": ({"max_epochs": None, "max_steps": 3}, "the run ended after 3 steps, the reference after 5"),
         "clipping": ({"max_grad_norm": 0.01}, "the cause is unknown: initial values"),
     }

@@ -91,7 +91,7 @@ def test_parse_hosts_rejects_invalid_hosts(text: str, message: str) -> None:
 
 
 def test_parse_hosts_rejects_more_digits_than_python_converts() -> None:
-    with pytest.raises(LaunchError, match="must have a whole number of slots from 1, got '111"):
+    with pytest.raises(LaunchError, match="must have a positive whole number of slots, got '111"):
         parse_hosts("a:" + "1" * 5000)
 
 

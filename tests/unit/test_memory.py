@@ -369,7 +369,7 @@ def test_the_peak_of_the_process_counts_released_memory() -> None:
 
 def test_a_system_without_a_resettable_peak_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
-    with pytest.raises(UnsupportedError, match=r"Run it on Linux, in a container with a writable /proc\.$"):
+    with pytest.raises(UnsupportedError, match=r"Run the program on Linux, in a container with a writable /proc\.$"):
         process_memory.process_memory(torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="got the device 'meta'"):
         process_memory.process_memory(torch.device("meta"))

@@ -67,7 +67,7 @@ def test_streaming_is_free_while_the_steps_take_longer_than_the_transfer() -> No
 
 
 def test_hosts_synchronize_once_per_host() -> None:
-    hosts = HostLayout(ranks=2, network=Network(alpha=1e-5, beta=1e-9))
+    hosts = HostLayout(ranks_per_host=2, network=Network(alpha=1e-5, beta=1e-9))
     within = 2 * (1e-5 + 2e6 * 1e-9)  # an allreduce of 4 MB over 2 ranks
     between = 2 * (1e-3 + 2e6 * 8 / 100e6) + 1e-5 + 4e6 * 1e-9  # the same between 2 hosts, and a broadcast
     assert predicted("local-sgd-hosts", hosts=hosts) == pytest.approx((0.1 + within + between / 25, 4e6 / 25))

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.support.migration import convert, in_ddp, in_horovod, problems
 from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError
-from unitrain.migrate import changed_lines, migrate, unified_diff
+from unitrain.migrate import migrate, num_changed_lines, unified_diff
 from unitrain.migrate.edits import Edits, parse_statement
 from unitrain.migrate.script import Script
 
@@ -433,10 +433,10 @@ def test_statements_are_inserted_before_a_removed_statement() -> None:
 
 
 def test_changed_lines_counts_replaced_lines_once_and_no_comments() -> None:
-    assert changed_lines("a\nb\nc\n", "a\nx\nc\n") == 1
-    assert changed_lines("a\nb\nc\n", "a\nx\ny\nc\n") == 2
-    assert changed_lines("# a\n\nb\n", "b\n") == 0
-    assert changed_lines(DDP, DDP) == 0
+    assert num_changed_lines("a\nb\nc\n", "a\nx\nc\n") == 1
+    assert num_changed_lines("a\nb\nc\n", "a\nx\ny\nc\n") == 2
+    assert num_changed_lines("# a\n\nb\n", "b\n") == 0
+    assert num_changed_lines(DDP, DDP) == 0
 
 
 def test_form_feed_does_not_end_a_line_of_the_diff() -> None:

@@ -32,7 +32,7 @@ class TurnResult(NamedTuple):
 
 
 def round_up_bytes(size: int, ranks: int) -> int:
-    """Round `size` up to a multiple of one float32 element per rank, in bytes."""
+    """Round `size`, in bytes, up to a multiple of one float32 element per rank."""
     unit = _ELEMENT_BYTES * ranks
     return -(-size // unit) * unit
 

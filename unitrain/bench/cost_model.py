@@ -24,7 +24,7 @@ import numpy as np
 from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
-# Points that differ by a larger factor from a network through two other points are not used to fit a network.
+# Points whose time differs by a larger factor from that of a network through other points are excluded from the fit.
 _MAX_DEVIATION = 2.0
 
 
@@ -199,10 +199,10 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
     `name`.
 
-    The fit minimizes squared relative errors, so that large messages do not dominate. Points that differ by a factor of
-    more than 2 from most others are ignored: for example, small messages are faster than the bandwidth if the network
-    permits bursts. alpha and beta are >= 0. beta includes the cost of the reduction, because the measurements do not
-    separate the two. Raises ReportError for fewer than two sizes.
+    The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
+    factor of more than 2 from that of a network through other points are ignored: for example, small messages are
+    faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes the cost of the
+    reduction, because the measurements do not separate the two. Raises ReportError for fewer than two sizes.
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
     num_ranks = result["ranks"]
@@ -217,7 +217,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
     relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
-    alpha, beta = _positive_least_squares(relative[_are_consistent(relative)])
+    alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative)])
     network = Network(alpha=alpha, beta=beta)
     points = [
         FittedPoint(size, float(seconds), cost(num_ranks, size, network))
@@ -226,9 +226,11 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     return Calibration(network, points)
 
 
-def _are_consistent(relative: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return which points agree with the network through one or two of them for which the sum of the logarithmic errors
-    is smallest. Return all points if it agrees with at most two."""
+def _mask_of_consistent_points(relative: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a boolean mask of the points that agree, within a factor of _MAX_DEVIATION, with the best candidate
+    network. The candidates pass through two points, or through one point with alpha = 0. The best candidate has the
+    smallest sum of absolute logarithmic errors. The mask contains all points if the best candidate agrees with at most
+    two."""
     everything = np.ones(len(relative), dtype=bool)
     if not relative.all():  # the allreduces of one rank cost nothing
         return everything

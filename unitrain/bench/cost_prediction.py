@@ -92,7 +92,8 @@ def predict_step(
     bucket_bytes: float = BUCKET_BYTES,
     first_bucket_bytes: float = FIRST_BUCKET_BYTES,
 ) -> PredictedStep:
-    """Simulate a step with sequential allreduces of the buckets, `allreduce(bytes)` seconds each.
+    """Simulate a step in which the buckets are reduced one after another. The allreduce of n bytes takes `allreduce(n)`
+    seconds.
 
     The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
     complete. The optimizer waits for the last bucket.
@@ -136,7 +137,7 @@ class Model:
 class HostLayout:
     """The number of ranks per host and the network within a host, for the hierarchical algorithm."""
 
-    ranks: int
+    ranks_per_host: int
     network: Network
 
 
@@ -145,7 +146,7 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
 
     def hierarchical(ranks: int, size: float, network: Network) -> float:
         assert hosts is not None
-        return hierarchical_allreduce(ranks, size, network, hosts.ranks, hosts.network)
+        return hierarchical_allreduce(ranks, size, network, hosts.ranks_per_host, hosts.network)
 
     def with_servers(ranks: int, size: float, network: Network) -> float:
         return parameter_server(ranks, size, network, min(servers, ranks))
@@ -241,7 +242,7 @@ def model_from_result(training_result: dict[str, Any], bytes_per_parameter: floa
     single = [row for row in training_result["rows"] if row["ranks"] == 1 and row["setting"] is None]
     if not single:
         raise ReportError(
-            "The step time without communication is that of one rank, but the result has no measurement on one rank. "
+            "The step time without communication is measured on one rank, but the result has no such measurement. "
             "Measure with: unitrain bench train --ranks 1,2 --json FILE"
         )
     row = single[0]
@@ -261,7 +262,7 @@ def compare_with_measured(
     networks: Mapping[tuple[str, str], FittedNetwork],
     cost_by_algorithm: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """Return the measured and the predicted step time per measured backend, number of ranks (from 2) and algorithm.
+    """Return the measured and the predicted step time per measured backend, number of ranks (at least 2) and algorithm.
 
     The prediction uses the bucket sizes of DistributedDataParallel. Rows with settings are skipped, because the model
     does not include their effects on computation and communication.

@@ -37,9 +37,9 @@ _BF16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedMethod:
-    """Seconds per step, on average over the steps between two synchronizations, and the part of them in which a rank
-    only waits for communication. `sent_bytes` is the number of bytes per step that a rank sends to other ranks; for
-    `local-sgd-hosts`, the number of bytes that a host sends to other hosts.
+    """`seconds` is the mean time per step over the steps between two synchronizations, and `exposed_seconds` is the
+    time per step in which a rank only waits for communication. `sent_bytes` is the number of bytes per step that a rank
+    sends to other ranks; for `local-sgd-hosts`, the number of bytes that a host sends to other hosts.
     """
 
     seconds: float
@@ -61,9 +61,9 @@ def check_methods(names: Sequence[str], hosts: HostLayout | None, ranks: Sequenc
             "Use --ranks-per-host 8 --host-latency 5e-6 --host-bandwidth 20"
         )
     for size in ranks:
-        if size > hosts.ranks and size % hosts.ranks:
+        if size > hosts.ranks_per_host and size % hosts.ranks_per_host:
             raise ConfigError(
-                f"{size} ranks are not a multiple of {hosts.ranks} ranks per host. "
+                f"{size} ranks are not a multiple of {hosts.ranks_per_host} ranks per host. "
                 "Use multiples of --ranks-per-host for --ranks."
             )
 
@@ -98,8 +98,8 @@ def predict_method(
 ) -> PredictedMethod:
     """Return the predicted step of the method `name`. The time of the outer optimizer is not included.
 
-    Synchronous methods overlap with the backward pass. Local SGD waits for each synchronization; with streaming, the
-    transfer of a fragment overlaps with the next steps.
+    The allreduces of synchronous methods overlap with the backward pass. Local SGD waits for each synchronization; with
+    streaming, the transfer of a fragment overlaps with the next steps.
     """
     if name in (SYNCHRONOUS, BF16):
         ratio = min(1.0, _BF16_BYTES / model.bytes_per_parameter) if name == BF16 else 1.0
@@ -136,7 +136,7 @@ def _predict_hosts(
 ) -> PredictedMethod:
     """Return the prediction for training in which the ranks of a host average their gradients after each backward pass,
     and the first ranks of the hosts synchronize."""
-    per_host, size = min(num_ranks, hosts.ranks), 4 * model.parameters
+    per_host, size = min(num_ranks, hosts.ranks_per_host), 4 * model.parameters
     num_hosts = num_ranks // per_host
     between = ring_allreduce(num_hosts, size, network) + tree_broadcast(per_host, size, hosts.network)
     within = ring_allreduce(per_host, model.parameters * model.bytes_per_parameter, hosts.network)
@@ -149,8 +149,8 @@ def _predict_hosts(
 
 
 def _synchronization_seconds(num_elements: float, num_ranks: int, network: Network, config: LocalSGDConfig) -> float:
-    """Return the seconds of a synchronization of `num_elements` elements. A ring of n bytes sends 2(p-1)/p n bytes per
-    rank."""
+    """Return the seconds of a synchronization of `num_elements` elements. In a ring allreduce of n bytes, each rank
+    sends 2(p-1)/p n bytes."""
     if num_ranks == 1:
         return 0.0
     sent = bytes_per_synchronization(round(num_elements), num_ranks, config.compression)

@@ -15,7 +15,7 @@ from typing import Any
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.processes import parent_death_signal, usable_cores
+from unitrain.processes import parent_death_signal_setter, usable_cores
 from unitrain.testing import RankError, RankGroup
 
 __all__ = ["LaunchedRanks", "RankError", "RankSet", "RankSetInfo", "RankSetSpec", "SuspendableRanks", "start_rank_sets"]
@@ -164,7 +164,7 @@ def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
             for thread in Path("/proc/self/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
         # A suspended rank cannot detect the death of its parent.
-        parent_death_signal(signal.SIGKILL)()
+        parent_death_signal_setter(signal.SIGKILL)()
     return os.getpid(), _describe_rank_set(backend)
 
 

@@ -43,7 +43,7 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
             f"'{path}' is a result of unitrain bench {result['kind']}, not of unitrain bench {kind}. {remedy}"
         )
     if result["kind"] == "train":
-        is_header_valid, is_row_valid = _is_number(result.get("parameters")), _is_training_row
+        is_header_valid, is_row_valid = _is_positive_number(result.get("parameters")), _is_training_row
     else:
         is_header_valid, is_row_valid = is_positive_integer(result.get("ranks")), _is_collective_row
     if not is_header_valid or not all(map(is_row_valid, result["rows"])):
@@ -54,7 +54,7 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     return result
 
 
-def _is_number(value: Any) -> bool:
+def _is_positive_number(value: Any) -> bool:
     return is_finite_number(value) and value > 0
 
 
@@ -63,7 +63,7 @@ def _is_measurement(row: Any) -> bool:
     if not (isinstance(row, dict) and isinstance(row.get("backend"), str) and isinstance(row.get("transport"), str)):
         return False
     seconds = row.get("seconds")
-    return isinstance(seconds, list) and bool(seconds) and all(map(_is_number, seconds))
+    return isinstance(seconds, list) and bool(seconds) and all(map(_is_positive_number, seconds))
 
 
 def _is_training_row(row: Any) -> bool:

@@ -176,7 +176,7 @@ def table_notes(result: dict[str, Any]) -> list[str]:
     max_ranks = max((row.get("ranks", 0) for row in result["rows"]), default=0)
     if result["kind"] == "train" and result["device"] == "cpu" and processors is not None and max_ranks > processors:
         notes.append(
-            f"{max_ranks} ranks share {processors} processors. Waiting times include the time of the other ranks."
+            f"{max_ranks} ranks share {processors} processors, so waiting times include the computation of other ranks."
         )
     for fit in result.get("networks", ()):
         bandwidth = f"{1 / fit['beta'] / 1e9:.3g} GB/s" if fit["beta"] else "unlimited"

@@ -134,7 +134,8 @@ _prepared: dict[str, _PreparedTraining] = {}
 def take_turn(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> TrainTurn:
-    """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some to time phases.
+    """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some of the steps to
+    time their phases.
 
     All ranks must call it. `settings` must not contain `max_steps` or FIXED_SETTINGS, and take precedence over
     `batch_size`. `target` is passed to `factories.call_training_function`. The first turn creates the model,
@@ -205,7 +206,7 @@ def _reset_memory(backend: Backend) -> None:
 def _peak_memory(backend: Backend) -> int:
     """Return the peak memory in bytes since the last reset: allocated on the GPU, or resident in the process.
 
-    If the system cannot reset the peak of the process, it is the peak since the start of the process.
+    If the system cannot reset the peak of the process, return the peak since the start of the process.
     """
     if backend.device.type == "cuda":
         return torch.cuda.max_memory_allocated(backend.device)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from unitrain.bootstrap.network import LOOPBACK, listen
 from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
 from unitrain.errors import PREEMPTED_EXIT_CODE
-from unitrain.processes import parent_death_signal
+from unitrain.processes import parent_death_signal_setter
 from unitrain.torch_compat import call_in_ranks_of_torchrun
 
 _BACKEND = "unitrain"
@@ -131,7 +131,7 @@ def _main(error_folder: str) -> None:
     if not options.log_dir and options.redirects == options.tee == "0":
         options.log_dir = error_folder  # otherwise, torchrun would create a folder and not remove it
     # A rank with a watchdog cancels the signal and detects the exit of this process itself.
-    call_in_ranks_of_torchrun(parent_death_signal(signal.SIGTERM))
+    call_in_ranks_of_torchrun(parent_death_signal_setter(signal.SIGTERM))
     if options.max_restarts:
         # Ranks that receive a warning signal exit after a checkpoint, and torchrun would restart them. torchrun
         # forwards SIGTERM to the ranks and does not restart them.

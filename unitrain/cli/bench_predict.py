@@ -149,7 +149,7 @@ def predict(
         hosts = None
         if ranks_per_host is not None and host_latency is not None and host_bandwidth is not None:
             host_network = cost_model.Network(alpha=host_latency, beta=1e-9 / host_bandwidth)
-            hosts = cost_prediction.HostLayout(ranks=ranks_per_host, network=host_network)
+            hosts = cost_prediction.HostLayout(ranks_per_host=ranks_per_host, network=host_network)
         default_algorithms = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
         default_algorithms = default_algorithms if methods is None else ["ring"]
         selected = (

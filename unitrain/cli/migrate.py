@@ -53,7 +53,7 @@ def migrate(script: Path, write: bool) -> None:
     click.echo(migration.unified_diff(source, result.source, str(script)), nl=False)
     for reason in result.reasons:
         click.echo(f"{script}:{reason.line}: {reason.text}.", err=True)
-    lines = migration.changed_lines(source, result.source)
+    lines = migration.num_changed_lines(source, result.source)
     click.echo(f"{_format_count(lines, 'line')} of code changed. Check the diff, then compare the results.", err=True)
     if write:
         try:

@@ -46,7 +46,7 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
 def load_arguments(argv: Sequence[str]) -> Mapping[str, Any]:
     """Return the arguments of `Trainer` and `fit` for `argv`, the command-line arguments of `unitrain train`.
 
-    Raises ConfigError, or MissingDependencyError without jsonargparse.
+    Raises ConfigError, or MissingDependencyError if jsonargparse is missing.
     """
     return build_arguments(read_command_line(argv))
 
@@ -54,7 +54,7 @@ def load_arguments(argv: Sequence[str]) -> Mapping[str, Any]:
 def read_command_line(argv: Sequence[str]) -> ParsedConfig:
     """Parse the command line of `unitrain train`, and check its values, before the ranks communicate.
 
-    Raises ConfigError for invalid values, or MissingDependencyError without jsonargparse. See `parser.parse`.
+    Raises ConfigError for invalid values, or MissingDependencyError if jsonargparse is missing. See `parser.parse`.
     """
     parsed = parse(argv)
     check_values(parsed)

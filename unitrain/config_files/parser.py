@@ -58,7 +58,7 @@ class Data(metaclass=_DataMeta):
     a dataset, such as `datasets.Dataset`.
 
     It is one type instead of a Union, because jsonargparse tries all types of a Union, and replaces the exceptions of
-    the user's class or function by a message about the types.
+    the user's class or function with a message about the types.
     """
 
     @abstractmethod
@@ -104,7 +104,7 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
 _CLASS_KEYS = ("model", "optimizer", "scheduler", "loss_fn", "train_data", "val_data", "callbacks", "loggers")
 # Types of the elements of keys whose type is a Union with classes that the parser instantiates.
 _ELEMENT_TYPES: Mapping[str, Any] = {"val_data": Data, "loggers": Logger}
-# Return annotation of a function that a key names.
+# By key, the return annotation that an error message suggests for a function.
 _ANNOTATIONS = {
     "model": "torch.nn.Module",
     "optimizer": "torch.optim.Optimizer",
@@ -129,7 +129,7 @@ class ParsedConfig:
     overrides: Sequence[str]
 
     def to_yaml(self, **changes: Any) -> str:
-        """Return the YAML text of all keys with these `changes`. It does not depend on other files."""
+        """Return the YAML text of all keys with these `changes`. The text does not refer to other files."""
         values = self.values.clone()
         for name, value in changes.items():
             values[name] = value
@@ -139,8 +139,8 @@ class ParsedConfig:
     def instantiate(self, name: str) -> Any:
         """Return the object that the key `name` specifies.
 
-        An exception of the user's class or function is raised unchanged, also if the type of the key is a Union, in
-        which jsonargparse would replace it by a message about the types.
+        An exception of the user's class or function is raised unchanged, even if the type of the key is a Union. For a
+        Union, jsonargparse would replace the exception with a message about the types.
         """
         value = self.values[name]
         if name not in _ELEMENT_TYPES:
@@ -177,7 +177,7 @@ class ParsedConfig:
         raise failure
 
     def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
-        """Return an error that begins with the location of the key `names`, such as ("model", "hidden")."""
+        """Return an error whose message begins with the location of the key `names`, such as ("model", "hidden")."""
         return ConfigError(f"{_locate_key(self.files, self.overrides, names, value)}: {message}")
 
 
@@ -185,7 +185,8 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     """Parse the command line of `unitrain train`: files, followed by options --key value.
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help,
-    --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
+    --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError if jsonargparse is
+    missing.
     """
     jsonargparse = _import_jsonargparse()
     count = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
@@ -215,12 +216,12 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
 
 
 def keys_help() -> str:
-    """Return a description of all keys with their types. Raises MissingDependencyError without jsonargparse."""
+    """Return a description of all keys with their types. Raises MissingDependencyError if jsonargparse is missing."""
     text: str = _create_parser(_import_jsonargparse()).format_help()
     return text.partition("\n\n")[2]
 
 
-def search_folders(files: Iterable[ConfigFile]) -> list[str]:
+def module_folders(files: Iterable[ConfigFile]) -> list[str]:
     """Return the folders to search for modules: those of the key python_path, or else the folder of each file.
 
     The folders are relative to the working directory if they are inside it. The working directory is omitted.
@@ -288,8 +289,8 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
             name = str(entry.key[0])
             if len(entry.key) == 1 and name.partition(".")[0] not in known_keys:
                 raise ConfigError(
-                    f"{file.place(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys with: "
-                    "unitrain train --help"
+                    f"{file.location(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys "
+                    "with: unitrain train --help"
                 )
     for word in overrides:
         if not word.startswith("--"):
@@ -306,7 +307,7 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
 
 
 def _extend_module_search(files: Iterable[ConfigFile]) -> None:
-    folders = [str(Path.cwd()), *(str(Path(name).resolve()) for name in search_folders(files))]
+    folders = [str(Path.cwd()), *(str(Path(name).resolve()) for name in module_folders(files))]
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
@@ -315,9 +316,9 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     names = [part for dotted_key in _KEY_PATTERN.findall(text) for part in dotted_key.split(".")]
     if not names:
         return ConfigError(f"{text.strip()}. Print all keys with: unitrain train --help")
-    if (error := _missing_annotation(names[0], text, files, overrides)) is not None:
+    if (error := _missing_annotation_error(names[0], text, files, overrides)) is not None:
         return error
-    message, value = _shorten(text)
+    message, value = _shorten_message(text)
     if (option := re.search(r"Option '([^']+)' is not accepted", text)) is not None:
         names.append(option[1])
     top = names[0]
@@ -328,10 +329,11 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     return ConfigError(f"{place}: {message.rstrip('.')}. {fix}")
 
 
-def _missing_annotation(
+def _missing_annotation_error(
     name: str, text: str, files: Sequence[ConfigFile], overrides: Sequence[str]
 ) -> ConfigError | None:
-    """Return an error if the key `name` names a function without return annotation, and `text` contains its path."""
+    """Return an error if the key `name` names a function that has no return annotation and whose path is in `text`;
+    otherwise None."""
     if name not in _ANNOTATIONS:
         return None
     entries = [entry for file in files for entry in file.entries if entry.key[0] == name]
@@ -350,7 +352,7 @@ def _missing_annotation(
     return None
 
 
-def _shorten(text: str) -> tuple[str, str | None]:
+def _shorten_message(text: str) -> tuple[str, str | None]:
     """Return the message of jsonargparse in one line, and the invalid value if it is known."""
     text = _CLASS_PATTERN.sub(lambda match: "None" if match[1] == "NoneType" else match[1], text)
     text = re.sub(r"\bunitrain\.config_files\.parser\.Data\b|(?<=subclass of )Data\b", "Dataset or DataLoader", text)
@@ -391,7 +393,7 @@ def _locate_key(files: Sequence[ConfigFile], overrides: Sequence[str], names: Se
             return f"--{option}"
     for file in reversed(files):
         if (entry := file.find(names, value)) is not None:
-            return f"{file.place(entry)}: {key}"
+            return f"{file.location(entry)}: {key}"
     return key
 
 

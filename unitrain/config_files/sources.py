@@ -14,7 +14,7 @@ from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers.spec import CONFIG_SUFFIXES
 
 Key = tuple[str | int, ...]
-# Aliases in aliases can multiply the values of a small file.
+# Limited, because nested aliases can expand a small file to a very large number of values.
 _MAX_ENTRIES = 100_000
 
 
@@ -82,15 +82,15 @@ class ConfigFile:
             )
         return cls(path, content, entries)
 
-    def place(self, entry: ConfigEntry) -> str:
+    def location(self, entry: ConfigEntry) -> str:
         """Return "file, line N"."""
         return f"{self.path}, line {entry.line}"
 
     def find(self, names: Sequence[str], value: str | None = None) -> ConfigEntry | None:
         """Return the first entry whose key starts with the first of `names` and contains the others in order.
 
-        If several entries match, one with this `value` is preferred. If none matches, the last of `names` are left out
-        until one matches. Return None if the file does not contain the first of `names`.
+        If several entries match, one with this `value` is preferred. If no entry matches, names are removed from the
+        end of `names` until one matches. Return None if the file does not contain the first of `names`.
         """
         for count in range(len(names), 0, -1):
             matches = [entry for entry in self.entries if _contains(entry.key, names[:count])]

@@ -10,7 +10,7 @@ import click
 from unitrain.backends.base import Backend
 from unitrain.checkpoint import files, output_folder
 from unitrain.config_files.instantiation import build_arguments
-from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, describe_versions, search_folders
+from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, describe_versions, module_folders
 from unitrain.factories import FIT_ARGUMENTS
 
 
@@ -27,7 +27,7 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
     with unitrain.init(
         values.backend, device=values.device, transport=values.transport, timeout_seconds=values.timeout_seconds
     ) as backend:
-        if (folder := _rerun_folder(parsed, backend)) is not None:
+        if (folder := _choose_rerun_folder(parsed, backend)) is not None:
             if backend.rank == 0:
                 click.echo(f"Repeating the run of '{parsed.files[-1].path}' in the new folder '{folder}'.")
             values.output_dir = folder
@@ -38,10 +38,10 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
 
 
 def _resolved_text(parsed: ParsedConfig) -> str:
-    """Return the resolved configuration. It describes the run independently of restarts, so `resume` is omitted unless
+    """Return the resolved configuration. The text does not depend on restarts of the run, so `resume` is false unless
     it selects the checkpoint of another run."""
     values = parsed.values
-    changes: dict[str, Any] = {PYTHON_PATH: search_folders(parsed.files)}
+    changes: dict[str, Any] = {PYTHON_PATH: module_folders(parsed.files)}
     own = None if values.output_dir is None else files.real_path(Path(values.output_dir))
     if isinstance(values.resume, bool) or values.resume == "auto" or files.real_path(Path(values.resume)) == own:
         changes["resume"] = False
@@ -53,7 +53,7 @@ def _resolved_text(parsed: ParsedConfig) -> str:
     ) + parsed.to_yaml(**changes)
 
 
-def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
+def _choose_rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
     """Return a new output folder if the run of a stored configuration is repeated, otherwise None.
 
     The name is that of the run's folder with the next free number. A restarted job keeps its folder. All ranks call it.

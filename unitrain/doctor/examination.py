@@ -76,13 +76,13 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
         sys.executable, program, "launch", *options,
         program, "doctor", "--marked-json", "--timeout-seconds", f"{timeout_seconds:g}",
     ]  # fmt: skip
-    # With backend horovod, the launcher would not provide a rendezvous address.
+    # The default backend is ddp, because with horovod, the launcher would not provide a rendezvous address.
     variables = {
         "UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp",
         _LAUNCH_ID_VARIABLE: secrets.token_hex(8),
     }
     launch_timeout_seconds = timeout_seconds + _LAUNCH_SECONDS
-    # In files, because processes that outlive the launcher would keep a pipe open.
+    # The output is written to files, because processes that outlive the launcher would keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stdout,
         tempfile.TemporaryFile("w+", errors="replace") as stderr,

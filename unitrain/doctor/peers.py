@@ -46,9 +46,9 @@ def check_peers(rendezvous: Rendezvous) -> PeerCheckResults:
     clock_offset_seconds = _measure_clock_offset(rendezvous)
     return PeerCheckResults(
         address=address,
-        unreachable=_find_unreachable_hosts(rendezvous, address),
+        unreachable=_connect_hosts(rendezvous, address),
         clock_offset_seconds=clock_offset_seconds,
-        shares_folder=_sees_files_of_rank_zero(rendezvous),
+        shares_folder=_check_shared_folder(rendezvous),
     )
 
 
@@ -56,15 +56,15 @@ def _measure_clock_offset(rendezvous: Rendezvous) -> float:
     store, rank = rendezvous.store, rendezvous.rank_info.rank
     rendezvous.allgather("doctor/ready", None)
     if rank == 0:
-        time.sleep(0.1)  # start when all other ranks are waiting
+        time.sleep(0.1)  # so that all other ranks wait for the time when it is set
         store.set("doctor/time", repr(time.time()))
         return 0.0
     time_of_rank_zero = float(store.get("doctor/time"))
     return time.time() - time_of_rank_zero
 
 
-def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
-    """Connect the first ranks of all hosts to each other, and return the failures."""
+def _connect_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
+    """Connect the first ranks of all hosts to each other, and return the failures by host. All ranks call it."""
     is_first_on_host = rendezvous.rank_info.local_rank == 0
     with contextlib.ExitStack() as stack:
         port = 0
@@ -80,7 +80,8 @@ def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, s
             if is_first_on_host and port and rank != own_rank
         ]
         failed: dict[str, str] = {}
-        # In sequence, unreachable hosts would take longer than the timeout of the rendezvous.
+        # Connect concurrently: one after another, attempts to unreachable hosts could exceed the timeout of the
+        # rendezvous.
         with ThreadPoolExecutor(_MAX_CONCURRENT_CONNECTIONS) as pool:
             errors = pool.map(lambda listener: _try_connection(*listener[1:]), others)
             for (host, peer_address, port), error in zip(others, errors, strict=True):
@@ -105,8 +106,9 @@ def _accept_connections(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def _sees_files_of_rank_zero(rendezvous: Rendezvous) -> bool:
-    """Return whether a file that rank 0 creates in its working directory is visible in that of this rank."""
+def _check_shared_folder(rendezvous: Rendezvous) -> bool:
+    """Create a file in the working directory of rank 0, and return whether it is visible in the working directory of
+    this rank. All ranks call it."""
     marker = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
     has_created = False
     if rendezvous.rank_info.rank == 0:

@@ -22,7 +22,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import CallOutcome, FunctionCall
-from unitrain.processes import kill_processes, parent_death_signal
+from unitrain.processes import kill_processes, parent_death_signal_setter
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
 # Results of `environment.detect` that do not prove that this process is a rank: the variables of these launchers may
@@ -134,7 +134,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=parent_death_signal(signal.SIGTERM),
+        preexec_fn=parent_death_signal_setter(signal.SIGTERM),
     )
     marker = f"{_MARKER_VARIABLE}={command.environment[_MARKER_VARIABLE]}".encode()
     read_event, timeout_event, killed_event = threading.Event(), threading.Event(), threading.Event()

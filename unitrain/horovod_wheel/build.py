@@ -28,7 +28,10 @@ _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 _ERROR = re.compile(r"\b(fatal )?error\b[: ]|^E: |\bKilled\b|No space left", re.IGNORECASE)
 # (pattern in the log, explanation and fix). The first match is reported.
 _HINTS: tuple[tuple[str, str], ...] = (
-    (r"No space left on device", "The disk of the cache is full. Use another: unitrain horovod build --cache-dir DIR"),
+    (
+        r"No space left on device",
+        "The disk of the cache is full. Use another disk: unitrain horovod build --cache-dir DIR",
+    ),
     (
         r"Killed|cannot allocate memory|virtual memory exhausted",
         "The compilers needed more memory than this host has. Retry: unitrain horovod build --jobs 1",
@@ -66,8 +69,8 @@ def find_cached(plan: BuildPlan) -> Path | None:
 
 
 def is_installed(plan: BuildPlan) -> bool:
-    """Return whether this build is installed and usable. If so, it is not reinstalled, because a reinstallation would
-    break running jobs."""
+    """Return whether this build is installed and usable. Such a build must not be reinstalled, because a reinstallation
+    would break running jobs."""
     report = check.inspect()
     return report.is_usable and report.key == plan.key
 
@@ -128,9 +131,9 @@ def _run_in_shared_folder(
     """Run a step that fills a folder shared with other builds, unless the folder is complete and `force` is False.
 
     The folder is emptied first, and `step.completion_marker` is created in it last, so an interrupted step is repeated.
-    Two locks protect the folder. Builds hold the first one, shared, until `locks` closes, so another build with `force`
-    cannot empty the folder while they use it. The second one is held while the folder is filled, so only one of several
-    builds fills it.
+    Two locks protect the folder. Each build holds the first lock until `locks` closes: in shared mode, but with `force`
+    in exclusive mode until the folder is filled. Therefore, a build with `force` cannot empty the folder while other
+    builds use it. The second lock is held while the folder is filled, so only one build at a time fills it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     in_use = _lock(folder.with_name(f"{folder.name}.lock"), locks, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
@@ -176,7 +179,8 @@ def _run_step(
 
 @contextlib.contextmanager
 def _start_process(step: BuildStep, environment: Mapping[str, str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run the command of a step in a separate session, so that an interrupt also terminates the compilers."""
+    """Context manager that runs the command of a step in a separate session. If the context ends with an exception,
+    such as KeyboardInterrupt, the command and its compilers are killed."""
     with subprocess.Popen(
         step.argv,
         cwd=cwd,
@@ -231,8 +235,8 @@ def _patch(plan: BuildPlan) -> None:
 
 
 def _link(plan: BuildPlan) -> None:
-    """Link libnccl.so for the linker and, with a toolkit from pip, libcudart.so and lib64 for CMake: pip's CUDA wheels
-    contain versioned names only."""
+    """Create symlinks: libnccl.so for the linker and, with a CUDA toolkit from pip, libcudart.so and lib64 for CMake.
+    The links are necessary because pip's CUDA wheels contain only libraries with version numbers in their names."""
     assert plan.nccl is not None
     folder = plan.work / "nccl"
     (folder / "lib").mkdir(parents=True)

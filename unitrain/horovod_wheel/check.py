@@ -17,8 +17,8 @@ from unitrain.horovod_wheel.patching import runtime_fixes
 RECORD_FILE = "unitrain_build.json"
 BUILD_COMMAND = "unitrain horovod build"
 
-# This program prints a JSON line before the imports, in case they crash, and another one after them. A failure of one
-# part does not affect the other parts.
+# This program prints a JSON line before the imports, in case they crash, and another one after them. An exception in
+# one check does not affect the other checks.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib, shutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -97,7 +97,8 @@ class Report:
 def inspect(
     python: str | None = None, environment: Mapping[str, str] | None = None, timeout_seconds: float = 120
 ) -> Report:
-    """Return the report on Horovod in `python`, by default this Python. Problems are reported, not raised.
+    """Return a report on the Horovod that is installed for the interpreter `python`, by default this interpreter.
+    Problems are reported, not raised.
 
     `environment` is the environment of the probe, by default that of this process.
     """
@@ -123,7 +124,7 @@ def inspect(
 
 def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
     """Convert the output of the probe to a report. `end` describes how the probe ended if the imports crashed or hung,
-    as "ended its process with status -11".
+    such as "ended its process with status -11".
     """
     built: Mapping[str, int] = facts.get("built") or {}
     record: Mapping[str, Any] = facts.get("record") or {}
@@ -133,7 +134,7 @@ def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
         version=facts.get("version"),
         folder=facts.get("folder"),
         torch=facts.get("torch"),
-        built_for_torch=_read_build_torch_version(facts),
+        built_for_torch=_build_torch_version(facts),
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
@@ -144,7 +145,7 @@ def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
     )
 
 
-def _read_build_torch_version(facts: Mapping[str, Any]) -> str | None:
+def _build_torch_version(facts: Mapping[str, Any]) -> str | None:
     """Return the torch version from the metadata that every Horovod wheel contains, or from unitrain's record."""
     version = (facts.get("metadata") or {}).get("pytorch") or (facts.get("record") or {}).get("torch")
     return str(version) if version else None
@@ -153,7 +154,7 @@ def _read_build_torch_version(facts: Mapping[str, Any]) -> str | None:
 def _find_problems(
     facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
 ) -> Iterator[Problem]:
-    python, torch, built_for = facts["python"], facts.get("torch"), _read_build_torch_version(facts)
+    python, torch, built_for = facts["python"], facts.get("torch"), _build_torch_version(facts)
     if "probe_error" in facts:
         what = f"The check of Horovod in {python} {facts['probe_error']}."
         yield Problem(what=what, fix=f"See the error of: {python} -c 'import horovod.torch'", fatal=True)

@@ -53,9 +53,9 @@ class Tool:
 class Machine:
     """All inputs of the build plan. None means that a component was not found.
 
-    `named_compiler` is the variable CXX. `compiler` is then None if CXX is not a program that exists.
-    `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags select the native
-    architecture.
+    `named_compiler` is the value of CXX, or None if CXX is not set. If CXX does not name an existing program,
+    `compiler` is None. `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags
+    select the native architecture.
     """
 
     torch: TorchInstallation
@@ -130,7 +130,8 @@ def _detect_torch() -> TorchInstallation:
 
 
 def _parse_architectures(flags: str | None) -> Iterator[str]:
-    """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. torch's public list of architectures is empty without a GPU."""
+    """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. The flags are parsed because torch's public list of
+    architectures is empty on a host without a GPU."""
     for digits in re.findall(r"\bsm_(\d+)\b", flags or ""):
         yield f"{digits[:-1]}.{digits[-1]}"
 
@@ -171,8 +172,8 @@ def _detect_compiler(requested_path: str | None, search_path: str) -> Tool | Non
 
 
 def _detect_cmake(requested_path: str | None, search_path: str) -> Tool | None:
-    """Return the cmake `requested_path`, else the one next to this Python (from pip), else the one on PATH, often
-    older."""
+    """Return the cmake `requested_path`, else the one next to this Python (from pip), else the one on PATH, which is
+    often older."""
     python_folder = str(Path(sys.executable).parent)
     path = requested_path or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
     match = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
@@ -211,8 +212,8 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
 
 
 def _detect_nccl(requested_folder: str | None) -> Tool | None:
-    """Return the NCCL library in the folder `requested_folder`, or else the one that torch uses (from pip), or else the
-    system's.
+    """Return the NCCL library in the folder `requested_folder`, or else the library that torch uses (from pip), or else
+    the library in /usr.
 
     The NCCL of torch is preferred, to avoid loading two versions in one process.
     """

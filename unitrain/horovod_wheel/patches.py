@@ -225,7 +225,8 @@ PATCHES: tuple[Patch, ...] = (
         name="gloo-send-buffer",
         kind="fix",
         reason="A reducescatter permanently sets the send buffers of its connections to the size of its message. After "
-        "a small one, a broadcast of 16 MB takes 400 times as long. With the fix, the kernel chooses the size.",
+        "a small reducescatter, a broadcast of 16 MB takes 400 times as long. With the fix, the kernel chooses the "
+        "size.",
         edits=(
             Edit(
                 file="third_party/gloo/gloo/transport/tcp/pair.cc",

@@ -59,7 +59,7 @@ def apply_patches(source: Path, patches: Sequence[Patch]) -> tuple[str, ...]:
 
 
 def _apply_edit(source: Path, texts: dict[str, str], patch: Patch, edit: Edit) -> bool:
-    """Store the edited text of a file in `texts`. Return False if the edit was applied before."""
+    """Store the edited text of a file in `texts`. Return False if the edit had already been applied."""
     path = source / edit.file
     if edit.file not in texts and not path.is_file():
         raise HorovodBuildError(

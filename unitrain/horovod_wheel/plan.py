@@ -21,8 +21,8 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 # The upper bounds follow the newest tested versions. Versions between the bounds work.
 BUILD_REQUIREMENTS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
-# With N jobs, a build takes PARALLEL_SECONDS / N + SERIAL_SECONDS, as measured with 2 cores (238 s of CPU time; 3% more
-# with NCCL).
+# With N jobs, a build takes about PARALLEL_SECONDS / N + SERIAL_SECONDS seconds, as measured on 2 cores (238 s of CPU
+# time; 3% more with NCCL).
 PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
@@ -187,7 +187,7 @@ def _build_settings(machine: Machine, *, mpi: bool, cuda_home: str, nccl: str, j
         "HOROVOD_WITHOUT_NVTX": "1",
         # CMake 4 rejects version 2.8.12, which the bundled gloo requires. Older CMake versions ignore the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        # Horovod passes arguments of make to the selected generator.
+        # Horovod passes options of make to the generator, so select make.
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CXX": machine.compiler.path if machine.compiler else "",
         "MAKEFLAGS": f"-j{jobs}",

@@ -1,5 +1,5 @@
-"""The patch with which the members of a process set create and remove it while Horovod runs, without a call on other
-ranks."""
+"""The patch that lets the members of a process set create and remove the process set while Horovod runs, without a call
+on other ranks."""
 
 from __future__ import annotations
 

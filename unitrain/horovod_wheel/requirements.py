@@ -19,15 +19,16 @@ _PACKAGES = {
 }
 
 
-def install_command(machine: Machine, part: str) -> str:
-    """Return the command that installs `part` with the package manager of this machine, by default apt-get.
+def install_command(machine: Machine, requirement: str) -> str:
+    """Return the command that installs `requirement`, such as "compiler", with the package manager of this machine, by
+    default apt-get.
 
     The command does not use sudo if the user is root, because containers rarely contain sudo.
     """
     manager = machine.package_manager or "apt-get"
     channel = "-y -c conda-forge " if manager == "conda" else "-y "
     sudo = "" if machine.is_root or manager == "conda" else "sudo "
-    return f"{sudo}{manager} install {channel}{_PACKAGES[manager][part]}"
+    return f"{sudo}{manager} install {channel}{_PACKAGES[manager][requirement]}"
 
 
 def find_toolkit(machine: Machine) -> Tool | None:

@@ -17,7 +17,7 @@ _RESET_PEAK = "5"  # see proc(5)
 
 
 class ProcessMemory(Protocol):
-    """Memory in bytes. `peak` is the maximum since the last call of `reset_peak`."""
+    """Measures memory in bytes. `peak` returns the maximum since the last call of `reset_peak`."""
 
     def current(self) -> int: ...
 
@@ -49,10 +49,10 @@ class HostMemory:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
 
     def current(self) -> int:
-        return _read("VmRSS")
+        return _read_status_bytes("VmRSS")
 
     def peak(self) -> int:
-        return _read("VmHWM")
+        return _read_status_bytes("VmHWM")
 
     def reset_peak(self) -> None:
         """Return free memory of the C allocator to the system, so that the peak counts only memory in use, and reset
@@ -86,16 +86,16 @@ class CudaMemory:
 def check_host_memory() -> None:
     """Raise UnsupportedError if the peak memory of this process cannot be measured."""
     try:
-        _read("VmHWM")
+        _read_status_bytes("VmHWM")
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except (OSError, LookupError) as error:
         raise UnsupportedError(
             f"The peak memory of a process is measured with {_CLEAR_REFS}, which failed: {error}. "
-            "Run it on Linux, in a container with a writable /proc."
+            "Run the program on Linux, in a container with a writable /proc."
         ) from error
 
 
-def _read(name: str) -> int:
+def _read_status_bytes(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     if match is None:
         raise LookupError(f"{_STATUS} has no {name}")

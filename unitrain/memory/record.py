@@ -54,9 +54,9 @@ class RankMemory:
     averaged weights.
 
     `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
-    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are their sizes at the time of
-    their largest sum. `other` is the memory in use before the measured steps, excluding the tensors above: on CPUs,
-    Python, libraries and data.
+    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are the sizes of activations and
+    gradients at the time when their sum is largest. `other` is the memory in use before the measured steps, excluding
+    the tensors above: on CPUs, Python, libraries and data.
 
     `forward_backward_peak` and `step_peak` are the peaks between optimizer steps and during an optimizer step, and
     `startup_peak` is the peak before the measured steps.

@@ -50,7 +50,7 @@ _active: MemoryRecorder | None = None
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """The bytes of saved tensors and of gradients at one time."""
+    """The bytes of saved tensors and of gradients at one point in time."""
 
     activations: int
     gradients: int
@@ -80,7 +80,7 @@ class MemoryRecorder(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, MemoryRequest.read(folder)
-        self._saved_tensors = SavedTensorTracker(self._compare_with_peak, self._add_model)
+        self._saved_tensors = SavedTensorTracker(self._update_snapshots, self._add_model)
         self._models: list[nn.Module] = []
         self._module_ids: set[int] = set()
         self._optimizers: list[Optimizer] = []
@@ -110,7 +110,7 @@ class MemoryRecorder(Callback):
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` modified for the recorded run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "dry_run": False}
-        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
+        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # no checkpoints are written
         self._settings = {name: getattr(arguments.config, name) for name in _SETTINGS}
         self._backend = backend.name
         config = dataclasses.replace(arguments.config, progress="off", **changes)
@@ -124,7 +124,8 @@ class MemoryRecorder(Callback):
     def _add_model(self, model: nn.Module) -> None:
         """Record a model at its outermost forward pass.
 
-        When a checkpointed module is recomputed, its forward pass is the outermost one, but it is not a model.
+        The recomputation of a checkpointed module is also an outermost forward pass, but the module belongs to a known
+        model, and is not recorded.
         """
         if id(model) not in self._module_ids:
             self._module_ids.update(map(id, model.modules()))
@@ -149,7 +150,7 @@ class MemoryRecorder(Callback):
         self._gradient_storages = {address: weakref.ref(storage) for address, storage in storages.items()}
         if self._memory is not None:
             self._forward_backward_peak = max(self._forward_backward_peak, self._memory.peak())
-            self._compare_with_peak()
+            self._update_snapshots()
             self._memory.reset_peak()
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -182,8 +183,9 @@ class MemoryRecorder(Callback):
         )
         self._memory = memory
 
-    def _compare_with_peak(self) -> None:
-        """Store a snapshot if the saved tensors are the largest so far, or their sum with the gradients."""
+    def _update_snapshots(self) -> None:
+        """Store a snapshot if the memory of the saved tensors, or its sum with the memory of the gradients, is the
+        largest so far."""
         if self._memory is None:
             return
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())

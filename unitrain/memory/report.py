@@ -175,7 +175,7 @@ def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table
 
 
 def notes(usage: Usage) -> list[str]:
-    """Return explanations of this run's figures."""
+    """Return notes that explain the numbers in the report."""
     record = usage.record
     lines = [
         "Activations are the tensors that autograd saves for the backward pass. The remainder is the measured peak "

@@ -25,7 +25,7 @@ from unitrain.torch_compat import disable_compile
 @dataclass(eq=False)
 class ModuleCall:
     """A forward pass of `module`, with its tensor arguments. `saved_count_at_end` is the number of storages that had
-    been saved when it ended.
+    been saved when the forward pass ended.
     """
 
     module: nn.Module
@@ -37,8 +37,8 @@ class ModuleCall:
 class SavedStorage:
     """A storage that one or more saved tensors share.
 
-    `index` is its position in the order of saving, from 1; for an argument of a module that was not saved, it is the
-    number of storages saved before. `stacks` are the modules that saved it, from the outermost to the innermost, for
+    `index` is its position in the order of saving, from 1; for a module argument that was not saved, it is the number
+    of storages that were saved before. `stacks` are the modules that saved it, from the outermost to the innermost, for
     each saved tensor. `holders` is the number of saved tensors that still exist.
     """
 
@@ -134,7 +134,8 @@ class SavedTensorTracker:
                 call.inputs.append(saved)
 
     def _find_or_create(self, tensor: Tensor) -> SavedStorage | None:
-        """Return the saved storage of an argument, a new one if it has not been saved, or None for a parameter."""
+        """Return the SavedStorage of an argument, a new SavedStorage if the argument has not been saved, or None for a
+        parameter."""
         storage = _untyped_storage(tensor)
         if storage is None or storage.data_ptr() in self.excluded_addresses:
             return None
@@ -183,15 +184,15 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Checkpointi
     for kind in sorted(kinds, key=lambda kind: kind.__name__):
         blocks = {call for call in calls if type(call.module) is kind}
         if any(any(True for _ in call.module.children()) for call in blocks):
-            results.append(_with_checkpointing(kind.__name__, saved, blocks))
+            results.append(_checkpointing_effect(kind.__name__, saved, blocks))
     return [block for block in results if block.calls > 1]
 
 
-def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> CheckpointingEffect:
+def _checkpointing_effect(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> CheckpointingEffect:
     """Return the effect if each outermost call in `blocks` saved only its inputs.
 
     In the backward pass, the activations of the blocks are recomputed one block at a time, last block first. Tensors
-    that were saved only after a block are released before it is recomputed.
+    that were saved only after a block are released before the block is recomputed.
     """
     kept_storages: dict[SavedStorage, None] = {}
     inside: dict[ModuleCall, list[SavedStorage]] = {}

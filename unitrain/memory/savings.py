@@ -1,6 +1,6 @@
 """Predicted savings of each setting, based on the record of one rank.
 
-Bytes of parameters P, gradients G and optimizer state S on d ranks, with the stages of ZeRO
+Bytes per rank for parameters P, gradients G and optimizer state S on d ranks, with the stages of ZeRO
 (https://arxiv.org/abs/1910.02054): P + G + S / d, P + (G + S) / d, and (P + G + S) / d. For Adam in float32, these are
 8 + 8 / d, 4 + 12 / d and 16 / d bytes per parameter.
 """
@@ -22,7 +22,7 @@ _STAGES = {
     "gradients": (False, True, True),
     "parameters": (True, True, True),
 }
-_MIN_SHARE = 0.005  # fraction of the peak; smaller savings are not suggested
+_MIN_PEAK_FRACTION = 0.005  # smaller savings are not listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Usage:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples per micro-batch, if the script states them."""
+        """The samples per rank and micro-batch, if the TrainConfig of the script sets them."""
         return self.record.settings.get("batch_size")
 
 
@@ -94,7 +94,7 @@ def list_savings(usage: Usage, ranks: int) -> list[Saving]:
         *_smaller_batch(record, usage.batch_size),
         *_precision(record),
     ]
-    large_savings = [saving for saving in savings if saving.saved_bytes >= _MIN_SHARE * record.peak]
+    large_savings = [saving for saving in savings if saving.saved_bytes >= _MIN_PEAK_FRACTION * record.peak]
     return sorted(large_savings, key=lambda saving: -saving.saved_bytes)
 
 
@@ -119,12 +119,12 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
 
 
 def _checkpointing(record: RankMemory) -> list[Saving]:
-    """Return the saving of the block class whose checkpointing leaves the fewest activations."""
+    """Return the saving from checkpointing the class of blocks that leaves the fewest bytes of activations."""
     blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
     return [
         Saving(
             setting=f'checkpoint_activations=("{block.name}",)',
-            saved_bytes=_saved_between_steps(record, block.peak_bytes),
+            saved_bytes=_peak_reduction(record, block.peak_bytes),
             is_estimate=False,
             note=f"recomputes the forward pass of {block.calls} blocks",
         )
@@ -142,7 +142,7 @@ def _smaller_batch(record: RankMemory, batch_size: int | None) -> list[Saving]:
     return [
         Saving(
             setting=f"{reduced}, gradient_accumulation_steps={steps}",
-            saved_bytes=_saved_between_steps(record, record.activations // factor),
+            saved_bytes=_peak_reduction(record, record.activations // factor),
             is_estimate=True,
         )
     ]
@@ -151,7 +151,7 @@ def _smaller_batch(record: RankMemory, batch_size: int | None) -> list[Saving]:
 def _precision(record: RankMemory) -> list[Saving]:
     if record.settings.get("precision", "fp32") != "fp32":
         return []
-    saved = _saved_between_steps(record, record.activations - record.float32_activations // 2)
+    saved = _peak_reduction(record, record.activations - record.float32_activations // 2)
     return [
         Saving(
             setting='precision="bf16"',
@@ -162,7 +162,7 @@ def _precision(record: RankMemory) -> list[Saving]:
     ]
 
 
-def _saved_between_steps(record: RankMemory, activations: int) -> int:
+def _peak_reduction(record: RankMemory, activations: int) -> int:
     """Return how much the peak decreases if activations take only `activations` bytes.
 
     At the end of the backward pass, all gradients and no activations are in memory. During an optimizer step, no

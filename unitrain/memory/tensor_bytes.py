@@ -33,7 +33,7 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the memory that `tensors` occupy or keep allocated, by address, with one entry per shared memory."""
+    """Return the storages of `tensors` by address. A storage that several tensors share has one entry."""
     storages = {}
     for tensor in tensors:
         storage = _dense(tensor).untyped_storage()
@@ -43,7 +43,7 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory that `tensors` occupy or keep allocated."""
+    """Return the total bytes of the storages of `tensors`, including elements that no tensor uses."""
     return sum(storage.nbytes() for storage in storages_of(tensors).values())
 
 
@@ -54,7 +54,8 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def is_state_complete(optimizer: Optimizer) -> bool:
-    """Return whether this rank has the complete state of each parameter with a gradient. Otherwise it is sharded."""
+    """Return whether this rank has the complete state of each parameter with a gradient. If not, the state is
+    sharded."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter.grad is None:
@@ -66,7 +67,7 @@ def is_state_complete(optimizer: Optimizer) -> bool:
                     continue
                 return False
             for value in optimizer.state[parameter].values():
-                # A shard of a parameter has a one-dimensional state.
+                # The state of a shard of a parameter is one-dimensional.
                 if isinstance(value, Tensor) and value.dim() == 1 != parameter.dim() and value.numel() != 1:
                     return False
     return True

@@ -12,12 +12,12 @@ imports         imports that are added and removed
 horovod, ddp, trainers  the rules of each library; `trainers` is for Accelerate and Fabric
 unsupported     names that cannot be converted, each with a fix
 
-Only names that the rules list are converted. Names of torch.distributed that work on every backend (`ddp.KEPT`) and
-names of Accelerate and Fabric remain in the script. Every other name of Horovod, torch.distributed, DeepSpeed and
+Only names that the rules list are converted. Names of torch.distributed that work on every backend (`ddp.KEPT_NAMES`)
+and names of Accelerate and Fabric remain in the script. Every other name of Horovod, torch.distributed, DeepSpeed and
 apex.parallel is a problem, which is reported with its line, and the script is then not converted.
 """
 
-from unitrain.migrate.diff import changed_lines, unified_diff
+from unitrain.migrate.diff import num_changed_lines, unified_diff
 from unitrain.migrate.migration import Migration, migrate
 
-__all__ = ["Migration", "changed_lines", "migrate", "unified_diff"]
+__all__ = ["Migration", "migrate", "num_changed_lines", "unified_diff"]

@@ -43,7 +43,8 @@ def literal(argument: cst.Arg | None) -> object:
 
 
 def is_repeatable(node: cst.CSTNode) -> bool:
-    """Return whether `node` can be evaluated twice without side effects: a name, or an attribute or an item of one."""
+    """Return whether `node` can be evaluated twice without side effects: a name, or an attribute or an item of such an
+    expression."""
     if isinstance(node, cst.Attribute):
         return is_repeatable(node.value)
     if isinstance(node, cst.Subscript):
@@ -60,17 +61,17 @@ def _is_repeatable_index(index: cst.BaseSlice) -> bool:
     )
 
 
-def quote(script: Script, node: cst.CSTNode) -> str | None:
-    """Return the quote for a string that replaces `node`, or None if f-strings around `node` use both quotes.
+def unused_quotation_mark(script: Script, node: cst.CSTNode) -> str | None:
+    """Return the quotation mark for a string that replaces `node`, or None if f-strings around `node` use both marks.
 
-    Before Python 3.12, an expression in an f-string must not contain the quote of the f-string.
+    Before Python 3.12, an expression in an f-string must not contain the quotation mark of the f-string.
     """
     used = {ancestor.end for ancestor in script.ancestors(node) if isinstance(ancestor, cst.FormattedString)}
     return next((mark for mark in ('"', "'") if mark not in used), None)
 
 
 def build_call(function: str, positional: Sequence[cst.BaseExpression], **keywords: cst.BaseExpression) -> cst.Call:
-    """Return a call of `function`."""
+    """Return a call of `function` with these positional and keyword arguments."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     call_arguments = [cst.Arg(value) for value in positional]

@@ -25,25 +25,32 @@ WRAPPERS = (
 )
 _SYNC_BATCH_NORM = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
 # Functions and constants of torch.distributed that work on the process group of every backend.
-KEPT = {
+KEPT_NAMES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "get_rank", "get_world_size", "group",
     "irecv", "is_available", "is_initialized", "isend", "new_group", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "ReduceOp", "scatter", "scatter_object_list", "send", "nn.functional", "ProcessGroup",
     "monitored_barrier",
 }  # fmt: skip
-_WITHOUT_GROUP = ("torch.distributed.is_available", "torch.distributed.is_initialized")
+_NEEDS_NO_GROUP = ("torch.distributed.is_available", "torch.distributed.is_initialized")
 _INIT_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options")
 _PARAMETERS = ("module", "device_ids", "output_device", "dim", "broadcast_buffers")
-_PASSED_ON = ("find_unused_parameters", "broadcast_buffers")
-# Arguments without effect on the result.
-_LEFT_OUT = ("device_ids", "output_device", "dim", "bucket_cap_mb", "check_reduction", "gradient_as_bucket_view")
+_KEPT_ARGUMENTS = ("find_unused_parameters", "broadcast_buffers")
+# Arguments that are removed, because they do not affect the result.
+_REMOVED_ARGUMENTS = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "bucket_cap_mb",
+    "check_reduction",
+    "gradient_as_bucket_view",
+)
 
 
 def is_kept(name: str) -> bool:
     """Return whether `name` of torch.distributed remains in the script."""
     member = name.removeprefix("torch.distributed.")
-    return any(member == kept or member.startswith(kept + ".") for kept in KEPT)
+    return any(member == kept or member.startswith(kept + ".") for kept in KEPT_NAMES)
 
 
 def convert(edits: Edits) -> None:
@@ -58,7 +65,7 @@ def convert(edits: Edits) -> None:
             _convert_wrapper(edits, node)
             statement = script.statement(node)
             if statement is not None and len(statement.body) > 1:
-                edits.refuse(node, "Write each statement in a line of its own")
+                edits.refuse(node, "Write each statement on a line of its own")
             wrapped += targets(statement) if statement is not None else ()
         elif name == _SYNC_BATCH_NORM:
             _convert_sync_batch_norm(edits, node)
@@ -70,11 +77,11 @@ def convert(edits: Edits) -> None:
 def _needs_process_group(script: Script) -> bool:
     """Return whether the script still needs torch.distributed's process group, which the local backend does not have.
 
-    On every other backend, the distributed model is a DistributedDataParallel.
+    If so, the script runs on other backends only, where the distributed model is a DistributedDataParallel.
     """
     for node in script.nodes:
         name = script.called_name(node) or ""
-        if name.startswith("torch.distributed.") and is_kept(name) and name not in _WITHOUT_GROUP:
+        if name.startswith("torch.distributed.") and is_kept(name) and name not in _NEEDS_NO_GROUP:
             return True
         if name.endswith(".DistributedSampler") and isinstance(node, cst.Call):
             sampler_arguments = arguments(node, ("dataset", "num_replicas", "rank"))
@@ -89,14 +96,18 @@ def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
         edits.refuse(call, f"Use {edits.backend}.distributed_model(model)")
         return
     for name, argument in ddp_arguments.items():
-        if name in ("module", *_PASSED_ON, *_LEFT_OUT) or (name == "static_graph" and literal(argument) is False):
+        if name in ("module", *_KEPT_ARGUMENTS, *_REMOVED_ARGUMENTS) or (
+            name == "static_graph" and literal(argument) is False
+        ):
             continue
-        edits.refuse(argument, f"{edits.backend}.distributed_model does not support it: remove it", name=name)
+        edits.refuse(
+            argument, f"{edits.backend}.distributed_model does not support this argument: remove it", name=name
+        )
 
     def build(updated: cst.CSTNode) -> cst.BaseExpression:
         assert isinstance(updated, cst.Call)
         values = {name: updated.args[call.args.index(argument)].value for name, argument in ddp_arguments.items()}
-        keywords = {name: values[name] for name in _PASSED_ON if name in ddp_arguments}
+        keywords = {name: values[name] for name in _KEPT_ARGUMENTS if name in ddp_arguments}
         return build_call(f"{edits.backend}.distributed_model", [values["module"]], **keywords)
 
     edits.replace(call, build)
@@ -126,9 +137,9 @@ def _convert_sync_batch_norm(edits: Edits, call: cst.Call) -> None:
     edits.explain(call, "synchronizes on every backend, also on CPUs")
 
 
-def init_arguments(edits: Edits, call: cst.Call) -> str:
-    """Return the arguments of `unitrain.init` for a call of `init_process_group`, and explain each argument that is
-    left out."""
+def convert_init_arguments(edits: Edits, call: cst.Call) -> str:
+    """Convert the arguments of `call`, a call of `init_process_group`. Return the source of the arguments of
+    `unitrain.init`, and explain or refuse each argument that is left out."""
     script = edits.script
     call_arguments = arguments(call, _INIT_PARAMETERS)
     if call_arguments is None:
@@ -139,7 +150,7 @@ def init_arguments(edits: Edits, call: cst.Call) -> str:
         edits.refuse(call, "The launcher defines the rendezvous: remove init_method", name="init_method")
     for name in ("store", "group_name", "pg_options"):
         if name in call_arguments:
-            edits.refuse(call, f"unitrain.init does not support it: remove {name}", name=name)
+            edits.refuse(call, f"unitrain.init does not support {name}: remove it", name=name)
     ignored = [name for name in ("rank", "world_size") if name in call_arguments]
     for name in ignored:
         attribute = {"rank": "rank", "world_size": "size"}[name]
@@ -163,9 +174,10 @@ def init_arguments(edits: Edits, call: cst.Call) -> str:
 
 
 def _is_used_elsewhere(script: Script, value: cst.CSTNode, call: cst.Call, seen: set[str]) -> bool:
-    """Return whether the script uses variables or functions, from which `value` is computed, outside `call`.
+    """Return whether the variables or functions from which `value` is computed are also used outside `call`.
 
-    Constants, imported functions, and variables of the launcher, which are converted everywhere, do not count.
+    Constants and imported functions do not count, nor do environment variables of the launcher, whose reads are
+    converted everywhere.
     """
     if reads_rank(script, value) or script.imported_name(value) is not None:
         return False
@@ -183,10 +195,10 @@ def _is_used_elsewhere(script: Script, value: cst.CSTNode, call: cst.Call, seen:
             sources.append(assigned)
     if sources:
         return any(_is_used_elsewhere(script, source, call, seen) for source in sources)
-    return any(_is_use(script, node, call) for node in script.nodes if _is_same(script, node, value))
+    return any(_is_use(script, node, call) for node in script.nodes if _is_same_variable(script, node, value))
 
 
-def _is_same(script: Script, node: cst.CSTNode, value: cst.Name | cst.Attribute) -> bool:
+def _is_same_variable(script: Script, node: cst.CSTNode, value: cst.Name | cst.Attribute) -> bool:
     """Return whether `node` and `value` are the same variable."""
     if not isinstance(node, type(value)) or script.text(node) != script.text(value):
         return False
@@ -194,7 +206,8 @@ def _is_same(script: Script, node: cst.CSTNode, value: cst.Name | cst.Attribute)
 
 
 def _is_use(script: Script, node: cst.CSTNode, call: cst.Call) -> bool:
-    """Return whether `node` is an expression outside `call`, not a definition or the name of an argument."""
+    """Return whether `node` is used outside `call`: not as a definition, the name of an argument, or the name of an
+    attribute."""
     parent = script.parent(node)
     if isinstance(parent, cst.Param | cst.FunctionDef) or (isinstance(parent, cst.Arg) and parent.keyword is node):
         return False

@@ -13,7 +13,7 @@ def unified_diff(old: str, new: str, path: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 
-def changed_lines(old: str, new: str) -> int:
+def num_changed_lines(old: str, new: str) -> int:
     """Return the number of changed lines of code, without blank lines and comments.
 
     A line that replaces another one counts once: of each changed block, the longer side is counted.
@@ -21,7 +21,7 @@ def changed_lines(old: str, new: str) -> int:
     before, after = old.splitlines(), new.splitlines()
     blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     return sum(
-        max(_count_code(before[first:last]), _count_code(after[start:end]))
+        max(_num_code_lines(before[first:last]), _num_code_lines(after[start:end]))
         for kind, first, last, start, end in blocks
         if kind != "equal"
     )
@@ -32,5 +32,5 @@ def _split_lines(text: str) -> list[str]:
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
-def _count_code(lines: Sequence[str]) -> int:
+def _num_code_lines(lines: Sequence[str]) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)

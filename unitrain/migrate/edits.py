@@ -43,7 +43,7 @@ class Edits:
         self.script = script
         self.reasons = set[Reason]()
         self.problems = set[Problem]()
-        self.converted = set[cst.CSTNode]()  # references that no longer exist after the conversion
+        self.converted = set[cst.CSTNode]()  # nodes with references that the conversion removes
         self.backend_uses = list[cst.CSTNode]()
         self.backend = "backend"
         while script.uses_name(self.backend):
@@ -62,18 +62,20 @@ class Edits:
         self.problems.add(Problem(self.script.line(node), text, fix, is_structural))
 
     def replace(self, node: cst.CSTNode, expression: str | ExpressionBuilder, *, uses_backend: bool = True) -> None:
-        """Replace an expression by the source `expression`, or by its result for the node with converted children."""
+        """Replace the expression `node` with the source `expression`. If `expression` is a function, replace `node`
+        with its result for the node with converted children."""
         build = expression if callable(expression) else (lambda _: cst.parse_expression(str(expression)))
         self._expressions[node] = build
         if uses_backend:
             self.backend_uses.append(node)
 
     def replace_statement(self, node: cst.CSTNode, build: StatementsBuilder) -> None:
-        """Replace a statement by the statements that `build` returns for the statement with converted children."""
+        """Replace a statement with the statements that `build` returns for the statement with converted children."""
         self._statements[node] = build
 
     def insert_before(self, node: cst.CSTNode, statements: Sequence[Statement]) -> None:
-        """Insert statements before a statement, which may be replaced."""
+        """Insert `statements` before the statement `node`. If `node` is also replaced, call `replace_statement`
+        first."""
         build = self._statements.get(node)
 
         def with_inserted(updated: Statement) -> Sequence[Statement]:

@@ -1,4 +1,4 @@
-"""Reads of the launcher's environment variables, such as RANK, which only some launchers set."""
+"""Convert reads of the launcher's environment variables, such as RANK, which only some launchers set."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def convert(edits: Edits) -> None:
             )
         if _selects_device(script, node):
             edits.refuse(node, f"The backend selects the GPU. Remove the line, and use {edits.backend}.device")
-        name = _variable(script, node, aliases)
+        name = _accessed_variable(script, node, aliases)
         if name is None:
             continue
         attribute = _ATTRIBUTES.get(name)
-        call = _integer_around(script, node)
+        call = _int_call_around(script, node)
         if attribute is None:
             edits.refuse(node, "The launcher sets this variable: remove the line")
-        elif call is None or not _has_same_default(node, attribute):
+        elif call is None or not _has_equivalent_default(node, attribute):
             edits.refuse(
                 node,
                 f"Only some launchers set {name}. Call unitrain.init() without a condition, and use "
@@ -76,16 +76,19 @@ def reads_rank(script: Script, node: cst.CSTNode) -> bool:
     if not isinstance(node, cst.Call) or len(node.args) != 1:
         return False
     value = node.args[0].value
-    return _integer_around(script, value) is node and _variable(script, value, _find_aliases(script)) in _ATTRIBUTES
+    return (
+        _int_call_around(script, value) is node
+        and _accessed_variable(script, value, _find_aliases(script)) in _ATTRIBUTES
+    )
 
 
-def _variable(script: Script, node: cst.CSTNode, aliases: set[Binding]) -> str | None:
-    """Return the variable of the launcher that `node` reads, sets or looks for, or None."""
+def _accessed_variable(script: Script, node: cst.CSTNode, aliases: set[Binding]) -> str | None:
+    """Return the environment variable of the launcher that `node` reads, sets or tests for, or None."""
     value: object = None
     if isinstance(node, cst.Subscript) and _is_environ(script, node.value, aliases):
         element = node.slice[0].slice
         value = literal(cst.Arg(element.value)) if isinstance(element, cst.Index) else None
-    elif isinstance(node, cst.Call) and _is_access(script, node, aliases) and node.args:
+    elif isinstance(node, cst.Call) and _accesses_variable(script, node, aliases) and node.args:
         value = literal(node.args[0])
     elif isinstance(node, cst.Call) and script.called_name(node) == "os.environ.update":
         return next((name for name in _updated_variables(node) if name in (*_ATTRIBUTES, *_ADDRESSES)), None)
@@ -96,8 +99,9 @@ def _variable(script: Script, node: cst.CSTNode, aliases: set[Binding]) -> str |
     return value if isinstance(value, str) and value in (*_ATTRIBUTES, *_ADDRESSES) else None
 
 
-def _is_access(script: Script, call: cst.Call, aliases: set[Binding]) -> bool:
-    """Return whether `call` is a function of the os module or a method of `os.environ` for one variable."""
+def _accesses_variable(script: Script, call: cst.Call, aliases: set[Binding]) -> bool:
+    """Return whether `call` calls a function of the os module, or a method of `os.environ`, that accesses one
+    variable."""
     if script.called_name(call) in _FUNCTIONS:
         return True
     func = call.func
@@ -132,7 +136,7 @@ def _selects_device(script: Script, node: cst.CSTNode) -> bool:
     return isinstance(element, cst.Index) and literal(cst.Arg(element.value)) == "CUDA_VISIBLE_DEVICES"
 
 
-def _integer_around(script: Script, node: cst.CSTNode) -> cst.Call | None:
+def _int_call_around(script: Script, node: cst.CSTNode) -> cst.Call | None:
     """Return the call `int(node)`, or None."""
     parent = script.parent(node)
     call = script.parent(parent) if isinstance(parent, cst.Arg) else None
@@ -140,8 +144,8 @@ def _integer_around(script: Script, node: cst.CSTNode) -> cst.Call | None:
     return call if is_integer and isinstance(call, cst.Call) and len(call.args) == 1 else None
 
 
-def _has_same_default(node: cst.CSTNode, attribute: str) -> bool:
-    """Return whether the read has no default, or the value that the backend has without a launcher."""
+def _has_equivalent_default(node: cst.CSTNode, attribute: str) -> bool:
+    """Return whether the read has no default, or a default that equals the value of `attribute` without a launcher."""
     if not isinstance(node, cst.Call):
         return True
     call_arguments = arguments(node, ("key", "default"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unitrain.migrate.calls import arguments, build_call, is_repeatable, literal, quote
+from unitrain.migrate.calls import arguments, build_call, is_repeatable, literal, unused_quotation_mark
 from unitrain.migrate.edits import Edits, Statement, parse_statement
 from unitrain.migrate.models import convert_reads, distributed_variables, variables_with_other_values
 from unitrain.migrate.script import Script, assigned_value, targets
@@ -30,7 +30,7 @@ _COLLECTIVES = {
     "allgather_object": ("obj", "name"),
     "barrier": (),
 }
-_OPTIMIZER = (
+_OPTIMIZER_PARAMETERS = (
     "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor",
     "num_groups", "groups", "sparse_as_dense", "process_set",
 )  # fmt: skip
@@ -38,14 +38,14 @@ _OPTIMIZER = (
 
 def convert(edits: Edits) -> None:
     """Convert all supported uses of Horovod except `hvd.init` and `hvd.shutdown`. `migration.migrate` converts these
-    two, and reports other names."""
+    two, and reports the names that are not supported."""
     script = edits.script
     references = [(node, name) for node, name in script.imported_references() if name.startswith(MODULE + ".")]
     for node, name in references:
         member = name.removeprefix(MODULE + ".")
         call = script.parent(node)
         if member in _COMPRESSIONS:
-            mark = quote(script, node)
+            mark = unused_quotation_mark(script, node)
             if mark is None:
                 edits.refuse(node, _NO_QUOTE)
             else:
@@ -65,7 +65,8 @@ def convert(edits: Edits) -> None:
 
 
 def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
-    """Convert a collective. `allreduce_` and `broadcast_`, which write to their argument, copy the result to it."""
+    """Convert a collective. `allreduce_` and `broadcast_` write to their argument, so the result of the backend's
+    method is copied to the argument."""
     script = edits.script
     call_arguments = arguments(call, _COLLECTIVES[member])
     function = member.removesuffix("_")
@@ -88,7 +89,7 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
     if member.endswith("_") and value is not None and not is_repeatable(value.value):
         edits.refuse(call, f"Assign the tensor to a variable, and pass the variable to hvd.{member}")
         return
-    mark = quote(script, call)
+    mark = unused_quotation_mark(script, call)
     if mark is None and operation != "mean":
         edits.refuse(call, _NO_QUOTE)
         return
@@ -130,7 +131,7 @@ _COLLECTIVE_REASONS = {
 
 
 def _operation(script: Script, operation: cst.Arg | None, average: cst.Arg | None) -> str | None:
-    """Return the name of a reduction, or None if it is not supported."""
+    """Return unitrain's name of the reduction operation, or None if the operation is not supported."""
     if operation is not None:
         name = script.imported_name(operation.value) or ""
         return _OPERATIONS.get(name.removeprefix(MODULE + "."))
@@ -166,7 +167,7 @@ def _convert_optimizer(edits: Edits) -> None:
         name: [node for node in script.nodes if isinstance(node, cst.Call) and _calls(script, node, name)]
         for name in _WRAPPERS
     }
-    # An error in their arguments is reported instead of their names.
+    # These names are supported. If their arguments are not, an error about the arguments is reported.
     edits.converted |= {node.func for nodes in calls.values() for node in nodes}
     wrappers = calls["DistributedOptimizer"]
     if len(wrappers) != 1:
@@ -177,13 +178,13 @@ def _convert_optimizer(edits: Edits) -> None:
                 "optimizer = backend.distributed_optimizer(optimizer, model)",
             )
         return
-    wrapping = _read_wrapping(edits, wrappers[0])
+    wrapping = _parse_wrapping(edits, wrappers[0])
     if wrapping is None:
         return
     problems = len(edits.problems)
     names = {edits.script.text(wrapping.target), script.text(wrapping.arguments["optimizer"].value)}
-    parameters = _find_broadcast(edits, calls["broadcast_parameters"], wrapping, _accept_state_of(wrapping.model))
-    state = _find_broadcast(
+    parameters = _keep_last_broadcast(edits, calls["broadcast_parameters"], wrapping, _state_predicate(wrapping.model))
+    state = _keep_last_broadcast(
         edits, calls["broadcast_optimizer_state"], wrapping, lambda node: script.text(node) in names
     )
     if len(edits.problems) == problems:
@@ -195,10 +196,10 @@ def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
     return name in (f"{MODULE}.{member}", f"{MODULE}.functions.{member}", f"{MODULE}.optimizer.{member}")
 
 
-def _read_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
+def _parse_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
     script = edits.script
     statement = script.statement(call)
-    optimizer_arguments = arguments(call, _OPTIMIZER)
+    optimizer_arguments = arguments(call, _OPTIMIZER_PARAMETERS)
     target = targets(statement) if statement is not None else ()
     if statement is None or optimizer_arguments is None or "optimizer" not in optimizer_arguments or len(target) != 1:
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
@@ -220,8 +221,8 @@ def _read_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
 
 
 def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> bool:
-    """Return whether the other arguments of DistributedOptimizer can be converted, and explain the conversion of
-    `backward_passes_per_step`."""
+    """Refuse arguments of DistributedOptimizer that cannot be converted, and explain the conversion of
+    `backward_passes_per_step`. Return whether all arguments can be converted."""
     script = edits.script
     is_valid = True
     for name, argument in optimizer_arguments.items():
@@ -232,10 +233,10 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
                 is_valid = False  # `migrate` reports the name
                 edits.converted |= {node for node in inside_nodes if script.imported_name(node) == f"{MODULE}.Average"}
             elif script.imported_name(argument.value) != f"{MODULE}.Average":
-                edits.refuse(argument, "unitrain computes the mean of the gradients: remove it", name="op")
+                edits.refuse(argument, "unitrain always computes the mean of the gradients: remove op", name="op")
                 is_valid = False
         elif name == "process_set" or (name == "sparse_as_dense" and literal(argument) is not False):
-            edits.refuse(argument, "unitrain does not support it: remove it", name=name)
+            edits.refuse(argument, "unitrain does not support this argument: remove it", name=name)
             is_valid = False
         elif name == "backward_passes_per_step":
             edits.explain(
@@ -243,7 +244,7 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
                 "each backward pass reduces its gradients, and the sum over the passes is the same; "
                 "to reduce them once, run the other passes in backend.no_sync(model)",
             )
-        elif name not in _OPTIMIZER:
+        elif name not in _OPTIMIZER_PARAMETERS:
             edits.refuse(argument, "Unknown argument of DistributedOptimizer: remove it", name=name)
             is_valid = False
     return is_valid
@@ -256,7 +257,8 @@ def _descendants(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
 
 
 def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str | None:
-    """Return the model whose parameters are named, or with which the optimizer was created."""
+    """Return the source of the model whose parameters are passed as `named_parameters`, or with whose parameters the
+    optimizer was created; None if the model is unknown."""
     if "named_parameters" in optimizer_arguments:
         return _owner(optimizer_arguments["named_parameters"].value, "named_parameters")
     value: cst.CSTNode = optimizer_arguments["optimizer"].value
@@ -273,22 +275,23 @@ def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str 
 
 
 def _owner(node: cst.CSTNode, method: str) -> str | None:
-    """Return the source of `model` in `model.method()`, or None if `model` cannot be evaluated several times."""
+    """Return the source of `model` if `node` is `model.method()`, and None for other expressions, or if `model` cannot
+    be evaluated several times."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == method:
         return cst.Module([]).code_for_node(node.func.value) if is_repeatable(node.func.value) else None
     return None
 
 
-def _accept_state_of(model: str) -> Callable[[cst.CSTNode], bool]:
-    """Return the function that returns whether a node is the state or the named parameters of `model`."""
+def _state_predicate(model: str) -> Callable[[cst.CSTNode], bool]:
+    """Return a function that returns whether a node is the state or the named parameters of `model`."""
     return lambda node: model in (_owner(node, "state_dict"), _owner(node, "named_parameters"))
 
 
-def _find_broadcast(
+def _keep_last_broadcast(
     edits: Edits, calls: list[cst.Call], wrapping: _OptimizerWrapping, accepts: Callable[[cst.CSTNode], bool]
 ) -> Statement | None:
-    """Return the last statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none, and
-    remove earlier ones."""
+    """Return the last statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none.
+    Remove the earlier statements that do so, and refuse broadcasts that cannot be converted."""
     script = edits.script
     statements = list[Statement]()
     for call in calls:
@@ -348,20 +351,22 @@ def _wrap_model_and_optimizer(
             f"{target} = {backend}.distributed_optimizer({optimizer if is_in_place else target}, {wrapping.model})"
         )
     )
-    for place, builders in lines.items():
+    for old_statement, builders in lines.items():
 
         def build(
-            updated: Statement, place: cst.CSTNode = place, builders: list[Callable[[str], str]] = builders
+            updated: Statement,
+            old_statement: cst.CSTNode = old_statement,
+            builders: list[Callable[[str], str]] = builders,
         ) -> list[Statement]:
             optimizer = given
-            if place is wrapping.statement:  # the optimizer may contain converted calls
+            if old_statement is wrapping.statement:  # the optimizer may contain converted calls
                 optimizer = script.text(wrapping.converted_optimizer(updated))
             return [parse_statement(build_line(optimizer)) for build_line in builders]
 
-        edits.replace_statement(place, build)
-        edits.backend_uses.append(place)
-        if place is not wrapping.statement:
-            edits.converted.add(place)
+        edits.replace_statement(old_statement, build)
+        edits.backend_uses.append(old_statement)
+        if old_statement is not wrapping.statement:
+            edits.converted.add(old_statement)
     edits.converted |= {node for node in wrapping.call.args if node is not wrapping.arguments["optimizer"]}
     edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(
@@ -369,9 +374,9 @@ def _wrap_model_and_optimizer(
         "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
         "hvd.broadcast_optimizer_state, which applies weight decay",
     )
-    for place, builders in lines.items():
+    for old_statement, builders in lines.items():
         if not builders:
-            edits.explain(place, "not needed: the model or the optimizer is wrapped elsewhere")
+            edits.explain(old_statement, "not needed: the model or the optimizer is wrapped elsewhere")
     function = script.function(wrapping.statement)
     names = [
         node
@@ -418,14 +423,14 @@ def _convert_synchronize(edits: Edits) -> None:
         block = next((ancestor for ancestor in script.ancestors(node) if isinstance(ancestor, cst.With)), None)
         is_with = member == "skip_synchronize" and block is not None
         if block is not None and is_with and [item.item for item in block.items] == [node] and variable in optimizers:
-            edits.replace_statement(block, _body)
+            edits.replace_statement(block, _body_of_with)
             edits.explain(node, "the gradients are already reduced when backward returns")
         else:
             edits.refuse(node, "The gradients are already reduced when backward returns: remove it")
 
 
-def _body(statement: Statement) -> list[Statement]:
+def _body_of_with(statement: Statement) -> list[Statement]:
     assert isinstance(statement, cst.With)
-    if isinstance(statement.body, cst.SimpleStatementSuite):  # in the line of the with statement
+    if isinstance(statement.body, cst.SimpleStatementSuite):  # on the line of the with statement
         return [cst.SimpleStatementLine(statement.body.body)]
     return [child for child in statement.body.body if isinstance(child, Statement)]

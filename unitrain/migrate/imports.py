@@ -15,7 +15,8 @@ _LIBRARIES = ("horovod", "torch.distributed", "torch.nn.parallel")
 def convert(edits: Edits) -> None:
     """Remove the imports of names of _LIBRARIES whose uses are all converted, and import unitrain.
 
-    The import of unitrain replaces the first removed import, or follows the first imports of the script.
+    The import of unitrain replaces the first removed import or, if no import is removed, follows the imports at the
+    start of the script.
     """
     script = edits.script
     is_added = False
@@ -32,7 +33,7 @@ def convert(edits: Edits) -> None:
         replacement: list[Statement] = [_with_names(statement, import_node, kept_aliases)] if kept_aliases else []
         if not is_added:
             replacement.append(parse_statement("import unitrain"))
-        edits.replace_statement(statement, partial(_replace_by, replacement))
+        edits.replace_statement(statement, partial(_replacement, replacement))
         names = ", ".join(script.text(alias.name) for alias in unused)
         verb = "is" if len(unused) == 1 else "are"
         edits.explain(statement, f"{names} {verb} no longer used" + ("" if is_added else "; unitrain is used instead"))
@@ -41,7 +42,7 @@ def convert(edits: Edits) -> None:
         _add_import(edits)
 
 
-def _replace_by(statements: Sequence[Statement], updated: Statement) -> Sequence[Statement]:
+def _replacement(statements: Sequence[Statement], updated: Statement) -> Sequence[Statement]:
     return statements
 
 

@@ -170,12 +170,12 @@ def _convert_startup(edits: Edits, libraries: list[str]) -> None:
             edits.refuse(call, "The script starts its ranks in several places. Keep one of them")
         if not start_calls:
             name = f"This file uses {' and '.join(libraries)}, but does not start it"
-            edits.refuse(script.module, "Migrate the file that does", name=name, is_structural=True)
+            edits.refuse(script.module, "Migrate the file that starts it", name=name, is_structural=True)
         return
     call = start_calls[0]
     text = ""
     if script.called_name(call) in ddp.INIT:
-        text = ddp.init_arguments(edits, call)
+        text = ddp.convert_init_arguments(edits, call)
     elif not is_kept and call.args:
         edits.refuse(call, "unitrain.init uses all ranks of the launcher: remove the arguments")
     startup.convert(edits, startup.Startup(call, shutdown_calls, f"unitrain.init({text})", is_kept))

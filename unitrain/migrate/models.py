@@ -1,7 +1,8 @@
 """The variables that hold distributed models or other wrapped objects, and reads of the members of these models.
 
 A variable holds a distributed model if a wrapped model or another such variable is assigned to it. A parameter of a
-function of this file holds one if such a variable is passed for it. Optimizers and Accelerators are followed likewise.
+function that the script defines holds a distributed model if such a variable is passed for the parameter. Optimizers
+and Accelerators are tracked in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unitrain.migrate.calls import build_call
 from unitrain.migrate.edits import Edits
 from unitrain.migrate.script import Binding, Script, assigned_value, targets
 
-# Members that work the same on the distributed model and on the user's model.
+# Members that work in the same way on the distributed model and on the user's model.
 _SAME = {"train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "cuda", "cpu", "to"}
 _NOT_SUPPORTED = {
     "require_backward_grad_sync": "Use the context manager: with backend.no_sync(model)",
@@ -26,13 +27,14 @@ _NOT_SUPPORTED = {
 
 
 def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set[Binding]:
-    """Return the variables that hold a distributed model. `wrapped` are names or attributes that it is assigned to."""
+    """Return the variables that hold a distributed model. `wrapped` are the names or attributes to which wrapped models
+    are assigned."""
     return _follow(script, {binding for node in wrapped if (binding := script.binding(node)) is not None})
 
 
 def variables_with_other_values(script: Script, variables: set[Binding]) -> set[Binding]:
-    """Return the subset of `variables`, which `distributed_variables` returned, that other objects are also passed to:
-    parameters of functions, and the variables that they are assigned to."""
+    """Return the subset of `variables`, a result of `distributed_variables`, that may also hold other objects: function
+    parameters for which other objects are also passed, and the variables to which these parameters are assigned."""
     mixed = {
         binding
         for binding, value in passed_arguments(script)
@@ -42,7 +44,7 @@ def variables_with_other_values(script: Script, variables: set[Binding]) -> set[
 
 
 def _follow(script: Script, bindings: set[Binding]) -> set[Binding]:
-    """Return `bindings` and the variables to which they are assigned or passed, directly or not."""
+    """Return `bindings` and the variables to which they are assigned or passed, directly or indirectly."""
     bindings = set(bindings)
     passed = list(passed_arguments(script))
     while True:
@@ -57,7 +59,7 @@ def _follow(script: Script, bindings: set[Binding]) -> set[Binding]:
 
 
 def _holds_model(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
-    """Return whether `value` is one of `variables`, or a call of a function of this file that returns one of them."""
+    """Return whether `value` is one of `variables`, or a call of a function of the script that returns one of them."""
     if script.binding(value) in variables:
         return True
     callee = script.called_function(value) if isinstance(value, cst.Call) else None
@@ -73,7 +75,7 @@ def _holds_model(script: Script, value: cst.CSTNode, variables: set[Binding]) ->
 
 
 def passed_arguments(script: Script) -> Iterator[tuple[Binding, cst.BaseExpression]]:
-    """Yield each argument of a call of a function of this file, and the variable of the parameter."""
+    """Yield (variable of the parameter, argument) for each argument that is passed to a function of the script."""
     for call in script.nodes:
         callee = script.called_function(call) if isinstance(call, cst.Call) else None
         if callee is None or not isinstance(call, cst.Call):
@@ -138,7 +140,7 @@ def convert_reads(
             )
             edits.explain(parent, "no_sync is a method of the backend")
         elif not was_wrapped and member not in _SAME:
-            edits.replace(parent, partial(_read_user_model, edits))
+            edits.replace(parent, partial(_member_of_user_model, edits))
             edits.explain(parent, f"{member} of the user's model: names without the prefix 'module.'")
 
 
@@ -172,7 +174,7 @@ def _unwrap(edits: Edits, model: cst.CSTNode) -> cst.Call:
     return build_call(f"{edits.backend}.unwrap", [model])
 
 
-def _read_user_model(edits: Edits, attribute: cst.CSTNode) -> cst.BaseExpression:
+def _member_of_user_model(edits: Edits, attribute: cst.CSTNode) -> cst.BaseExpression:
     assert isinstance(attribute, cst.Attribute)
     return cst.Attribute(_unwrap(edits, attribute.value), attribute.attr)
 

@@ -108,7 +108,8 @@ class Script:
         return parent if isinstance(parent, Block) else None
 
     def branches(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """Return the if, for, while, try and match statements between `node` and its function or the module."""
+        """Return the if, for, while, try and match statements between `node` and its function or the module, except the
+        main guard (see `is_main_guard`)."""
         branches = list[cst.CSTNode]()
         for ancestor in self.ancestors(node):
             if isinstance(ancestor, cst.FunctionDef | cst.ClassDef):
@@ -152,7 +153,8 @@ class Script:
         return (next(iter(scopes)), name) if len(scopes) == 1 else None
 
     def called_function(self, call: cst.Call) -> tuple[cst.FunctionDef, int] | None:
-        """Return the function of this file that `call` calls, and the number of parameters before the arguments.
+        """Return the function of the script that `call` calls, or None, and the number of leading parameters, such as
+        `self`, that receive no argument of the call.
 
         The call of a class is a call of its `__init__`, and `self.name()` calls a method of the same class.
         """
@@ -190,7 +192,7 @@ class Script:
 
 
 def targets(statement: cst.CSTNode) -> Sequence[cst.BaseExpression]:
-    """Return the targets of an assignment that is the only statement in its line."""
+    """Return the targets of an assignment that is the only statement on its line."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         return ()
     assignment = statement.body[0]
@@ -200,7 +202,7 @@ def targets(statement: cst.CSTNode) -> Sequence[cst.BaseExpression]:
 
 
 def assigned_value(statement: cst.CSTNode) -> cst.BaseExpression | None:
-    """Return the value of an assignment or an expression that is the only statement in its line."""
+    """Return the value of an assignment or an expression that is the only statement on its line."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         return None
     small_statement = statement.body[0]

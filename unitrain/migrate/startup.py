@@ -1,8 +1,8 @@
 """Placement of the `unitrain.init` call and of the shutdown of the backend.
 
 `unitrain.init` replaces the call that starts the ranks if this call is at the top level of the module, or if the script
-shuts down its process group. In a function, it is placed before earlier reads of the rank in the same block. Otherwise,
-the call of the main function is moved into `with unitrain.init() as backend:`.
+shuts down its process group. If that call is in a function, `unitrain.init` is placed before the first read of the rank
+in the same block. In other scripts, the call of the main function is moved into `with unitrain.init() as backend:`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STARTS_PROCESSES = (
 
 @dataclass(frozen=True)
 class Startup:
-    """The calls that start and shut down the ranks. `text` is the call of `unitrain.init`.
+    """The calls that start and shut down the ranks. `text` is the source of the call of `unitrain.init`.
 
     If `is_kept` is True, `call` remains in the script, and `unitrain.init` is called before it.
     """
@@ -35,7 +35,8 @@ class Startup:
 
 
 def convert(edits: Edits, startup: Startup) -> None:
-    """Insert `unitrain.init` and the shutdown of the backend. Refuse calls whose place cannot be determined."""
+    """Insert `unitrain.init` and the shutdown of the backend. Refuse a script in which their positions cannot be
+    determined."""
     script = edits.script
     statement = script.statement(startup.call)
     if statement is None or (not startup.is_kept and assigned_value(statement) is not startup.call):
@@ -118,7 +119,7 @@ def _refuse_early(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
 
 
 def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor: Statement) -> None:
-    """Assign the backend before `anchor`, instead of `statement`."""
+    """Insert the statement that assigns the backend before `anchor`, and remove `statement` unless it is kept."""
     script, backend = edits.script, edits.backend
     function = script.function(statement)
     outside = [
@@ -140,10 +141,10 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
         edits.explain(call, "shuts down the backend and its process group")
     block = script.block(statement)
     if not startup.shutdown_calls and block is not None:
-        _append(edits, block, parse_statement(f"{backend}.shutdown()"))
+        _append_shutdown(edits, block, parse_statement(f"{backend}.shutdown()"))
 
 
-def _append(edits: Edits, block: Block, statement: Statement) -> None:
+def _append_shutdown(edits: Edits, block: Block, statement: Statement) -> None:
     last_statement = block.body[-1]
     assert isinstance(last_statement, Statement)
     if _is_exit(edits.script, last_statement):
@@ -173,7 +174,7 @@ def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | No
 
 
 def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: cst.FunctionDef) -> None:
-    """Move the statement that calls `function`, directly or not, into a `with` block."""
+    """Move the statement that calls `function`, directly or indirectly, into a `with` block."""
     script = edits.script
     statements = [
         child
@@ -236,7 +237,7 @@ def _wrap_in_with(context: str, statement: Statement) -> Statement:
 
 
 def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef | None, seen: set[cst.CSTNode]) -> bool:
-    """Return whether `call` calls `function`, directly or through functions of this file."""
+    """Return whether `call` calls `function`, directly or through functions of the script."""
     callee = script.called_function(call)
     if callee is None or callee[0] in seen:
         return False
@@ -247,7 +248,7 @@ def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef | None, s
 
 
 def _remove_empty_function(edits: Edits, statement: Statement) -> None:
-    """Remove the function that contains only `statement`, and its calls."""
+    """If the function that contains `statement` has no other statements, remove the function and its calls."""
     script = edits.script
     function = script.function(statement)
     if function is None or script.block(function) is not script.module:

@@ -83,8 +83,8 @@ def _check_fabric(edits: Edits, call: cst.Call) -> None:
 
 
 def _add_rank_comparison(edits: Edits, call: cst.Call, rank_attribute: str, fix: str) -> None:
-    """Add an assertion with the message `fix`, and with the same result on all ranks, after the statement that assigns
-    the object."""
+    """After the statement that assigns the object, add an assertion that compares the ranks. The assertion has the
+    message `fix`, and its result is the same on all ranks."""
     statement = edits.script.statement(call)
     target = targets(statement) if statement is not None else ()
     if statement is None or len(target) != 1 or assigned_value(statement) is not call:

@@ -1,4 +1,5 @@
-"""Names that are refused, each with a fix. An entry also applies to the members of the name; the first match counts."""
+"""Names that are refused, each with a fix. An entry also applies to the members of the name. The first matching entry
+is used."""
 
 from __future__ import annotations
 

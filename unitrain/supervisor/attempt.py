@@ -19,7 +19,7 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.network import find_free_port
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.monitoring.supervisor_client import AttemptInfo
-from unitrain.processes import parent_death_signal
+from unitrain.processes import parent_death_signal_setter
 from unitrain.supervisor import standby_rank
 from unitrain.supervisor.ranks import RankConnections
 
@@ -132,7 +132,7 @@ class Attempt:
                 stdin=subprocess.DEVNULL if is_standby else None,  # the running attempt reads the terminal
                 # If `unitrain launch` is killed, the launcher terminates its ranks. Ranks that have called
                 # `unitrain.init` also detect this themselves.
-                preexec_fn=parent_death_signal(signal.SIGTERM),
+                preexec_fn=parent_death_signal_setter(signal.SIGTERM),
             )
         except BaseException:
             self.connections.close()

@@ -15,7 +15,7 @@ import yaml
 
 from unitrain.launchers import LaunchError
 from unitrain.launchers.translation.kubernetes import KINDS, check_namespace, is_object_name
-from unitrain.processes import parent_death_signal
+from unitrain.processes import parent_death_signal_setter
 from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
 
 _RESOURCES = {
@@ -150,7 +150,7 @@ class _PodLog:
             self._process = subprocess.Popen(
                 ["kubectl", "logs", "--follow", "--timestamps", *since, *self._namespace, pod["metadata"]["name"]],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                preexec_fn=parent_death_signal(signal.SIGTERM),
+                preexec_fn=parent_death_signal_setter(signal.SIGTERM),
             )  # fmt: skip
             assert self._process.stdout is not None
             os.set_blocking(self._process.stdout.fileno(), False)

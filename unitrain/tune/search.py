@@ -29,7 +29,8 @@ _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the
 
 @dataclass(frozen=True)
 class Gain:
-    """The speedup that settings cause: the step time without them divided by that with them, per pair of runs."""
+    """The speedup that settings cause: the step time without the settings divided by the step time with them, per pair
+    of runs."""
 
     ratios: Sequence[float]
 

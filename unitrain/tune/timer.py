@@ -32,8 +32,8 @@ def create_timer(request: str) -> StepTimer:
 
 
 class StepTimer(Callback):
-    """The last callback of a timed run. After the timed steps it raises SystemExit, so that the rest of the script does
-    not use a partially trained model.
+    """The last callback of a timed run. After the timed steps, it raises SystemExit, so that the rest of the script
+    does not use a partially trained model.
     """
 
     def __init__(self, request: TrialRequest) -> None:
@@ -46,7 +46,7 @@ class StepTimer(Callback):
         """Return `arguments` modified for the timed run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
         changes["dry_run"] = False
-        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
+        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # no checkpoints are written
         changes |= self._request.changes
         if isinstance(changes.get("local_sgd"), dict):
             changes["local_sgd"] = LocalSGDConfig(**changes["local_sgd"])
@@ -69,7 +69,8 @@ class StepTimer(Callback):
                 )
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
                 steps = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
-                # With local SGD, complete periods are timed, so that a step includes its share of a synchronization.
+                # With local SGD, complete periods are timed, so that the mean step time includes synchronizations in
+                # proportion.
                 self._steps_to_time = math.ceil(steps / self._period) * self._period
                 self._steps, self._start_time = 0, self._synchronized_time(trainer)
         elif self._steps == self._steps_to_time:

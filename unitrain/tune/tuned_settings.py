@@ -36,7 +36,7 @@ BUILT_IN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRun:
-    """The configuration that settings are tuned for.
+    """The configuration of a run for which settings are tuned.
 
     `torch` is the version of the installed package ("" if it is missing), and `machine` the hardware of this host (see
     `describe_machine`).
@@ -71,7 +71,7 @@ class TunedEntry:
     """An entry of the file: the environment `variables` that reduced the step time of a run.
 
     `gain` is the median speedup, and `spread` the minimum and maximum speedup. `TunedRun` documents the other fields.
-    The last four are None in files of earlier versions, which did not record them.
+    `torch`, `args`, `num_nodes` and `machine` are None in entries that earlier versions of unitrain wrote.
     """
 
     script: str
@@ -96,7 +96,8 @@ class TunedEntry:
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
     def describe_differences(self, run: TunedRun) -> list[str]:
-        """Return messages about the differences between `run` and the tuned run."""
+        """Return messages about the differences between `run` and the tuned run. In the messages, "they" are the
+        settings."""
         if None in (self.torch, self.args, self.num_nodes, self.machine):
             return [
                 "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
@@ -169,7 +170,7 @@ def torch_version() -> str:
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
-    """Format settings as shell assignments."""
+    """Format settings as shell assignments, or as "the default settings" if there are none."""
     return " ".join(f"{name}={value}" for name, value in settings.items()) or "the default settings"
 
 

@@ -69,7 +69,7 @@ def find_first_difference(record: Record, reference: Record) -> str:
 
 
 def find_replica_difference(record: Record) -> str:
-    """Return a description of the first tensor that differs from rank 0 on another rank; empty if all are equal."""
+    """Return a description of the first tensor that differs between rank 0 and another rank; empty if all are equal."""
     for index in range(record.steps):
         first = record.first.steps[index].tensors
         for rank_record in record.rank_records:

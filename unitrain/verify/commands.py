@@ -72,7 +72,7 @@ def run_command(
         try:
             exit_code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            _print_stacks(tag, script)
+            _abort_ranks(tag, script)
             text = output.read_text(errors="replace")
         finally:
             terminate_processes(process, tag)
@@ -101,7 +101,7 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
     return (lines[:end] or lines)[-max_lines:]
 
 
-def _print_stacks(tag: bytes, script: str) -> None:
+def _abort_ranks(tag: bytes, script: str) -> None:
     """Abort the ranks to print their stacks. The caller terminates all processes afterwards."""
     for pid in find_process_ids(tag):
         with contextlib.suppress(OSError):

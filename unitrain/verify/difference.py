@@ -154,7 +154,8 @@ def reason_not_comparable(record: Record) -> str | None:
 class _Scales:
     """The values that determine the permitted difference of one tensor (see `compare`).
 
-    `change` is its change during training, and `largest_change` the largest change of a tensor of its kind.
+    `change` is the change of the tensor during training, and `largest_change` is the largest change of a tensor of the
+    same kind.
     """
 
     tolerance: float

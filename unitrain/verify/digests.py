@@ -39,42 +39,42 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def _split_rows(part: Any, count: int) -> list[bytes] | None:
-    """Return the serialized content of each of the `count` samples in `part`, or None if they cannot be separated."""
-    if isinstance(part, Tensor):
-        if part.layout is not torch.strided or part.dim() == 0 or len(part) != count:
+def _split_rows(value: Any, count: int) -> list[bytes] | None:
+    """Return the serialized content of each of the `count` samples in `value`, or None if they cannot be separated."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.dim() == 0 or len(value) != count:
             return None
-        return [_serialize(row) for row in part]
-    if isinstance(part, Mapping):
-        part = [part[key] for key in sorted(part, key=str)]
-    elif is_dataclass(part):
-        part = [getattr(part, field.name) for field in fields(part)]
-    if not isinstance(part, list | tuple):
+        return [_serialize(row) for row in value]
+    if isinstance(value, Mapping):
+        value = [value[key] for key in sorted(value, key=str)]
+    elif is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if not isinstance(value, list | tuple):
         return None
-    inner = [_split_rows(item, count) for item in part]
+    inner = [_split_rows(item, count) for item in value]
     rows_by_item = [rows for rows in inner if rows is not None]
     if len(rows_by_item) == len(inner):
-        # An empty container has no rows.
+        # Items that are empty containers have no rows, and are skipped.
         return [b"|".join(rows) for rows in zip(*filter(None, rows_by_item), strict=True)]
-    return [_serialize(item) for item in part] if len(part) == count else None
+    return [_serialize(item) for item in value] if len(value) == count else None
 
 
-def _serialize(part: Any) -> bytes:
-    if isinstance(part, Tensor):
-        dense = (part if part.layout is torch.strided else part.to_dense()).cpu()
+def _serialize(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        dense = (value if value.layout is torch.strided else value.to_dense()).cpu()
         return f"{dense.dtype} {list(dense.shape)} ".encode() + tensor_bytes(dense)
-    if isinstance(part, Mapping):
-        items = (str(key).encode() + b":" + _serialize(part[key]) for key in sorted(part, key=str))
+    if isinstance(value, Mapping):
+        items = (str(key).encode() + b":" + _serialize(value[key]) for key in sorted(value, key=str))
         return b"{" + b",".join(items) + b"}"
-    if isinstance(part, list | tuple):
-        return b"[" + b",".join(map(_serialize, part)) + b"]"
-    if part is None or isinstance(part, str | int | float | bool):
-        return repr(part).encode()
+    if isinstance(value, list | tuple):
+        return b"[" + b",".join(map(_serialize, value)) + b"]"
+    if value is None or isinstance(value, str | int | float | bool):
+        return repr(value).encode()
     file = io.BytesIO()
     try:
-        _ContentPickler(file).dump(part)
+        _ContentPickler(file).dump(value)
     except Exception:  # user-defined types may raise any error; then only the type name is digested
-        return type(part).__qualname__.encode()
+        return type(value).__qualname__.encode()
     return file.getvalue()
 
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class PipelineRecorder:
     """Overrides the arguments of a Pipeline, and records its steps.
 
-    A step consists of the batches before an `optimizer.step()`, and ends with the next batch. When the requested steps
-    have ended, the recorder writes the record and raises SystemExit. In a shorter run, it writes the record at the end
-    of the block `with unitrain.init()`.
+    A step consists of the batches before an `optimizer.step()`, and ends when the next batch starts. When the requested
+    steps have ended, the recorder writes the record and raises SystemExit. In a shorter run, it writes the record at
+    the end of the block `with unitrain.init()`.
     """
 
     def __init__(self, folder: Path, request: RecordRequest) -> None:

@@ -142,7 +142,7 @@ class Record:
         return [sum(sum(step.samples) for step in parts) for parts in self._records_by_step()]
 
     def batch_norm_groups(self) -> list[list[int]]:
-        """Return the group sizes of BatchNorm normalization per step, in samples, largest first."""
+        """Return, for each step, the numbers of samples over which BatchNorm normalizes, largest first."""
         is_synced = self.first.batch_statistics == "all"
         return [
             sorted(

@@ -43,7 +43,7 @@ def create_recorder(folder: str) -> Recorder:
 
 
 class Recorder(Callback):
-    """The last callback of a verified run, so that the record includes the effects of other callbacks.
+    """The last callback of a verified run, so that the record includes the effects of all other callbacks.
 
     After the requested steps, or at the end of the run, it writes the record and raises SystemExit, so that the rest of
     the script does not use a partially trained model.
@@ -58,9 +58,9 @@ class Recorder(Callback):
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` modified for the recorded run.
 
-        Except for `max_seconds`, which is removed, the settings of the length of the run are unchanged, because
-        learning-rate schedules depend on them. Raises ConfigError for local SGD, and with RecordRequest.bits if the
-        script does not set logical ranks.
+        The settings that determine the length of the run are unchanged, because learning-rate schedules depend on them;
+        only `max_seconds` is removed. Raises ConfigError for local SGD, and with RecordRequest.bits if the script does
+        not set logical ranks.
         """
         config, model = arguments.config, arguments.model
         loss_fn, forward = arguments.loss_fn, arguments.forward
@@ -110,8 +110,8 @@ class Recorder(Callback):
         return PipelineRecorder(self._folder, self._request)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._start_digests = _parameter_digests(trainer)
-        self._start_values = {name: copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
+        self._start_digests = _gather_parameter_digests(trainer)
+        self._start_values = {name: copy_to_cpu(parameter) for name, parameter in _gather_parameters(trainer).items()}
         self._initial_rng_digests = rng_digests(trainer.backend.device)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
@@ -166,10 +166,10 @@ class Recorder(Callback):
             optimizer=type(trainer.optimizer).__name__,
             steps=self._steps,
             start=self._start_digests,
-            end=_parameter_digests(trainer),
+            end=_gather_parameter_digests(trainer),
             max_change={
                 name: largest_difference(copy_to_cpu(parameter), self._start_values[name])
-                for name, parameter in _parameters(trainer).items()
+                for name, parameter in _gather_parameters(trainer).items()
             },
             used_rngs=[name for name in before if before[name] != after[name]],
             has_fixed_global_batch_size=self._has_fixed_global_batch_size,
@@ -178,7 +178,7 @@ class Recorder(Callback):
             if (compression := trainer.config.compression) in ("fp16", "bf16")
             else "none",
         )
-        tensors = _copy_tensors(trainer) if backend.rank == 0 or trainer.config.shard != "none" else {}
+        tensors = _gather_tensors(trainer) if backend.rank == 0 or trainer.config.shard != "none" else {}
         if backend.rank == 0:
             save_file(tensors, self._folder / TENSORS_FILE)
         record.write(self._folder)
@@ -187,14 +187,14 @@ class Recorder(Callback):
         raise SystemExit(0)
 
 
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+def _gather_parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the complete parameters by name. All ranks call it if parameters are sharded."""
     named_parameters = trainer.backend.unwrap(trainer.model).named_parameters()
     return {name: gather_complete_tensor(parameter, trainer.backend) for name, parameter in named_parameters}
 
 
-def _parameter_digests(trainer: Trainer) -> dict[str, str]:
-    return {name: digest_tensor(parameter) for name, parameter in _parameters(trainer).items()}
+def _gather_parameter_digests(trainer: Trainer) -> dict[str, str]:
+    return {name: digest_tensor(parameter) for name, parameter in _gather_parameters(trainer).items()}
 
 
 def _tensor_digests(trainer: Trainer) -> dict[str, str]:
@@ -213,12 +213,12 @@ def _tensor_digests(trainer: Trainer) -> dict[str, str]:
     return digests
 
 
-def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
+def _gather_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY").
 
     All ranks call it if parameters or the optimizer state are sharded.
     """
-    parameters = _parameters(trainer)
+    parameters = _gather_parameters(trainer)
     copies = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # complete, even if the optimizer state is sharded
     names = {parameter: name for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters()}

@@ -66,7 +66,7 @@ def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> Non
         "groups": [{"ranks": group.ranks, "rows": [_as_data(row) for row in group.rows]} for group in verdict.groups],
         "skipped": [{"name": name, "reason": reason} for name, reason in verdict.skipped],
     }
-    path.write_text(json.dumps(_finite(report), indent=2) + "\n")
+    path.write_text(json.dumps(_replace_non_finite(report), indent=2) + "\n")
 
 
 def _format_cells(row: VerdictRow) -> list[str]:
@@ -125,8 +125,8 @@ def _format_verdict(verdict: Verdict) -> str:
     )
 
 
-def _format_delta(part: LargestDifference) -> str:
-    return f"{part.delta:.1e}" if part.delta else "0"
+def _format_delta(difference: LargestDifference) -> str:
+    return f"{difference.delta:.1e}" if difference.delta else "0"
 
 
 def _as_data(row: VerdictRow) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def _as_data(row: VerdictRow) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_non_finite(inner) for key, inner in value.items()}
+    return [_replace_non_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

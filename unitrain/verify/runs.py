@@ -79,8 +79,8 @@ class Verification:
         return groups
 
     def _run_backends(self, controllers: Mapping[str, Sequence[str | None]], size: int) -> Iterator[Outcome]:
-        """Run every backend except `local` on `size` ranks, once per controller. On GPUs, also run each other transport
-        of the backend if this run has a record."""
+        """Run every backend except `local` on `size` ranks, once per controller. On GPUs, also run the backend with
+        each of its other transports, if the first run produced a record."""
         for backend, choices in controllers.items():
             for controller in choices if backend != "local" else ():
                 run = RequestedRun(backend=backend, emulated_ranks=size, processes=size, controller=controller)

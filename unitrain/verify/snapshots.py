@@ -17,7 +17,7 @@ from unitrain.verify.digests import digest_tensor
 
 def batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
     """Return whether BatchNorm normalizes over the samples of one "rank" or of "all" ranks, or "none" without
-    BatchNorm. It is "rank" if at least one layer is not synchronized."""
+    BatchNorm. The result is "rank" if at least one layer is not synchronized."""
     layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:
         return "none"

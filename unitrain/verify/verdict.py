@@ -104,7 +104,8 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
 
     The reference is the first run from which no other run differs by design (see `expected_difference`) by more than
     the tolerance. Runs of a single process are tried first. If there is no such run, the reference is a run with the
-    largest number of processes. Runs with a difference between ranks are candidates only if all runs have one.
+    largest number of processes. Runs whose ranks have different parameters are candidates only if there are no other
+    runs.
     """
     outcomes = [_fail_if_not_comparable(outcome) for outcome in outcomes]
     candidates = [(outcome, outcome.record) for outcome in outcomes if outcome.record is not None]
@@ -183,7 +184,7 @@ def expected_difference(record: Record, reference: Record) -> str | None:
             f"different ones ({ranks})"
         )
     if reference.first.batch_statistics != "none" and record.batch_norm_groups() != reference.batch_norm_groups():
-        return "BatchNorm normalizes over groups of another size"
+        return "BatchNorm normalizes over groups of a different size"
     if (rounding := reference.first.compression_dtype) != "none":
         return f"each rank rounds its gradients to {rounding} before they are reduced ({ranks})"
     sizes = f"{record.first.size} here, {reference.first.size} in the reference"
@@ -237,15 +238,15 @@ def _known_causes(difference: Difference, run: Record, reference: Record) -> Ite
         yield f"{difference.mismatched} exists in only one of the runs, or has different shapes in them"
     elif difference.first_different_initial_parameter is not None:
         yield (
-            f"{difference.first_different_initial_parameter} has other initial values. Call torch.manual_seed(0) "
+            f"{difference.first_different_initial_parameter} has different initial values. Call torch.manual_seed(0) "
             "before the model is built, and build it in the same way on every backend"
         )
     if difference.first_data_step is not None:
         sizes = [record.global_batch_sizes()[difference.first_data_step - 1] for record in (run, reference)]
         counts = f" ({sizes[0]} instead of {sizes[1]})" if sizes[0] != sizes[1] else ""
         yield (
-            f"step {difference.first_data_step} has other samples{counts}. Seed everything that shuffles, splits or "
-            "augments the data, with the same seed on every rank"
+            f"step {difference.first_data_step} has different samples{counts}. Seed everything that shuffles, splits "
+            "or augments the data, with the same seed on every rank"
         )
     if (step := difference.first_learning_rate_step) is not None:
         rates = [", ".join(f"{rate:.6g}" for rate in one.learning_rates()[step - 1]) for one in (run, reference)]
