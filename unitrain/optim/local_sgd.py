@@ -138,7 +138,7 @@ class LocalSGD:
         if ranks is None or self._backend.size == 1:
             return
         for bucket in self._buckets:
-            bucket.reduce_gradients(ranks.allreduce if isinstance(ranks, Communicator) else ranks.mean)
+            bucket.reduce_gradients(ranks.allreduce if isinstance(ranks, Communicator) else ranks.allreduce_mean)
 
     @torch.no_grad()
     def step(self) -> int:

@@ -230,7 +230,7 @@ class LossWeighting:
         groups of ranks, are assumed to have the same number."""
         if isinstance(self.synchronous_ranks, Communicator):
             return self.synchronous_ranks.allreduce(tokens, "sum")
-        mean = tokens if self.synchronous_ranks is None else self.synchronous_ranks.mean(tokens)
+        mean = tokens if self.synchronous_ranks is None else self.synchronous_ranks.allreduce_mean(tokens)
         return mean * self._communicator.size
 
 
