@@ -126,7 +126,7 @@ class Evaluation:
                     outputs.add_empty()
                     continue
                 with self._precision.autocast():
-                    output = self._forward.output(self._model, batch)
+                    output = self._forward.compute_output(self._model, batch)
                 outputs.add(output, samples)
 
         with self._evaluating():

@@ -255,7 +255,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "no tokens": (
         lambda p: p.fit(summed(0)),
-        "in a summed loss must be at least 1, or 0 if the sum is 0, got 0.",
+        "in a summed loss must be finite and above 0, or 0 if the sum is 0, got 0.",
         "Let",
     ),
     "fewer than no tokens": (
