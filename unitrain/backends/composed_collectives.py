@@ -28,7 +28,7 @@ from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_ordered_keys, ordered_keys
 
 # Maximum size in bytes of an allgather's result and of a reducescatter's input for a transfer over direct connections.
 # With MPI, the limit for an allgather is lower, because its broadcasts use shared memory between the ranks of a host.
@@ -144,7 +144,7 @@ class PiecewiseReduceScatter:
         self._uses_all_to_all = uses_all_to_all
         self._slices = flatten(tensor).view(size, -1)
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-        self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
+        self._uses_ordered_keys = needs_ordered_keys(tensor.dtype, op) and not uses_all_to_all
         self._num_started_columns = 0
         self._in_flight: deque[_PieceInFlight] = deque()
         self._free_buffers: list[Tensor] = []

@@ -23,7 +23,7 @@ from unitrain.backends.composed_collectives import (
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_ordered_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 
 _TORCH_OPS = {
@@ -52,7 +52,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             result = reduce_in_rank_order(checked.contents.view(dtype).unbind(), op).view(tensor.shape)
         elif checked.total is not None:
             result = checked.total.to(dtype).view(tensor.shape)
-        elif op in ("min", "max") and needs_keys(dtype, op):
+        elif op in ("min", "max") and needs_ordered_keys(dtype, op):
             keys = ordered_keys(_contiguous_copy(tensor, dtype), op)
             self._monitor.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
@@ -105,12 +105,12 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
         if tensor.device.type == "cpu" and tensor.numel():
             return self._create_piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
         source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
-        if op in ("min", "max") and needs_keys(tensor.dtype, op):
+        if op in ("min", "max") and needs_ordered_keys(tensor.dtype, op):
             source = ordered_keys(source, op)
         result = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
         if result.numel():
             self._monitor.wait_for_ranks(dist.reduce_scatter_single(result, source, _TORCH_OPS[op], async_op=True))
-        if needs_keys(tensor.dtype, op):
+        if needs_ordered_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish_reduction(result, tensor.dtype, op)
 
