@@ -501,7 +501,7 @@ class Trainer(LoggingMethods):
         step = self.progress.step
         sums = self._synchronize(self._running_loss.local_sums())
         values = {"loss": self._running_loss.pop_mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
-        tokens = self._running_loss.count_at_sync if self._loss_weighting.counts_tokens else None
+        tokens = self._running_loss.count_since_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
         values |= self._run_metrics.take_logger_metrics(self._timer.samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)

@@ -87,13 +87,13 @@ class ExactMeans(Means):
             for n, row in pending
         ]
         for row in torch.stack(rows).tolist() if rows else ():
-            for exact, value in zip(self._exact, row, strict=True):
+            for exact, value in zip(self._exact_sums, row, strict=True):
                 exact.add(value)
         self._samples += sum(n for n, _ in self._pending)
         self._pending.clear()
         for loss, count in self._pending_tokens:
-            self._exact[0].add(loss.double().item())
-            self._exact_tokens.add(count.double().item())
+            self._exact_sums[0].add(loss.double().item())
+            self._exact_token_count.add(count.double().item())
         self._pending_tokens.clear()
 
     def local_sums(self) -> Tensor:
@@ -101,15 +101,17 @@ class ExactMeans(Means):
         float64 [4 * names + 1]. The sum is exact unless it needs more than four floats; see `_MAX_COMPONENTS`."""
         self.flush()
         rows: list[float] = []
-        for exact in self._exact:
+        for exact in self._exact_sums:
             largest = exact.components[-_MAX_COMPONENTS:]
             rows += [*largest, *[0.0] * (_MAX_COMPONENTS - len(largest))]
-        return torch.tensor([*rows, self._samples + sum_exactly(self._exact_tokens.components)], dtype=torch.float64)
+        return torch.tensor(
+            [*rows, self._samples + sum_exactly(self._exact_token_count.components)], dtype=torch.float64
+        )
 
     def reduce_totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
         self.flush()
-        own = ([exact.components for exact in self._exact], self._samples, self._exact_tokens.components)
+        own = ([exact.components for exact in self._exact_sums], self._samples, self._exact_token_count.components)
         ranks: list[tuple[list[list[float]], int, list[float]]] = communicator.allgather_object(own)
         sums = [sum_exactly(part for sums, _, _ in ranks for part in sums[index]) for index in range(len(self.names))]
         tokens = sum_exactly(part for *_, parts in ranks for part in parts)
@@ -118,17 +120,17 @@ class ExactMeans(Means):
     def clear(self) -> None:
         """Discard all batches."""
         super().clear()
-        self._exact = [ExactSum() for _ in self.names]
-        self._exact_tokens = ExactSum()
+        self._exact_sums = [ExactSum() for _ in self.names]
+        self._exact_token_count = ExactSum()
         self._pending_tokens: list[tuple[Tensor, Tensor]] = []
 
     def state(self) -> dict[str, Any]:
         """Return this rank's sums, for `load_state`."""
         self.flush()
         return {
-            "exact": [exact.components for exact in self._exact],
+            "exact": [exact.components for exact in self._exact_sums],
             "samples": self._samples,
-            "tokens": self._exact_tokens.components,
+            "tokens": self._exact_token_count.components,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -140,6 +142,6 @@ class ExactMeans(Means):
         self.clear()
         given: Sequence[Mapping[str, Any]] = list(states)
         for index in range(len(self.names)):
-            self._exact[index] = ExactSum(part for state in given for part in state["exact"][index])
-        self._exact_tokens = ExactSum(part for state in given for part in state["tokens"])
+            self._exact_sums[index] = ExactSum(part for state in given for part in state["exact"][index])
+        self._exact_token_count = ExactSum(part for state in given for part in state["tokens"])
         self._samples = sum(state["samples"] for state in given)

@@ -36,7 +36,7 @@ class RunningLoss:
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
-        self.count_at_sync = 0.0
+        self.count_since_sync = 0.0
         """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last."""
 
     def add(self, loss: Tensor, samples: int, tokens: Tensor | float | None = None) -> None:
@@ -70,11 +70,11 @@ class RunningLoss:
         negative, or is 0 although the sum is not.
         """
         total, count = _sum_over_ranks(sums_by_rank)
-        self.count_at_sync = count - self._synced_totals[1]
-        total_at_sync = total - self._synced_totals[0]
-        if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
-            total_at_sync = 0.0  # a resumed run may add up the same losses in another order
-        mean = _compute_mean(total_at_sync, self.count_at_sync)
+        self.count_since_sync = count - self._synced_totals[1]
+        total_since_sync = total - self._synced_totals[0]
+        if not self.count_since_sync and abs(total_since_sync) <= _MAX_ROUNDING_ERROR * abs(total):
+            total_since_sync = 0.0  # a resumed run may add up the same losses in another order
+        mean = _compute_mean(total_since_sync, self.count_since_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, sums_by_rank)
         self._synced_totals = (total, count)

@@ -80,7 +80,7 @@ class TorchMetrics:
                         "batches, which depend on the number of ranks. Use the metric inside it."
                     )
             metric.to(communicator.device)
-        self.names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
+        self.result_names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
 
     def reset(self) -> None:
         """Reset the metrics."""
@@ -119,7 +119,7 @@ class TorchMetrics:
         # their state.
         root = int(communicator.allreduce(torch.tensor(rank), "min"))
         if root == communicator.size:
-            return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
+            return {name: dict.fromkeys(names, float("nan")) for name, names in self.result_names.items()}
         if self._has_logical_ranks:
             self.begin_logical_rank()  # stores the states of the last logical rank
             states_by_rank = communicator.allgather_object(self._states_by_logical_rank)

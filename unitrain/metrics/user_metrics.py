@@ -39,10 +39,14 @@ class UserMetrics:
         torchmetrics = {name: metric for name, metric in metrics_by_name.items() if is_torchmetric(metric)}
         self._exact = exact
         self._torchmetrics = TorchMetrics(torchmetrics, communicator, has_logical_ranks=exact) if torchmetrics else None
-        self._communicator, self._order = communicator, tuple(metrics_by_name)
+        self._communicator, self._metric_names = communicator, tuple(metrics_by_name)
         self._means: Means
-        names: Mapping[str, tuple[str, ...]] = {} if self._torchmetrics is None else self._torchmetrics.names
-        self.names = _check_unique_names([result for name in self._order for result in names.get(name, (name,))])
+        result_names: Mapping[str, tuple[str, ...]] = (
+            {} if self._torchmetrics is None else self._torchmetrics.result_names
+        )
+        self.names = _check_unique_names(
+            [result for name in self._metric_names for result in result_names.get(name, (name,))]
+        )
 
     def reset(self) -> None:
         """Discard all batches."""
@@ -73,7 +77,7 @@ class UserMetrics:
         results_by_metric = {name: {name: mean} for name, mean in means.items()}
         if self._torchmetrics is not None:
             results_by_metric |= self._torchmetrics.compute()
-        results = [result for name in self._order for result in results_by_metric[name].items()]
+        results = [result for name in self._metric_names for result in results_by_metric[name].items()]
         _check_unique_names([name for name, _ in results])
         return dict(results)
 
