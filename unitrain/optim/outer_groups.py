@@ -62,8 +62,8 @@ class OuterGroups:
     """
 
     def __init__(self, backend: Backend, settings: LocalSGDConfig) -> None:
-        hosts = backend.allgather_object(backend.node_rank) if settings.synchronous_ranks == "host" else []
-        self.ranks_by_group = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, hosts))
+        node_ranks = backend.allgather_object(backend.node_rank) if settings.synchronous_ranks == "host" else []
+        self.ranks_by_group = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, node_ranks))
         self.index = next(index for index, ranks in enumerate(self.ranks_by_group) if backend.rank in ranks)
         self.weight = outer_weight(self.ranks_by_group[self.index], self.ranks_by_group)
         self.synchronous: Subgroup | None = None
@@ -103,16 +103,16 @@ def outer_weight(group: Sequence[int], groups: Sequence[Sequence[int]]) -> float
     return len(group) * len(groups) / sum(map(len, groups))
 
 
-def _divide_ranks(settings: LocalSGDConfig, size: int, hosts: list[int]) -> list[list[int]]:
+def _divide_ranks(settings: LocalSGDConfig, size: int, node_ranks: list[int]) -> list[list[int]]:
     """Return the ranks of each synchronous group, in ascending order of the first ranks.
 
-    `hosts` contains the host of each rank if ranks are grouped by host.
+    `node_ranks` contains the node rank of each rank if ranks are grouped by host.
     """
     synchronous_ranks: Any = settings.synchronous_ranks
     if synchronous_ranks == "host":
         groups: dict[int, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            groups.setdefault(host, []).append(rank)
+        for rank, node_rank in enumerate(node_ranks):
+            groups.setdefault(node_rank, []).append(rank)
         return list(groups.values())
     if isinstance(synchronous_ranks, int):
         return [list(range(first, min(first + synchronous_ranks, size))) for first in range(0, size, synchronous_ranks)]

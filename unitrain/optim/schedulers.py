@@ -45,22 +45,22 @@ class EpochScheduler:
                 "have. Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
 
-    def check_monitor(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the monitored result is among `names`, the results of the run. Also raise it if
-        ReduceLROnPlateau would have to select one of several validation losses. Call it after a PlannedScheduler is
-        planned."""
+    def check_monitor(self, result_names: Sequence[str]) -> None:
+        """Raise ConfigError unless the monitored result is among `result_names`, the results of the run. Also raise
+        ConfigError if ReduceLROnPlateau would have to select one of several validation losses. Call this method after a
+        PlannedScheduler is planned."""
         self._check_settings()
-        if self._monitor not in (None, *names):
+        if self._monitor not in (None, *result_names):
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
-                f"{did_you_mean(str(self._monitor), names)}Available: {', '.join(names)}."
+                f"{did_you_mean(str(self._monitor), result_names)}Available: {', '.join(result_names)}."
             )
 
         is_plateau = isinstance(self._current_scheduler(), ReduceLROnPlateau)
-        if is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
+        if is_plateau and self._monitor is None and "val_loss" not in result_names and len(result_names) > 1:
             raise ConfigError(
                 "ReduceLROnPlateau reads one result, but this run validates on several datasets. Select one: "
-                f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
+                f"TrainConfig(monitor={result_names[1]!r}). Available: {', '.join(result_names)}."
             )
 
     def step(self, results: Mapping[str, float]) -> None:
