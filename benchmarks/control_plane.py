@@ -109,7 +109,7 @@ class SimulatedBackend(ProcessGroupBackend):
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)
-        self._check_consistency._is_point_to_point = True  # as with Gloo
+        self._check_consistency._has_point_to_point = True  # as with Gloo
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Evaluation:
             self._metrics.reset()
             for batch, (samples, position) in self._batches(shard, shard):
                 if (part := bisect(shard.part_starts, position)) != current_part:
-                    self._metrics.begin_part()
+                    self._metrics.begin_logical_rank()
                     current_part = part
                 local_samples += samples
                 with self._precision.autocast():
@@ -126,7 +126,7 @@ class Evaluation:
                     outputs.add_empty()
                     continue
                 with self._precision.autocast():
-                    output = self._forward.output(self._model, batch)
+                    output = self._forward.compute_output(self._model, batch)
                 outputs.add(output, samples)
 
         with self._evaluating():

@@ -380,7 +380,7 @@ class Trainer(LoggingMethods):
         # A converted checkpoint does not contain loss sums, so a run resumed from it at the end of an epoch has no
         # train_loss.
         running_loss = self._running_loss
-        losses = {"train_loss": running_loss.epoch_mean(epoch, progress.step)} if running_loss.steps else {}
+        losses = {"train_loss": running_loss.reduce_epoch_mean(epoch, progress.step)} if running_loss.steps else {}
         seconds = self._timer.stop()
         self._run_metrics.begin("other")
         if self._run.end_epoch_if_complete(shard):
@@ -503,8 +503,8 @@ class Trainer(LoggingMethods):
         """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last call."""
         step = self.progress.step
         sums = self._synchronize(self._running_loss.local_sums())
-        values = {"loss": self._running_loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
-        tokens = self._running_loss.count_at_sync if self._loss_weighting.counts_tokens else None
+        values = {"loss": self._running_loss.pop_mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
+        tokens = self._running_loss.count_since_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
         values |= self._run_metrics.take_logger_metrics(self._timer.samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)

@@ -255,7 +255,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "no tokens": (
         lambda p: p.fit(summed(0)),
-        "in a summed loss must be at least 1, or 0 if the sum is 0, got 0.",
+        "in a summed loss must be finite and above 0, or 0 if the sum is 0, got 0.",
         "Let",
     ),
     "fewer than no tokens": (
@@ -365,12 +365,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "metric with fewer values than counted": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), torch.tensor(2)),
-        "The value of a batch of 2 must be one number or 2, got shape [3].",
+        "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
     ),
     "metric with fewer values than counted by a float": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), 2.0),
-        "The value of a batch of 2 must be one number or 2, got shape [3].",
+        "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
     ),
     "differentiable_allgather without a backend": (

@@ -420,9 +420,13 @@ def fit_within_a_callback(backend: Backend, _: str) -> None:
 TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pair (sum, number of tokens) for others."
 # The invalid call, and the required texts of the message: the invalid value, and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
-    (a_sum_after_a_mean_in_training, TWO_LOSSES, "Return the same for every batch"),
-    (a_sum_after_a_mean_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same for every batch, on every rank"),
-    (a_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same for every batch, on every rank"),
+    (a_sum_after_a_mean_in_training, TWO_LOSSES, "Return the same kind of loss for every batch"),
+    (
+        a_sum_after_a_mean_in_evaluation_on_one_rank,
+        TWO_LOSSES,
+        "Return the same kind of loss for every batch, on every rank",
+    ),
+    (a_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same kind of loss for every batch, on every rank"),
     (
         accumulate_0,
         "TrainConfig.gradient_accumulation_steps must be at least 1, got 0.",
@@ -521,7 +525,11 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (a_metric_that_returns_a_mapping_on_one_rank, "for a batch, got {'a': 1.0}", "pass one function per result"),
     (a_metric_on_meta_on_one_rank, "got a tensor of shape [] on device meta", "Return the mean over the batch"),
     (a_loss_on_meta, "The loss must be one number, got a tensor on device meta", "return the mean over the batch"),
-    (a_count_above_the_range_of_floats, "must be at least 1, or 0 if the sum is 0, got inf", "number of tokens"),
+    (
+        a_count_above_the_range_of_floats,
+        "must be finite and above 0, or 0 if the sum is 0, got inf",
+        "number of tokens",
+    ),
     (fit_within_a_callback, "Trainer.fit was called by a callback or metric", "call fit again after fit has returned"),
     (
         frozen_on_one_rank,

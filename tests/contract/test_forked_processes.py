@@ -52,7 +52,7 @@ def test_collectives_of_a_forked_process_are_rejected_and_its_end_is_ignored(bac
     assert first_total == last_total == 9.0
     operations = ["barrier", "allreduce", "allreduce", "distributed_model"]
     assert texts == [
-        f"{operation} was called in a process that was forked from rank 1, which is not a rank. Call it in the rank's "
+        f"{operation} was called in a process that was forked from rank 1 and is not a rank. Call it in the rank's "
         "own process, and end the forked process with os._exit(0)."
         for operation in operations
     ]

@@ -376,7 +376,7 @@ def test_error_is_equal_on_every_rank_if_one_rank_has_all_samples(group: RankGro
         "ModelError: forward must return a pair (output, target), got a tensor of shape",
         "DataError: A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got a list",
         "ModelError: forward must return a pair (output, target), got a tensor of shape [1, 3].",
-        "TensorError: accuracy of a batch of 1 must be one number or 1, got shape [5].",
+        "TensorError: accuracy of a batch of 1 must be one number or have shape [1], got shape [5].",
         "DataError: A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got a list",
         "ModelError: forward must return a pair (output, target), got a tensor of shape [1, 3].",
     ]

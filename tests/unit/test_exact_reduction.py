@@ -296,7 +296,7 @@ def test_processes_compute_all_logical_ranks_in_order(processes: int) -> None:
 def test_exact_sums() -> None:
     values = [1e16, 1.0, -1e16, 1e-30, 3.0, -1e-30]
     for order in itertools.permutations(values):
-        assert sum_exactly(ExactSum(order).parts) == 4.0
+        assert sum_exactly(ExactSum(order).components) == 4.0
     assert sum_exactly([1e308, 1e308]) == math.inf
     assert sum_exactly([math.inf, 1.0]) == math.inf
     assert math.isnan(sum_exactly([math.inf, -math.inf]))

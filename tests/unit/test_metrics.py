@@ -40,7 +40,7 @@ def test_means_keep_small_numbers_added_to_a_large_one() -> None:
     means.add((torch.tensor(1e8),), 1)
     for _ in range(1000):
         means.add((torch.tensor(1.0),), 1)  # in float32, 1e8 + 1 is 1e8
-    ((total,), samples) = means.totals(LocalBackend(CPU))
+    ((total,), samples) = means.reduce_totals(LocalBackend(CPU))
     assert (total, samples) == (100_001_000.0, 1001)
 
 
@@ -70,7 +70,9 @@ def test_means_keep_no_autograd_graph() -> None:
 def test_value_of_another_shape_is_rejected() -> None:
     means = Means(("accuracy",), CPU)
     means.add((torch.ones(4, 2),), 4)
-    with pytest.raises(TensorError, match=r"^accuracy of a batch of 4 must be one number or 4, got shape \[4, 2\]\."):
+    with pytest.raises(
+        TensorError, match=r"^accuracy of a batch of 4 must be one number or have shape \[4\], got shape \[4, 2\]\."
+    ):
         means.reduce(LocalBackend(CPU))
 
 
@@ -88,7 +90,7 @@ def test_means_copy_a_loss_that_is_changed_later() -> None:
     for number in range(1, 4):
         loss.add(value.fill_(number), 1)
         loss.finish_step()
-    assert loss.epoch_mean(1, 3) == 2.0
+    assert loss.reduce_epoch_mean(1, 3) == 2.0
 
 
 def mean_of(*updates: tuple[object, object]) -> float:
@@ -149,7 +151,9 @@ def test_mean_metric_accepts_counts_of_numpy_and_torch(number: object) -> None:
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3)])
 @pytest.mark.parametrize("shape", [(3, 2), (2,), (1,)])
 def test_mean_metric_rejects_a_value_of_another_shape(count: object, shape: tuple[int, ...]) -> None:
-    with pytest.raises(TensorError, match=r"^The value of a batch of 3 must be one number or 3, got shape \["):
+    with pytest.raises(
+        TensorError, match=r"^The value of a batch of 3 must be one number or have shape \[3\], got shape \["
+    ):
         mean_of((1.0, count), (torch.ones(shape), count))
 
 

@@ -17,7 +17,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 def sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
-    return loss.mean_since_sync([loss.local_sums()], epoch, step)
+    return loss.pop_mean_since_sync([loss.local_sums()], epoch, step)
 
 
 def collected(sync_point_rows: list[int]) -> tuple[list[float], float]:
@@ -29,7 +29,7 @@ def collected(sync_point_rows: list[int]) -> tuple[list[float], float]:
         loss.finish_step()
         if step in sync_point_rows:
             seen.append(sync_mean(loss, 1, step))
-    return seen, loss.epoch_mean(1, 10)
+    return seen, loss.reduce_epoch_mean(1, 10)
 
 
 def test_mean_since_sync_covers_the_steps_since_the_last_call() -> None:
@@ -46,14 +46,14 @@ def test_start_epoch_resets_the_epoch_mean() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(5.0), 2)
     loss.finish_step()
-    assert (loss.epoch_mean(1, 1), loss.steps) == (5.0, 1)
+    assert (loss.reduce_epoch_mean(1, 1), loss.steps) == (5.0, 1)
     assert sync_mean(loss, 1, 1) == 5.0
     loss.start_epoch()
     assert loss.steps == 0
     loss.add(torch.tensor(7.0), 1)
     loss.finish_step()
     assert sync_mean(loss, 2, 2) == 7.0
-    assert loss.epoch_mean(2, 2) == 7.0
+    assert loss.reduce_epoch_mean(2, 2) == 7.0
 
 
 def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
@@ -64,12 +64,12 @@ def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
     assert sync_mean(loss, 1, 2) == 1.5
     loss.add(torch.tensor(6.0), 1)
     loss.finish_step()
-    assert loss.epoch_mean(1, 3) == 3.0
+    assert loss.reduce_epoch_mean(1, 3) == 3.0
     loss.start_epoch()
     loss.add(torch.tensor(8.0), 1)
     loss.finish_step()
     assert sync_mean(loss, 2, 4) == 7.0
-    assert loss.epoch_mean(2, 4) == 8.0
+    assert loss.reduce_epoch_mean(2, 4) == 8.0
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -79,7 +79,7 @@ def test_number_of_tokens_may_be_overwritten_before_the_end_of_the_step(exact: b
         tokens.fill_(count)
         loss.add(torch.tensor(2.0), 1, tokens)
     loss.finish_step()
-    assert loss.epoch_mean(1, 1) == 1.0
+    assert loss.reduce_epoch_mean(1, 1) == 1.0
 
 
 def test_unfinished_step_is_not_included_in_the_mean() -> None:
@@ -90,7 +90,7 @@ def test_unfinished_step_is_not_included_in_the_mean() -> None:
     loss.discard_step()
     loss.add(torch.tensor(3.0), 1)
     loss.finish_step()
-    assert (loss.epoch_mean(1, 2), loss.steps) == (2.0, 2)
+    assert (loss.reduce_epoch_mean(1, 2), loss.steps) == (2.0, 2)
 
 
 @pytest.mark.parametrize("count", [None, 5])
@@ -107,7 +107,9 @@ def test_mean_of_an_interrupted_run_is_bit_equal_to_uninterrupted(at: int, count
     resumed = RunningLoss(LOCAL)
     resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:at]).state_dict())
     uninterrupted = collect(RunningLoss(LOCAL), values[:at])
-    assert collect(resumed, values[at:]).epoch_mean(1, 1) == collect(uninterrupted, values[at:]).epoch_mean(1, 1)
+    assert collect(resumed, values[at:]).reduce_epoch_mean(1, 1) == collect(
+        uninterrupted, values[at:]
+    ).reduce_epoch_mean(1, 1)
     assert resumed.steps == 170
 
 
@@ -118,14 +120,14 @@ def test_non_finite_loss_raises_at_sync_points_and_at_the_end_of_the_epoch() -> 
     with pytest.raises(NonFiniteLossError, match=r"^The mean loss became inf in epoch 3, by step 7\. Lower the learn"):
         sync_mean(loss, 3, 7)
     with pytest.raises(NonFiniteLossError, match=r"by step 8\."):
-        loss.epoch_mean(3, 8)
+        loss.reduce_epoch_mean(3, 8)
 
 
 def test_mean_since_sync_is_over_all_ranks() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 3)
     loss.finish_step()
-    assert loss.mean_since_sync([loss.local_sums(), [5.0, 1.0]], 1, 1) == 8 / 4
+    assert loss.pop_mean_since_sync([loss.local_sums(), [5.0, 1.0]], 1, 1) == 8 / 4
 
 
 class ThreeRanks(LocalBackend):
@@ -149,12 +151,12 @@ def test_mean_since_sync_is_zero_after_an_epoch_if_its_first_steps_have_no_token
     ranks = ThreeRanks(torch.device("cpu"))
     loss = token_loss(ranks, 0.1)
     rows = [loss.local_sums(), *ranks.PEERS]
-    assert loss.mean_since_sync(rows, 1, 1) == pytest.approx(0.2)
-    assert loss.epoch_mean(1, 1) != sum_exactly(rows) / 3  # the sums are rounded differently
+    assert loss.pop_mean_since_sync(rows, 1, 1) == pytest.approx(0.2)
+    assert loss.reduce_epoch_mean(1, 1) != sum_exactly(rows) / 3  # the sums are rounded differently
     loss.start_epoch()
     loss.add(torch.tensor(0.0), 1, 0.0)
     loss.finish_step()
-    assert loss.mean_since_sync([loss.local_sums(), [0.0, 0.0], [0.0, 0.0]], 2, 2) == 0.0
+    assert loss.pop_mean_since_sync([loss.local_sums(), [0.0, 0.0], [0.0, 0.0]], 2, 2) == 0.0
 
 
 def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_the_first_steps_have_no_tokens() -> None:
@@ -179,4 +181,4 @@ def test_invalid_token_counts_are_rejected(count: float) -> None:
     ):
         sync_mean(loss, 1, 1)
     with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
-        loss.epoch_mean(1, 1)
+        loss.reduce_epoch_mean(1, 1)

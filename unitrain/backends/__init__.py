@@ -1,7 +1,7 @@
 """Backends communicate tensors between ranks and reduce gradients. Read `base.py` first.
 
 base                 the interface: `Communicator` and `Backend`, with the contract of both
-lifecycle            methods that all backends share: on_rank_zero, shutdown, failure reports
+lifecycle            methods that all backends inherit: the context manager, on_rank_zero, checks of the backend's state
 capabilities         features that only some backends provide, such as PowerSGD state; `require_capability`; tunables
 registry             backend names and their classes, including those of installed packages
 local                one process without communication, the reference for the others
@@ -12,11 +12,11 @@ process_group_collectives  collectives of ddp and horovod
 composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
-row_exchange         exchange of messages over direct TCP connections, for consistency checks and tensors up to 12 MiB
+row_exchange         messages over direct TCP connections between ranks, for consistency checks and tensors up to 12 MiB
 rank_groups          subgroups of ranks, with point-to-point communication
 fork_safety          prevents deadlocks in processes that are forked from a rank
 logical_ranks        assignment of logical ranks to processes, and the current logical rank
-turns                functions that run in turns in threads, and exchange values
+turns                functions that take turns in threads, one at a time, and exchange values
 blocks               the modules of a model with given classes or sizes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks

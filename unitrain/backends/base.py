@@ -8,7 +8,7 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
    rank passes NaN. Half-precision sums are accumulated in float32; all other sums in the dtype of the input. Exception:
    with more than 64 ranks, sums and means of floating-point CPU tensors with at most 128 elements are accumulated in
    float64. A mean is the sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does.
-   Collectives are not differentiable, so a tensor that requires grad is an error, except under torch.no_grad().
+   Collectives are not differentiable, so they reject a tensor that requires grad, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
@@ -108,7 +108,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Block until every rank has called it."""
+        """Block until every rank has called this method."""
 
 
 class Backend(Lifecycle, Communicator):
@@ -154,10 +154,11 @@ class Backend(Lifecycle, Communicator):
         compression: Compression = "none",
         logical_ranks: int | None = None,
     ) -> nn.Module:
-        """Return a module that calls `model`. A backward pass from its output leaves the mean over ranks in `.grad`.
+        """Return a module that calls `model`. A backward pass through the returned module sets each `.grad` to the mean
+        of the gradients over ranks.
 
-        All ranks call it. Inputs must be on `device`; a ShardedLoader moves its batches there. Whether the returned
-        module moves inputs from other devices depends on the arguments and the backend.
+        All ranks call it. Inputs must be on the backend's `device`; a ShardedLoader moves its batches there. Whether
+        the returned module moves inputs from other devices depends on the arguments and the backend.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
@@ -168,25 +169,26 @@ class Backend(Lifecycle, Communicator):
         may reject any `compression` other than "none" with UnsupportedError.
 
         With `broadcast_buffers=False`, buffers other than running statistics are broadcast in the first training
-        forward pass only (rule 3). Use it for large buffers that no training step modifies, such as attention masks.
+        forward pass only (rule 3). Use this value for large buffers that no training step modifies, such as attention
+        masks.
 
         Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
         "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the
         backward pass. Each `.grad` is then a `ShardedGradient`, which supports clipping and loss scaling like a
         complete gradient. Gradients are also reduced in backward passes inside `no_sync`, unless they are compressed. A
         single rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters
-        with another one whose gradients are sharded.
+        with another model whose gradients are sharded.
 
         With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
-        pass. All ranks must call the model the same number of times, including calls under `torch.no_grad()`, and use
-        the same blocks.
-        `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` is a list of module
-        classes or of class names ("TransformerLayer"), or a number N. With a number, the blocks are the innermost
-        modules with at least N parameters. By default, blocks are the outermost modules whose class occurs more than
-        once; containers such as torch.nn.Sequential and modules without submodules are not blocks. Gradients are also
-        reduced in backward passes inside `no_sync`. `find_unused_parameters` and `compression` are not
-        supported. After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
+        pass. All ranks must call the model the same number of times, including calls under `torch.no_grad()`, and each
+        call must run the same blocks on every rank. `model.state_dict()`, which all ranks must call, returns complete
+        tensors. `shard_blocks` is a list of module classes or of class names ("TransformerLayer"), or a number N. With
+        a number, the blocks are the innermost modules with at least N parameters. By default, blocks are the outermost
+        modules whose class occurs more than once; containers such as torch.nn.Sequential and modules without submodules
+        are not blocks. Gradients are also reduced in backward passes inside `no_sync`. `find_unused_parameters` and
+        `compression` are not supported. After the first backward pass outside `no_sync`, the gradient of an unused
+        parameter is zero.
 
         With `logical_ranks`, each step is computed as if that number of ranks (logical ranks) trained, whatever the
         number of processes. Each process runs at least one of them. The results are bit-identical for any number of

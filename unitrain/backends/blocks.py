@@ -24,7 +24,7 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
     """
     block_classes = [classes] if isinstance(classes, type | str) else list(classes)
     for block_class in block_classes:
-        _check_class(model, block_class, setting)
+        _check_block_class(model, block_class, setting)
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_inside(name, blocks) and any(is_of_class(module, block_class) for block_class in block_classes):
@@ -50,20 +50,21 @@ def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Modul
     """Return the innermost modules of `model` whose parameters have at least `min_elements` elements, by name.
 
     Containers without a forward method, such as ModuleList, are not blocks. Modules in an nn.MultiheadAttention are not
-    blocks either, because it does not call them.
+    blocks either, because nn.MultiheadAttention reads their parameters without calling them.
     """
     blocks: dict[str, nn.Module] = {}
     has_block: dict[nn.Module, bool] = {}
 
-    def search(name: str, module: nn.Module) -> bool:
-        """Add the blocks inside `module`, or else `module` itself if it is one. Return whether a block was found."""
+    def add_blocks(name: str, module: nn.Module) -> bool:
+        """Add the blocks inside `module` or, if there are none, `module` itself if it is large enough. Return whether
+        `module` is or contains a block. A module that occurs several times is added only once."""
         if module not in has_block:
-            has_block[module] = add(name, module)
+            has_block[module] = visit(name, module)
         return has_block[module]
 
-    def add(name: str, module: nn.Module) -> bool:
+    def visit(name: str, module: nn.Module) -> bool:
         children = [] if isinstance(module, nn.MultiheadAttention) else list(module.named_children())
-        inside = [search(f"{name}.{child_name}".removeprefix("."), child) for child_name, child in children]
+        inside = [add_blocks(f"{name}.{child_name}".removeprefix("."), child) for child_name, child in children]
         if any(inside):
             return True
         num_elements = sum(parameter.numel() for parameter in module.parameters())
@@ -72,19 +73,20 @@ def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Modul
         blocks[name] = module
         return True
 
-    search("", model)
+    add_blocks("", model)
     return blocks
 
 
 def is_of_class(module: nn.Module, block_class: BlockClass) -> bool:
-    """Return whether `module` is an instance of `block_class`, a class or the name of a class, or of a subclass."""
+    """Return whether `module` is an instance of `block_class`, which is a class or the name of a class. Instances of
+    subclasses count."""
     if isinstance(block_class, str):
         return any(kind.__name__ == block_class for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return isinstance(module, block_class)
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether `module` has submodules and is not only a list of modules."""
+    """Return whether `module` has submodules and is not an nn.Sequential, nn.ModuleList or nn.ModuleDict."""
     is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return not is_list and any(True for _ in module.children())
 
@@ -98,7 +100,7 @@ def _is_inside(name: str, outer_names: dict[str, nn.Module]) -> bool:
     return any(name.startswith(f"{outer}.") or outer == "" for outer in outer_names)
 
 
-def _check_class(model: nn.Module, block_class: Any, setting: str) -> None:
+def _check_block_class(model: nn.Module, block_class: Any, setting: str) -> None:
     is_name = isinstance(block_class, str)
     if not is_name and not (isinstance(block_class, type) and issubclass(block_class, nn.Module)):
         raise ModelError(

@@ -2,7 +2,7 @@
 
 A capability is a small abstract class named `Supports...`. A backend provides it by subclassing it, and a feature
 requests it once with `require_capability`, before any communication. A tunable is a setting that `unitrain tune` may
-change. This module does not import torch, because `unitrain tune` reads tunables without it.
+change. `unitrain tune` imports this module without torch, so this module must not import torch.
 """
 
 from __future__ import annotations

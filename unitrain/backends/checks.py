@@ -34,7 +34,7 @@ DTYPES = (
 
 _WORDS_PER_ROW = 256
 _ROWS_PER_CHUNK = 2**12
-_HASH_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, so that the multiplication modulo 2**64 is reversible
+_HASH_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, so that the multiplication modulo 2**64 is invertible
 # Largest difference of a weight between ranks that is attributed to rounding, relative to the largest weight of the
 # parameter. For half precision, the limit is 4 epsilon. All ranks apply the same gradients, so rounding errors
 # accumulate slowly.
@@ -113,13 +113,13 @@ def check_reduction(tensor: Tensor, op: str) -> None:
 
 
 def check_root(root: int, size: int) -> None:
-    """Raise ConfigError unless `root` is one of the ranks."""
+    """Raise ConfigError unless `root` is a rank of a group of `size` ranks."""
     if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < size:
         raise ConfigError(f"Root {root!r} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
 
 
 def check_divisible(tensor: Tensor, size: int, operation: str = "reducescatter") -> None:
-    """Raise TensorError unless dim 0 is divisible into `size` equal slices."""
+    """Raise TensorError unless dim 0 of `tensor` can be divided into `size` equal slices."""
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise TensorError(
             f"{operation} divides dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
@@ -154,8 +154,8 @@ def check_no_sync_model(model: Any, is_distributed: bool) -> None:
 
 
 def check_unwrapped_model(argument: str, model: Any) -> None:
-    """Raise ModelError unless `model` is a module without uninitialized lazy parameters that is not wrapped in torch's
-    DistributedDataParallel or DataParallel, and UnsupportedError for a Pipeline."""
+    """Raise ModelError unless `model` is a module that is not wrapped in torch's DistributedDataParallel or
+    DataParallel, and that has no uninitialized lazy parameters. Raise UnsupportedError for a Pipeline."""
     check_not_pipeline(argument, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
@@ -214,7 +214,8 @@ def check_shard_compression(shard: ShardingMode, compression: Compression) -> No
 
 
 def check_trainable_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
-    """Raise ModelError unless `model` can be trained on `device`, and ConfigError for an unknown compression."""
+    """Raise ModelError unless `model` can be trained on `device`, ConfigError for an invalid `compression`, and
+    UnsupportedError for a Pipeline."""
     read_compression(compression)
     check_unwrapped_model("distributed_model(model)", model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -232,7 +233,7 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             )
     devices = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
     elsewhere = [used for used in devices if used.type != device.type]
-    # A single process may distribute the parameters over several GPUs.
+    # One process may place the parameters on several GPUs.
     if len(devices) == 1 and None not in (devices[0].index, device.index) and devices[0] != device:
         elsewhere = devices
     if elsewhere:
@@ -262,18 +263,18 @@ def forbid_embedding_renorm(model: nn.Module) -> None:
     when they run.
     """
     _distributed_models.add(unwrap_compiled(model))
-    _observe_embedding_renorm()
+    _install_embedding_renorm_check()
 
 
 @functools.cache
-def _observe_embedding_renorm() -> None:
+def _install_embedding_renorm_check() -> None:
     call_before_embedding_renorm(_check_renormalized_weight)
 
 
 def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float) -> None:
     """Raise ModelError if `weight` is a parameter of a distributed model, or shares the memory of one."""
     for model in list(_distributed_models):
-        # The parameters are looked up in each call, because complete ones replace sharded ones in a forward pass.
+        # The parameters are looked up in each call, because in a forward pass, complete parameters replace the shards.
         for name, parameter in model.named_parameters():
             if shares_memory(weight, parameter):
                 raise ModelError(
@@ -294,7 +295,7 @@ def check_no_meta_tensors(model: nn.Module) -> None:
 
 
 def check_single_optimizer(optimizer: Any) -> None:
-    """Raise ModelError for several optimizers, and for an optimizer whose state is sharded over ranks."""
+    """Raise ModelError for several optimizers, and for torch's ZeroRedundancyOptimizer."""
     if isinstance(optimizer, list | tuple | dict):
         raise ModelError(
             f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each with the "
@@ -336,9 +337,9 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
 
 def check_same_settings(communicator: Communicator, method: str, **settings: object) -> None:
     """Raise ConfigError on every rank if arguments of `method` differ between ranks. All ranks call it."""
-    of_all_ranks = gather_if_different(communicator, settings) or []
-    for rank, settings_of_rank in enumerate(of_all_ranks):
-        for name, value in of_all_ranks[0].items():
+    settings_by_rank = gather_if_different(communicator, settings) or []
+    for rank, settings_of_rank in enumerate(settings_by_rank):
+        for name, value in settings_by_rank[0].items():
             if settings_of_rank[name] != value:
                 raise ConfigError(
                     f"{method} was called with {name}={value!r} on rank 0 and {name}={settings_of_rank[name]!r} on "
@@ -405,7 +406,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
         expected = max(counts, key=counts.__getitem__)
         different = [rank for rank, digest in enumerate(values_by_rank) if digest != expected]
         is_equal = is_equal and not different
-        if different and not _differs_only_by_rounding(communicator, parameters[name].detach()):
+        if different and not _compare_with_rank_zero(communicator, parameters[name].detach()):
             raise ModelError(
                 f"The values of parameter {name!r} on {format_ranks(different)} differ from those on the other ranks, "
                 "so the ranks train different models. Change weights in the same way on every rank, for example in "
@@ -414,9 +415,9 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     return is_equal
 
 
-def _differs_only_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
-    """Return whether the `tensor` of every rank differs from rank 0's `tensor` by rounding errors at most. All ranks
-    call it."""
+def _compare_with_rank_zero(communicator: Communicator, tensor: Tensor) -> bool:
+    """Broadcast the `tensor` of rank 0, and return whether the `tensor` of every rank differs from it by rounding
+    errors at most. All ranks call it."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     reference = tensor.clone()
     broadcast_tensors(communicator, [reference])  # supports all dtypes
@@ -429,28 +430,28 @@ def _differs_only_by_rounding(communicator: Communicator, tensor: Tensor) -> boo
 
 
 def digest_bits(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of the bits of `tensor`. It is the sum of the rows of 256 words, each multiplied by a
-    number that depends on the position of the row. It does not depend on the order of the words within a row."""
+    """Return a 64-bit digest of the bits of `tensor`: a weighted sum over rows of 256 words, in which the weight of a
+    row depends on its position. The digest does not depend on the order of the words within a row."""
     content = as_bytes(tensor)
     if num_padding_bytes := -len(content) % 8:
         content = torch.nn.functional.pad(content, (0, num_padding_bytes))
     elif content.storage_offset() % 8 or content.data_ptr() % 8:
         content = content.clone()
-    words = content.view(torch.int64)  # added without a conversion, which would take several times as long
+    words = content.view(torch.int64)  # summed in this dtype, because a conversion would take several times as long
     num_whole_words = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
     # Chunks limit the memory for the shifted words.
     chunks = words[:num_whole_words].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)
-    summands = torch.cat([*map(_sum_words, chunks), _sum_words(words[num_whole_words:].unsqueeze(1))])
+    summands = torch.cat([*map(_checksum_rows, chunks), _checksum_rows(words[num_whole_words:].unsqueeze(1))])
     return (summands * (2 * torch.arange(len(summands), device=tensor.device) + 1)).sum()
 
 
-def _sum_words(words: Tensor) -> Tensor:
-    """Return the sum of each row of int64 words, modulo 2**64. A sum loses changes of the upper bits that cancel modulo
-    2**64, such as the signs of two numbers, so the upper halves are also added separately."""
+def _checksum_rows(words: Tensor) -> Tensor:
+    """Return a checksum of each row of int64 words, modulo 2**64. In the sum of the words, changes of upper bits may
+    cancel, such as changes of the signs of two numbers, so the sum of the upper halves is also added."""
     return words.sum(1) + _HASH_MULTIPLIER * (words >> 32).sum(1)
 
 
-def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_same_parameter_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError on every rank if the groups of `optimizer` contain different parameters of `model` on different
     ranks, or the same parameters in a different order. All ranks call it, with the same number of parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -491,5 +492,5 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _describe_tensor(entry: tuple[str, list[int]] | None) -> str:
-    return "missing" if entry is None else f"{entry[0]} {entry[1]}"
+def _describe_tensor(dtype_and_shape: tuple[str, list[int]] | None) -> str:
+    return "missing" if dtype_and_shape is None else f"{dtype_and_shape[0]} {dtype_and_shape[1]}"

@@ -1,4 +1,4 @@
-"""reducescatter and allgather of CPU tensors, composed of faster operations. Measured in benchmarks/collectives.py.
+"""reducescatter and allgather of CPU tensors, composed of faster operations. benchmarks/collectives.py measures them.
 
 Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over direct TCP connections between all pairs
 of ranks (row_exchange.py), if there are at most `row_exchange.MAX_RANKS` ranks. This avoids the cost of starting an
@@ -9,9 +9,9 @@ tensors on many ranks, are gathered by the native allgather.
 The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
 tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it
 allocates three buffers, each as large as the entire tensor (a copy of the input and two zero-filled receive buffers),
-and the kernel must map all their pages. It then exchanges half of the tensor in one message, adds the received half
-only after it has arrived completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it
-divides the tensor into segments, and adds one segment while it receives the next.
+and the operating system must map all their pages. It then exchanges half of the tensor in one message, adds the
+received half only after it has arrived completely, and finally sends each slice to its rank. Horovod's allreduce works
+in place: it divides the tensor into segments, and adds one segment while it receives the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_ordered_keys, ordered_keys
 
 # Maximum size in bytes of an allgather's result and of a reducescatter's input for a transfer over direct connections.
 # With MPI, the limit for an allgather is lower, because its broadcasts use shared memory between the ranks of a host.
@@ -45,7 +45,7 @@ MAX_PIECE_BUFFER_BYTES = 12 * 2**20
 _MAX_PIECES_IN_FLIGHT = 2
 
 WaitForWork = Callable[["dist.Work | None"], None]
-_COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
+_BINARY_FUNCTIONS = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
 def gather_directly(tensor: Tensor, row_counts: Sequence[int], rank: int, exchange: RowExchange) -> Tensor:
@@ -64,7 +64,7 @@ def reduce_scatter_directly(
 ) -> Tensor:
     """Return this rank's slice of `tensor`, reduced in `dtype` and in rank order. For the mean, return the sum.
 
-    Each rank sends to every other rank the slice which that rank reduces, over direct connections.
+    Over direct connections, each rank sends to every other rank the slice that the receiver reduces.
     """
     slices = flatten(tensor).view(size, -1)
     received = [part if index == rank else torch.empty_like(part) for index, part in enumerate(slices)]
@@ -76,7 +76,7 @@ def reduce_scatter_directly(
 def reduce_in_rank_order(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Return the reduction of `tensors`, one per rank, as a new tensor. For the mean, return the sum."""
     first, *others = tensors
-    return functools.reduce(_COMBINE.get(op, torch.add), others, first) if others else first.clone()
+    return functools.reduce(_BINARY_FUNCTIONS.get(op, torch.add), others, first) if others else first.clone()
 
 
 def is_broadcast_gather_faster(tensor: Tensor, row_counts: Sequence[int]) -> bool:
@@ -124,8 +124,8 @@ class PiecewiseReduceScatter:
     """A reducescatter of a CPU `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
     Each piece is allreduced by `torch_op` in `dtype`. With `uses_all_to_all`, each rank instead sends to every other
-    rank the slice of the piece that the other rank reduces, which transfers half as many bytes, and reduces the
-    received slices in `dtype` and in rank order. If `tensor` is contiguous, only the result and the buffers of the
+    rank the slice of the piece that the receiver reduces, and then reduces the received slices in `dtype` and in rank
+    order. This transfers half as many bytes. If `tensor` is contiguous, only the result and the buffers of the
     pieces are allocated.
     """
 
@@ -144,7 +144,7 @@ class PiecewiseReduceScatter:
         self._uses_all_to_all = uses_all_to_all
         self._slices = flatten(tensor).view(size, -1)
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-        self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
+        self._uses_ordered_keys = needs_ordered_keys(tensor.dtype, op) and not uses_all_to_all
         self._num_started_columns = 0
         self._in_flight: deque[_PieceInFlight] = deque()
         self._free_buffers: list[Tensor] = []
@@ -201,7 +201,7 @@ class PiecewiseReduceScatter:
         return self._take_buffer(source.shape, source.dtype if self._uses_all_to_all else self._dtype).copy_(source)
 
     def _take_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a buffer whose piece is complete, or a new one."""
+        """Return a buffer that is no longer in use, or a new one."""
         for index, buffer in enumerate(self._free_buffers):
             if buffer.shape == shape and buffer.dtype == dtype:
                 return self._free_buffers.pop(index)

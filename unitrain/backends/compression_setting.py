@@ -3,7 +3,7 @@
 With N ranks, each gradient g is replaced at the end of the backward pass by:
 
     "none"              mean(g)
-    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of this format. On every
+    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value in this format. On every
                         transport, values are transferred in this format, and summed in float32 in rank order. Values
                         outside the range of fp16 become infinite, as in an fp16 forward pass.
     PowerSGD            the low-rank product P Q^T for each compressed matrix, and mean(g) for other gradients.
@@ -35,7 +35,7 @@ class PowerSGD:
     rank, and e becomes M - P Q^T. The result depends only on the mean of e, so N ranks compute the same result as one
     rank with the global batch.
 
-    The first `start_step` reductions do not compress. A gradient is compressed only if it has more than
+    The first `start_step` reductions compute mean(g). Afterwards, a gradient is compressed only if it has more than
     `min_compression_rate` times as many elements as P and Q together. Without `warm_start`, each reduction starts from
     a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is only rounding
     noise, for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`,
@@ -43,9 +43,10 @@ class PowerSGD:
     the gradient's dtype, or float32 for half precision, and keeps up to two values of that dtype per element of a
     compressed gradient, in addition to the gradients.
 
-    If any gradient of a backward pass contains inf or nan, this gradient becomes nan if it is compressed, and all e and
-    Q remain unchanged. Loss scaling skips such a step. A gradient that is zero on all ranks, for example because the
-    parameter is unused, remains zero, and its e and Q do not change. Raises ConfigError for an invalid value.
+    A compressed gradient that contains inf or nan becomes nan. If any gradient of a backward pass contains inf or nan,
+    all e and Q remain unchanged; loss scaling then skips the step. A gradient that is zero on all ranks, for example
+    because the parameter is unused, remains zero, and its e and Q do not change. Raises ConfigError for an invalid
+    value.
     """
 
     rank: int = 2

@@ -4,8 +4,8 @@ With at most `MAX_GATHERING_RANKS` ranks, the exchange is an allgather of one sh
 `row_exchange.MAX_RANKS` ranks on CPUs send the rows over direct connections; other groups use the transport's
 allgather. The rows also contain small CPU tensors, which are reduced in rank order, so the results are bit-identical on
 every transport. With more ranks, the exchange is a sum of a short vector: the fingerprints of all ranks are equal if
-and only if their variance is zero. The same sum also adds small floating-point tensors. The ranks exchange all
-arguments only if the fingerprints differ or arguments are invalid.
+and only if their variance is zero. The vector also contains small floating-point tensors, which are thereby summed. The
+ranks exchange all arguments only if the fingerprints differ or arguments are invalid.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _ROW_HEADER = struct.Struct("=qqq")
 # Maximum number of elements that are summed together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
-_PARTS, _PART_BITS = 4, 16
-_SUM_HEADER = 4 * _PARTS + 1
+_NUM_PARTS, _PART_BITS = 4, 16
+_SUM_HEADER_ELEMENTS = 4 * _NUM_PARTS + 1
 _TAG = 0x756E69  # tag of point-to-point messages, unlikely to be used by user code
 
 
 class ExchangeResult(NamedTuple):
     """Result of the exchange.
 
-    `counts` contains every rank's `CollectiveCall.count`. With more than MAX_GATHERING_RANKS ranks, it is empty except
-    for allgather and allgather_object. `root_count` is the count of the root of a broadcast_object, and undefined for
-    other operations. If all ranks passed a small CPU tensor and a `dtype`, `contents` contains the bytes of the
-    tensors, uint8 [ranks, bytes], padded with zeros. With more than MAX_GATHERING_RANKS ranks, `total` instead contains
-    the sum of the tensors, float64 [elements], but only for a sum or mean of floating-point tensors.
+    `counts_by_rank` contains every rank's `CollectiveCall.count`. With more than MAX_GATHERING_RANKS ranks, it is empty
+    except for allgather and allgather_object. `root_count` is the count of the root of a broadcast_object, and
+    undefined for other operations. If all ranks passed a small CPU tensor and a `dtype`, `contents` contains the bytes
+    of the tensors, uint8 [ranks, bytes], padded with zeros. With more than MAX_GATHERING_RANKS ranks, `total` instead
+    contains the sum of the tensors, float64 [elements], but only for a sum or mean of floating-point tensors.
     """
 
-    counts: list[int]
+    counts_by_rank: list[int]
     root_count: int
     contents: Tensor | None = None
     total: Tensor | None = None
 
 
 class ConsistencyCheck:
-    """Compares each collective call of this rank with the corresponding call of the other ranks, and counts the calls.
+    """Compares each collective call of this rank with the corresponding calls of the other ranks, and counts the calls.
 
     It exchanges CPU tensors over `group`, or over the default group if `group` is None. Rows are exchanged with
     `row_exchange` if it is not None.
@@ -68,7 +68,7 @@ class ConsistencyCheck:
     ) -> None:
         self._backend, self._monitor, self._group, self.row_exchange = backend, monitor, group, row_exchange
         self._num_calls = 0
-        self._is_point_to_point = _supports_point_to_point(group)
+        self._has_point_to_point = _supports_point_to_point(group)
         self.max_content_bytes = compute_max_content_bytes(backend.size)
         # Called on every rank before an error for invalid or different arguments is raised.
         self.on_mismatch: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ class ConsistencyCheck:
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> ExchangeResult:
-        """Block until every rank has called this with consistent arguments. All ranks call it.
+        """Block until every rank has called this method with consistent arguments. All ranks call it.
 
         `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
         small `tensor` in that dtype. Raises, on every rank, the error of the lowest rank with invalid arguments, or
@@ -116,8 +116,8 @@ class ConsistencyCheck:
         return checked
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` are the sizes on all ranks. All ranks
-        call it."""
+        """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` contains the number of bytes of every
+        rank. All ranks call it."""
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         gathered = self._allgather(padded)
@@ -161,43 +161,47 @@ class ConsistencyCheck:
     ) -> ExchangeResult | None:
         """Sum a vector over ranks. Return None if the fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
-        # Other ranks pass 0 for the number of bytes of the root's object, so the sum over ranks is that number.
+        # In a broadcast_object, only the root passes the number of bytes, so the sum over ranks is this number.
         has_count = call.operation != "broadcast_object" or rank == call.root
         local_header = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
         values = None if tensor is None or dtype is None else _exact_float64_summands(tensor, dtype, call.op)
-        vector = torch.zeros(_SUM_HEADER + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
+        vector = torch.zeros(_SUM_HEADER_ELEMENTS + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
         header = [*local_header, *(part * part for part in local_header), values is not None]
-        vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
+        vector[:_SUM_HEADER_ELEMENTS] = torch.tensor(header, dtype=torch.float64)
         if values is not None:
-            vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
+            vector[_SUM_HEADER_ELEMENTS : _SUM_HEADER_ELEMENTS + values.numel()] = values
         self._sum_over_ranks(vector)
-        *sums, ranks_with_values = vector[:_SUM_HEADER].tolist()
+        *sums, ranks_with_values = vector[:_SUM_HEADER_ELEMENTS].tolist()
         is_equal = [
             total == size * part and squares == size * part * part
-            for part, total, squares in zip(local_header, sums, sums[2 * _PARTS :], strict=False)
+            for part, total, squares in zip(local_header, sums, sums[2 * _NUM_PARTS :], strict=False)
         ]
-        if not all(is_equal[:_PARTS]):
+        if not all(is_equal[:_NUM_PARTS]):
             return None
-        count_sum = sum(int(part) << _PART_BITS * index for index, part in enumerate(sums[_PARTS : 2 * _PARTS]))
+        count_sum = sum(int(part) << _PART_BITS * index for index, part in enumerate(sums[_NUM_PARTS : 2 * _NUM_PARTS]))
         counts: list[int] = []
         if call.operation in ("allgather", "allgather_object"):
-            if all(is_equal[_PARTS:]):
+            if all(is_equal[_NUM_PARTS:]):
                 counts = [call.count] * size
             else:
                 counts = self._allgather(torch.tensor([call.count])).view(-1).tolist()
         is_complete = values is not None and ranks_with_values == size
-        total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and is_complete else None
+        total = (
+            vector[_SUM_HEADER_ELEMENTS : _SUM_HEADER_ELEMENTS + values.numel()]
+            if values is not None and is_complete
+            else None
+        )
         return ExchangeResult(counts, count_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
         """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks call it.
 
-        Gloo sums along a ring, in 2 N consecutive messages. This function takes log2(N) rounds: in each round, every
-        rank exchanges its partial sum with one other rank. Let p be the largest power of two that is at most N. Ranks
-        from p on send their vector to a lower rank before the rounds, and receive the result afterwards. Transports
-        without point-to-point messages use an allreduce.
+        On N ranks, Gloo sums along a ring, in 2 N consecutive messages. This method takes log2(N) rounds: in each
+        round, every rank exchanges its partial sum with one other rank. Let p be the largest power of two that is at
+        most N. Ranks from p on send their vector to a lower rank before the rounds, and receive the result afterwards.
+        Transports without point-to-point messages use an allreduce.
         """
-        if not self._is_point_to_point:
+        if not self._has_point_to_point:
             self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
             return
         rank, size = self._backend.rank, self._backend.size
@@ -229,7 +233,8 @@ class ConsistencyCheck:
             self._monitor.wait_for_ranks(work, polls=False)
 
     def _raise_on_all_ranks(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
-        """Raise on every rank the error of the lowest rank with invalid arguments, or a mismatch. All ranks call it."""
+        """Raise on every rank the error of the lowest rank with invalid arguments or, if no rank has an error,
+        CollectiveMismatchError. All ranks call it."""
         payload, _ = pack((call, problem))
         sizes = self._allgather(torch.tensor([payload.numel()])).view(-1).tolist()
         calls_and_errors = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
@@ -256,7 +261,7 @@ class ConsistencyCheck:
 def compute_max_content_bytes(size: int) -> int:
     """Return the maximum size in bytes of a tensor in a row, for `size` ranks. The result is a multiple of 8, because a
     row consists of int64 values."""
-    # The total over ranks is limited to 16 KiB, except that each rank has at least 1 KiB. 4 KiB hold the statistics of
+    # The total over ranks is limited to 16 KiB, but at least 1 KiB per rank is allowed. 4 KiB hold the statistics of
     # a BatchNorm with 250 channels.
     return max(1024, min(4096, 16384 // size)) // 8 * 8
 
@@ -268,7 +273,7 @@ def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes
     length = count * dtype.itemsize
     if tensor.device.type != "cpu" or length > max_bytes:
         return -1
-    if count:  # frombuffer rejects 0
+    if count:  # frombuffer rejects a count of 0
         content = torch.frombuffer(row, dtype=dtype, count=count, offset=_ROW_HEADER.size)
         content.view(tensor.shape).copy_(tensor.detach())
     return length
@@ -288,4 +293,4 @@ def _supports_point_to_point(group: dist.ProcessGroup | None) -> bool:
 
 def _split_bits(value: int) -> list[int]:
     mask = (1 << _PART_BITS) - 1
-    return [value >> _PART_BITS * index & mask for index in range(_PARTS)]
+    return [value >> _PART_BITS * index & mask for index in range(_NUM_PARTS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch._dynamo  # precedes init_process_group: a later import, for example by an optimizer, keeps the group alive
+import torch._dynamo  # before init_process_group: a later import, as in an optimizer, would keep the group alive
 import torch.distributed as dist
 
 from unitrain.backends import checks

@@ -33,8 +33,8 @@ class Lifecycle(ABC):
                 if is_rank_zero:
                     write_file()
 
-        The other ranks do not wait for the block, so a collective inside it would hang. It therefore raises
-        CollectiveMismatchError immediately, for every number of ranks. Any rank may enter the block.
+        The other ranks do not wait for the block, so a collective inside the block would hang. Collectives therefore
+        raise CollectiveMismatchError there immediately, for every number of ranks. Any rank may enter the block.
         """
         self._rank_zero_depth += 1
         try:
@@ -64,8 +64,8 @@ class Lifecycle(ABC):
         """Report `error` of this rank to the other ranks, which then terminate within seconds. Any rank may call it."""
 
     def call_before_exit(self, function: Callable[[], object]) -> None:
-        """Call `function` at the end of the `with` block, before the shutdown, unless the block raises an exception
-        other than SystemExit(0)."""
+        """Register `function` to be called at the end of the `with` block, before the shutdown, unless the block raises
+        an exception other than SystemExit(0)."""
         self._exit_functions = (*self._exit_functions, function)
 
     def _call_exit_functions(self) -> None:
@@ -92,5 +92,6 @@ class Lifecycle(ABC):
 
 
 def is_successful_exit(error: BaseException | None) -> bool:
-    """Return whether a `with` block that raises `error` ends without a failure: None, or SystemExit with code 0."""
+    """Return whether a `with` block has succeeded: `error`, the exception that it raised, is None or SystemExit with
+    code 0 or None."""
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

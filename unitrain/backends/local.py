@@ -50,11 +50,12 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._accumulating_ids: set[int] = set()  # ids of the models that are inside no_sync
+        self._accumulating_model_ids: set[int] = set()  # ids of the models that are inside no_sync
         self._has_accumulated = False
         self._compression_states = CompressionStates()
-        self._end_compression_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
-        self._end_first_check_functions: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+        # By model: functions that remove the hooks that `distributed_model` has registered.
+        self._compression_removers: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+        self._first_check_removers: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._gradient_trackers: WeakKeyDictionary[nn.Module, LocalGradientTracker] = WeakKeyDictionary()
         self._sharding_modes: WeakKeyDictionary[nn.Module, ShardingMode] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
@@ -146,7 +147,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
             checks.forbid_embedding_renorm(model)
-            self._end_tracking(inner)
+            self._remove_hooks(inner)
             distributed = create_logical_ranks_model(
                 model,
                 self,
@@ -163,32 +164,32 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
             )
         checks.forbid_embedding_renorm(model)
-        self._end_tracking(inner)
+        self._remove_hooks(inner)
         model_id = id(inner)  # the functions below must not keep the model in memory
         if not find_unused_parameters:
-            self._end_first_check_functions[inner] = register_first_backward_check(
+            self._first_check_removers[inner] = register_first_backward_check(
                 model,
                 model,
                 self.allgather_object,
-                lambda: model_id not in self._accumulating_ids and not self._is_shut_down,
+                lambda: model_id not in self._accumulating_model_ids and not self._is_shut_down,
             )
         compressor = self._compression_states.create(compression, inner, self)
         if compressor != "none":
-            self._end_compression_functions[inner] = compress_each_backward(
-                model, compressor, lambda: model_id not in self._accumulating_ids
+            self._compression_removers[inner] = compress_each_backward(
+                model, compressor, lambda: model_id not in self._accumulating_model_ids
             )
-        tracker = LocalGradientTracker(inner, lambda: model_id in self._accumulating_ids)
+        tracker = LocalGradientTracker(inner, lambda: model_id in self._accumulating_model_ids)
         self._gradient_trackers[inner] = tracker
         self._sharding_modes[inner] = shard
         if self._has_accumulated:
             tracker.track()
         return model
 
-    def _end_tracking(self, inner: nn.Module) -> None:
+    def _remove_hooks(self, inner: nn.Module) -> None:
         """Remove the hooks that an earlier call of `distributed_model` has registered for the same model."""
-        for end_functions in (self._end_first_check_functions, self._end_compression_functions):
-            if (end := end_functions.pop(inner, None)) is not None:
-                end()
+        for remove_functions in (self._first_check_removers, self._compression_removers):
+            if (remove := remove_functions.pop(inner, None)) is not None:
+                remove()
         if (tracker := self._gradient_trackers.pop(inner, None)) is not None:
             tracker.stop()
 
@@ -227,13 +228,13 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             self._has_accumulated = True
             for tracker in self._gradient_trackers.values():
                 tracker.track()
-        was_accumulating = id(inner) in self._accumulating_ids
-        self._accumulating_ids.add(id(inner))
+        was_accumulating = id(inner) in self._accumulating_model_ids
+        self._accumulating_model_ids.add(id(inner))
         try:
             yield
         finally:
             if not was_accumulating:
-                self._accumulating_ids.discard(id(inner))
+                self._accumulating_model_ids.discard(id(inner))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
@@ -252,8 +253,8 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     def shutdown(self) -> None:
         LocalBackend._running_backends.discard(self)
         self._is_shut_down = True
-        for end_compression in self._end_compression_functions.values():
-            end_compression()
+        for remove_compression in self._compression_removers.values():
+            remove_compression()
         for tracker in self._gradient_trackers.values():
             tracker.stop()
         for model in self._logical_rank_models:

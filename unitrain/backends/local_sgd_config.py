@@ -24,7 +24,7 @@ x - w is multiplied by the number of ranks in the group divided by the mean numb
 then the mean over all ranks, so every sample has the same weight.
 
 With `fragments` = P > 1, the parameters are divided into P fragments in the order of the model, with about the same
-number of bytes. Fragment p = 1, ..., P is synchronized after n steps if n mod `steps` = (p * `steps`) // P mod `steps`.
+number of bytes. Fragment p = 1, ..., P is synchronized after step n if n mod `steps` = (p * `steps` // P) mod `steps`.
 With `overlap_steps` = t > 0, x - w is computed after step n, and the ranks train while it is transferred. After step
 n + t, they wait for g, update v and x with it, and merge x into their weights:
 

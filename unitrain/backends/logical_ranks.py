@@ -2,7 +2,7 @@
 
 A run with `logical_ranks=V` is divided into V logical ranks, which 1 to V processes compute. Each process computes the
 micro-batches of a contiguous range of logical ranks, one logical rank after the other or, with synchronized BatchNorm,
-in turns.
+in turns: each logical rank then runs until its next synchronized layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from unitrain.errors import ConfigError, ModelError
 
 
 def local_logical_ranks(logical_ranks: int, rank: int, size: int) -> range:
-    """Return the logical ranks of process `rank` of `size`. The numbers per process differ by at most 1."""
+    """Return the logical ranks of process `rank` of `size` processes. The numbers of logical ranks per process differ
+    by at most 1."""
     return range(rank * logical_ranks // size, (rank + 1) * logical_ranks // size)
 
 
@@ -43,7 +44,9 @@ class LogicalRank:
     is_dummy: bool = False
 
 
-class _CurrentRank:
+class _CurrentLogicalRank:
+    """The current logical rank of this process, and the function that sums over all logical ranks."""
+
     logical_rank: LogicalRank | None = None
     sum_over_logical_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -51,24 +54,26 @@ class _CurrentRank:
 def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
     """Set the logical rank of the next forward and backward passes in this process; None outside of an epoch.
 
-    ShardedLoader and the Trainer set it for each batch. If logical ranks run in turns, each turn also sets it.
+    ShardedLoader and the Trainer set it for each batch. If logical ranks run in turns, it is also set at the start of
+    each turn.
     """
-    _CurrentRank.logical_rank = logical_rank
+    _CurrentLogicalRank.logical_rank = logical_rank
 
 
 def current_logical_rank() -> LogicalRank | None:
-    """Return the logical rank of the last batch in this process, or None."""
-    return _CurrentRank.logical_rank
+    """Return the logical rank of the current batch of this process, or None outside of an epoch and without logical
+    ranks."""
+    return _CurrentLogicalRank.logical_rank
 
 
 @contextmanager
 def summing_over_logical_ranks(compute_sum: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context manager in which `sum_over_logical_ranks` calls `compute_sum`."""
-    _CurrentRank.sum_over_logical_ranks = compute_sum
+    _CurrentLogicalRank.sum_over_logical_ranks = compute_sum
     try:
         yield
     finally:
-        _CurrentRank.sum_over_logical_ranks = None
+        _CurrentLogicalRank.sum_over_logical_ranks = None
 
 
 def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
@@ -76,12 +81,12 @@ def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
 
     Raises ModelError if the logical ranks of this process do not run in turns.
     """
-    if _CurrentRank.sum_over_logical_ranks is None:
+    if _CurrentLogicalRank.sum_over_logical_ranks is None:
         raise ModelError(
             "A layer that sync_batch_norm has synchronized was called with logical_ranks outside of the Trainer. "
             f"{TRAINER_REQUIRED_MESSAGE}"
         )
-    return _CurrentRank.sum_over_logical_ranks(tensor)
+    return _CurrentLogicalRank.sum_over_logical_ranks(tensor)
 
 
 TRAINER_REQUIRED_MESSAGE = (
@@ -93,11 +98,11 @@ TRAINER_REQUIRED_MESSAGE = (
 
 
 def check_no_logical_rank() -> None:
-    """Raise ModelError if the last batch belongs to a logical rank.
+    """Raise ModelError if the current batch belongs to a logical rank.
 
-    It is called before the optimizer step of a model without logical ranks.
+    This function is called before the optimizer step of a model without logical ranks.
     """
-    if (current := _CurrentRank.logical_rank) is not None:
+    if (current := _CurrentLogicalRank.logical_rank) is not None:
         raise ModelError(
             f"The batches come from a ShardedLoader with logical_ranks={current.count}, but the model was distributed "
             "without them, so its gradients are not the mean over logical ranks. Use "

@@ -17,10 +17,10 @@ from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, ve
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
-# `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. It needs twice this much additional
-# memory, for a chunk and the result of its broadcast.
+# `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. The function needs twice this much
+# additional memory, for a chunk and the result of its broadcast.
 CHUNK_BYTES = 2**26
-# `broadcast_in_parts` sends one or more complete tensors in one collective as soon as they have this size together.
+# `broadcast_in_parts` collects tensors until their total size is at least this, and broadcasts them in one collective.
 _MIN_GROUP_BYTES = 2**25
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
@@ -50,7 +50,7 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
     """Return the packed object, with its GPU tensors on `device`.
 
     If this process has a job key, raises AuthenticationError if the object was not packed by a process with the same
-    key. Unpickling can run any code, so this is checked first.
+    key. Unpickling can run any code, so the signature is verified first.
     """
     content = payload.numpy().tobytes()
     if has_key():
@@ -71,7 +71,7 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
 
 
 class _GPUTensorError(Exception):
-    """Raised if the object contains a GPU tensor. pickle would restore the tensor on the GPU with the sender's index,
+    """Raised if an object contains a GPU tensor. pickle would restore the tensor on the GPU with the sender's index,
     which may belong to another rank or not exist on the receiver. torch.save can map devices, but is several times
     slower.
     """
@@ -101,7 +101,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
     """Broadcast `tensors` in place from rank 0. All ranks call it.
 
-    Each collective except the last one transfers one or more complete tensors, of 32 MiB or more together.
+    Each collective except the last one transfers one or more complete tensors with a total size of at least 32 MiB.
     """
     group, size = list[Tensor](), 0
     for tensor in tensors:
@@ -177,8 +177,8 @@ def _insert_tensors(obj: Any, device: torch.device, tensors: list[Tensor]) -> An
 
 
 def _chunks(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
-    """Yield lists of the parts that are broadcast together, each as (index of the tensor, slice of its bytes). `sizes`
-    are in bytes."""
+    """Yield the chunks, each as a list of pairs (index of a tensor, slice of its bytes). `sizes` contains the number of
+    bytes of each tensor."""
     chunk: list[tuple[int, slice]] = []
     free_bytes = CHUNK_BYTES
     for index, size in enumerate(sizes):

@@ -78,7 +78,7 @@ class ProcessGroupBackend(
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW, HIERARCHICAL)
-    _uses_all_to_all = True  # whether an all-to-all reduces tensors to their owners faster than an allreduce
+    _uses_all_to_all = True  # whether a reducescatter is faster with an all-to-all than with an allreduce
     _waits_on_stream = False  # whether a GPU stream, rather than the host, waits for gradients
 
     def __init__(
@@ -110,14 +110,15 @@ class ProcessGroupBackend(
         # NCCL can deadlock if ranks use several groups in different orders.
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
-        # A rank with a GPU usually has several cores, so Gloo's threads do not share a core with the waiting thread.
+        # A rank with a GPU does not need direct connections: it usually has several cores, so Gloo's threads do not
+        # share a core with the waiting thread.
         row_exchange = RowExchange.connect(rendezvous, is_wanted=device.type == "cpu")
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
         self._broadcasts: Broadcasts | None = None
 
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Start to broadcast each piece in place, and return a function that waits. A piece is a tuple: a contiguous
-        tensor [elements], and the root. See `Broadcasts.start`."""
+        """Start to broadcast each piece in place, and return a function that waits for all broadcasts. A piece is a
+        pair of a contiguous tensor, [elements], and the rank of its root. See `Broadcasts.start`."""
         self.check_collective_allowed("start_broadcasts")
         if self.size == 1:
             return lambda: None
@@ -205,7 +206,9 @@ class ProcessGroupBackend(
         group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
         uses_hierarchical_group = hierarchical and shard != "gradients" and compressor == "none"
-        hierarchical_group = self._get_hierarchical_group(find_unused_parameters) if uses_hierarchical_group else None
+        hierarchical_group = (
+            self._get_or_create_hierarchical_group(find_unused_parameters) if uses_hierarchical_group else None
+        )
         reducer_group = ReducerGroup(
             hierarchical_group or group or default_process_group(),
             self._monitor,
@@ -246,12 +249,12 @@ class ProcessGroupBackend(
         self._models.add(distributed)
         return distributed
 
-    def _get_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
+    def _get_or_create_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
         """Return the group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
         ranks call it. The first call with a value of `find_unused_parameters` creates a group.
 
         In one backward pass through two models, ranks may start the buckets of a model with `find_unused_parameters`
-        earlier or later than the buckets of a model without it, so these models have different groups.
+        earlier or later than the buckets of a model without it, so the two models use different groups.
         """
         if find_unused_parameters not in self._hierarchical_groups and 1 < self.num_nodes < self.size:
             ranks_by_host = [
@@ -330,7 +333,7 @@ class ProcessGroupBackend(
             optimizer=type(optimizer).__name__,
             parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
         )
-        checks.check_same_order(self, optimizer, inner)
+        checks.check_same_parameter_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
             check_before_step(optimizer, distributed.check_reduced)
         if shard == "parameters":
@@ -370,7 +373,7 @@ class ProcessGroupBackend(
             # The forked process would share the rank's connections, so its messages would be mixed with the messages of
             # the rank's collectives.
             raise ConfigError(
-                f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
+                f"{operation} was called in a process that was forked from rank {self.rank} and is not a rank. Call "
                 "it in the rank's own process, and end the forked process with os._exit(0)."
             )
 

@@ -23,7 +23,7 @@ from unitrain.backends.composed_collectives import (
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_ordered_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 
 _TORCH_OPS = {
@@ -52,7 +52,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             result = reduce_in_rank_order(checked.contents.view(dtype).unbind(), op).view(tensor.shape)
         elif checked.total is not None:
             result = checked.total.to(dtype).view(tensor.shape)
-        elif op in ("min", "max") and needs_keys(dtype, op):
+        elif op in ("min", "max") and needs_ordered_keys(dtype, op):
             keys = ordered_keys(_contiguous_copy(tensor, dtype), op)
             self._monitor.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
@@ -64,20 +64,22 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
     def allgather(self, tensor: Tensor) -> Tensor:
         dtype = getattr(tensor, "dtype", torch.float32)  # the check rejects other objects
         checked = self._check_consistency("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
-        rows, row_shape = checked.counts, tensor.shape[1:]
+        rows, row_shape = checked.counts_by_rank, tensor.shape[1:]
         own = tensor.detach().reshape(tensor.shape or (1,))
         max_rows = max(rows)
         if checked.contents is not None:
             # A view of the received rows would not be contiguous, and fused optimizers require contiguous state.
             contents = checked.contents.view(tensor.dtype).clone(memory_format=torch.contiguous_format)
             gathered = contents.view(self.size * max_rows, *row_shape)
-        elif (exchange := self._direct_connections(own, sum(rows) * math.prod(row_shape), gathers=True)) is not None:
+        elif (
+            exchange := self._direct_connections(own, sum(rows) * math.prod(row_shape), is_allgather=True)
+        ) is not None:
             with self._monitor.waiting():
                 return gather_directly(own, rows, self.rank, exchange)
         elif is_broadcast_gather_faster(own, rows):
             return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
-            # Transports can only gather tensors of equal size, so shorter ones are padded.
+            # Transports can only gather tensors of equal size, so shorter tensors are padded.
             padded = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
             if len(own) < max_rows:
                 padded = torch.cat([padded, padded.new_zeros((max_rows - len(own), *row_shape))])
@@ -101,14 +103,14 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
                 result = reduce_scatter_directly(tensor, op, dtype, self.rank, self.size, exchange)
             return self._finish_reduction(result, tensor.dtype, op)
         if tensor.device.type == "cpu" and tensor.numel():
-            return self._piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
+            return self._create_piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
         source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
-        if op in ("min", "max") and needs_keys(tensor.dtype, op):
+        if op in ("min", "max") and needs_ordered_keys(tensor.dtype, op):
             source = ordered_keys(source, op)
         result = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
         if result.numel():
             self._monitor.wait_for_ranks(dist.reduce_scatter_single(result, source, _TORCH_OPS[op], async_op=True))
-        if needs_keys(tensor.dtype, op):
+        if needs_ordered_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish_reduction(result, tensor.dtype, op)
 
@@ -120,7 +122,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
         self._check_consistency("alltoall", tensor, check=check)
         sent = _contiguous_copy(tensor, tensor.dtype)
         received = torch.empty_like(sent)
-        if sent.numel():  # as bytes, because some transports do not support all dtypes
+        if sent.numel():  # transferred as bytes, because some transports do not support all dtypes
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), async_op=True)
             self._monitor.wait_for_ranks(work)
         return received
@@ -163,29 +165,31 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
 
         checked = self._check_consistency("allgather_object", payload, check=check, dtype=torch.uint8)
         if checked.contents is not None:
-            parts = [part[:count] for part, count in zip(checked.contents, checked.counts, strict=True)]
+            parts = [part[:count] for part, count in zip(checked.contents, checked.counts_by_rank, strict=True)]
         else:
-            parts = self._check_consistency.gather_bytes(payload, checked.counts)
+            parts = self._check_consistency.gather_bytes(payload, checked.counts_by_rank)
         return [unpack(part, self.device) for part in parts]
 
     def barrier(self) -> None:
         self._check_consistency("barrier")
 
-    def _direct_connections(self, tensor: Tensor, num_elements: int, *, gathers: bool = False) -> RowExchange | None:
+    def _direct_connections(
+        self, tensor: Tensor, num_elements: int, *, is_allgather: bool = False
+    ) -> RowExchange | None:
         """Return the direct connections to the other ranks if they exist and are faster than the transport, otherwise
         None.
 
-        `num_elements` is the number of elements of a reducescatter's input or, with `gathers`, of an allgather's
+        `num_elements` is the number of elements of a reducescatter's input or, with `is_allgather`, of an allgather's
         result, in the dtype of `tensor`. Either all ranks return connections, or none.
         """
         limit = composed_collectives.MAX_DIRECT_BYTES
-        if gathers and self.transport == "mpi":
+        if is_allgather and self.transport == "mpi":
             limit = min(limit, composed_collectives.MAX_DIRECT_GATHER_BYTES_WITH_MPI)
         if tensor.device.type != "cpu" or not 0 < num_elements * tensor.element_size() <= limit:
             return None
         return self._check_consistency.row_exchange
 
-    def _piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
+    def _create_piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
         dtype = _reduction_dtype(tensor.dtype, op)
         return PiecewiseReduceScatter(
             tensor, op, _TORCH_OPS[op], dtype, self.rank, self.size, uses_all_to_all=self._uses_all_to_all

@@ -16,7 +16,8 @@ from unitrain.monitoring.monitor import FailureMonitor
 
 
 class Subgroup:
-    """A group of the ranks `ranks` of a backend, in ascending order. `index` is this rank's position in `ranks`.
+    """A group of some ranks of a backend. `ranks` contains them in ascending order. `index` is this rank's position in
+    `ranks`.
 
     All ranks of the group call the collectives in the same order. Methods whose names start with `start_` are
     asynchronous: they return a function that waits for the result. `phase` is a phase that the caller has recorded; if
@@ -42,7 +43,7 @@ class Subgroup:
         return len(self.ranks)
 
     def send(self, tensor: Tensor, index: int, tag: int = 0) -> None:
-        """Send a contiguous `tensor` to the rank with `index`."""
+        """Send a contiguous `tensor` to the rank with `index`, and wait until `tensor` may be changed."""
         self.start_send(tensor, index, tag)()
 
     def start_send(self, tensor: Tensor, index: int, tag: int = 0) -> Callable[[], None]:
@@ -74,7 +75,7 @@ class Subgroup:
         for tensor, piece in zip(tensors, shared.split([len(piece) for piece in pieces]), strict=True):
             copy_into(tensor.detach(), piece.clone().view(tensor.dtype).view(tensor.shape))
 
-    def mean(self, tensor: Tensor) -> Tensor:
+    def allreduce_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean of `tensor` over the ranks of the group. Half-precision sums are accumulated in float32."""
         dtype = torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype
         result = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -128,7 +129,7 @@ class Subgroup:
 
     @contextmanager
     def waiting(self, phase: GradientPhase) -> Iterator[None]:
-        """Record `phase`, and count the time in this context as waiting for other ranks. A timeout raises
+        """Context manager that records `phase`, and in which this rank waits for other ranks. A timeout raises
         CollectiveTimeoutError, which names the missing ranks."""
         self.monitor.record(phase)
         with self.monitor.waiting():

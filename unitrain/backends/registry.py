@@ -31,7 +31,8 @@ def available() -> list[str]:
 def load(name: str) -> type[Backend]:
     """Import and return the class of backend `name`.
 
-    Raises UnknownBackendError for an unregistered name and BackendUnavailableError if a library is missing.
+    Raises UnknownBackendError for an unregistered name, and BackendUnavailableError if a module, a class or a shared
+    library is missing.
     """
     entry = _find_entry_point(name)
     try:

@@ -1,4 +1,4 @@
-"""Exchange of messages over direct TCP connections of a few ranks, for consistency checks and tensors up to 12 MiB.
+"""Message exchange over direct TCP connections between a few ranks, for consistency checks and tensors up to 12 MiB.
 
 Gloo transfers each message in a separate thread, and Horovod negotiates each operation in a background thread. If such
 a thread and the waiting thread share a core, waking them takes 0.2 to 1 ms. In this module, the waiting thread itself
@@ -23,20 +23,20 @@ from unitrain.bootstrap.rank_connections import accept_ranks, connect_to_rank, n
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 
-# Every rank has a connection to each other rank, and sends its row to each of them.
+# The number of ranks is limited, because every rank sends its message to each other rank.
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
 # A wait first polls for this time without sleeping, because waking a sleeping core takes longer than a small exchange.
 # Longer waits sleep, so that other processes can use the core.
 _BUSY_POLL_SECONDS = 0.005
-# Time before the first yield, which may give the core to another process for milliseconds. A row usually arrives within
-# this time.
+# Time before the first yield, which may give the core to another process for milliseconds. A message usually arrives
+# within this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 
 class RowExchange:
-    """This rank's connections to all other ranks. After an error, they cannot be used."""
+    """This rank's connections to all other ranks. After an error, they can no longer be used."""
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_seconds: float) -> None:
         """Take ownership of `connections`, which contains a connected socket for each other rank."""
@@ -53,7 +53,7 @@ class RowExchange:
         """Return the connected exchange. Return None on every rank if there is only one rank, if there are more than
         MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
 
-        Each rank listens on the interface of Gloo, and only during this call.
+        Each rank listens on the network interface that Gloo uses, and only during this call.
         """
         rank, size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         if not 1 < size <= MAX_RANKS:
@@ -79,7 +79,7 @@ class RowExchange:
         return None
 
     def allgather(self, row: bytes | bytearray) -> bytearray:
-        """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length, not empty.
+        """Return the rows of all ranks, in rank order. All ranks call it with non-empty rows of the same length.
 
         Raises RuntimeError if another rank closes its connection or the timeout expires, with a message that starts
         like Gloo's. Also raises RuntimeError if an earlier call failed.
@@ -99,8 +99,8 @@ class RowExchange:
         """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")
-        # After an exception, including KeyboardInterrupt, the next call would read the rest of this message. The
-        # connections stay open, so that ranks whose timeout expires slightly later also report a timeout.
+        # After an exception, including KeyboardInterrupt, another call would read the rest of the interrupted message.
+        # The connections stay open, so that ranks whose timeout expires slightly later also report a timeout.
         self._is_usable = False
         self._communicate(send_buffers, receive_buffers)
         self._is_usable = True
@@ -181,7 +181,7 @@ def _gloo_address(rendezvous: Rendezvous) -> str | None:
 def _exchanges_closed_in_forked_processes() -> WeakSet[RowExchange]:
     """Return the set of exchanges whose connections are closed in processes that are forked from this process.
 
-    Otherwise, a connection would stay open after this process was killed.
+    Otherwise, the forked processes would keep the connections open after this process was killed.
     """
     exchanges: WeakSet[RowExchange] = WeakSet()
 

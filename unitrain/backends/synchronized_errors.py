@@ -31,7 +31,7 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
                 raise error  # pickling drops the cause and the traceback
             if None in errors:
                 rank_error.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
-                if isinstance(communicator, Backend):  # ranks of another communicator may have other numbers
+                if isinstance(communicator, Backend):  # another communicator may number its ranks differently
                     rank_error.failed_rank = rank
             raise rank_error
 

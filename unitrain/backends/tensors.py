@@ -34,7 +34,8 @@ def has_unit_stride(elements: Tensor) -> bool:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or its view [..., 2] of real numbers if it is complex. `tensor` must not be a lazy conjugate."""
+    """Return `tensor`, or its view [..., 2] of real numbers if it is complex. The conjugate bit of `tensor` must not be
+    set."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -62,7 +63,7 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-def needs_keys(dtype: torch.dtype, op: str) -> bool:
+def needs_ordered_keys(dtype: torch.dtype, op: str) -> bool:
     """Return whether the reduction `op` of `dtype` must be computed on ordered keys."""
     return op in ("min", "max") and dtype.is_floating_point
 

@@ -1,4 +1,4 @@
-"""Functions that run in turns, one at a time, and exchange values at common points."""
+"""Functions that take turns, so that one runs at a time, and that exchange values at common points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Turns(Generic[ResultT]):
-    """Runs several functions in turns: exactly one runs at a time, until it calls `exchange` or returns.
+    """Runs several functions in turns: exactly one function runs at a time, until it calls `exchange` or returns.
 
     The last function runs in the calling thread. Each other function runs in its own thread, which has the same context
     variables, default device, autocast settings, number of threads and CUDA stream, and ends before `run` returns.
@@ -42,10 +42,10 @@ class Turns(Generic[ResultT]):
         self._is_cancelled = False
 
     def run(self, functions: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
-        """Return the results of `functions`.
+        """Run `functions` in turns, and return their results.
 
-        If a function raises an exception, the others are cancelled, and the exception is raised. If the functions do
-        not call `exchange` equally often, CollectiveMismatchError is raised.
+        If a function raises an exception, the other functions are cancelled, and the exception is raised. If the
+        functions do not call `exchange` equally often, CollectiveMismatchError is raised.
         """
         settings = _ThreadSettings.of_this_thread(self._device)
         self._threads = [_Thread(self, index, function, settings) for index, function in enumerate(functions[:-1])]
@@ -75,7 +75,7 @@ class Turns(Generic[ResultT]):
         self._values[index] = value
         if index == self._calling_index:
             if any(thread.has_ended for thread in self._threads):
-                raise layer_mismatch()
+                raise layer_mismatch_error()
             self._combined_value = self._combine(self._values)
             self._run_threads()
         else:
@@ -85,9 +85,9 @@ class Turns(Generic[ResultT]):
         return self._combined_value
 
     def check_others_have_ended(self) -> None:
-        """Raise CollectiveMismatchError unless all functions but the last one have ended. The last one calls it."""
+        """Raise CollectiveMismatchError unless all functions but the last have ended. The last function calls it."""
         if not all(thread.has_ended for thread in self._threads):
-            raise layer_mismatch()
+            raise layer_mismatch_error()
 
     def await_turn(self, index: int) -> None:
         """Wait until it is the turn of function `index`."""
@@ -105,7 +105,7 @@ class Turns(Generic[ResultT]):
         return self._is_cancelled
 
     def _run_threads(self) -> None:
-        """Let each thread run until it exchanges a value or ends. Raises _CancelledError if its function fails."""
+        """Let each thread run until it exchanges a value or ends. Raises _CancelledError if a function fails."""
         for index, thread in enumerate(self._threads):
             self._switch(index)
             self._pass_turn(index)
@@ -210,11 +210,11 @@ class _ThreadSettings:
 
 
 class _CancelledError(BaseException):
-    """Raised in a function because another one has raised an exception. Not an Exception, so that functions do not
-    handle it."""
+    """Raised in a function because another function has raised an exception. It is not a subclass of Exception, so that
+    functions do not handle it by `except Exception`."""
 
 
-def layer_mismatch() -> CollectiveMismatchError:
+def layer_mismatch_error() -> CollectiveMismatchError:
     """Return the error for functions that call `exchange` in different layers."""
     return CollectiveMismatchError(
         "The logical ranks of this process call different synchronized BatchNorm layers, or call them in different "

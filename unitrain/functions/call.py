@@ -83,7 +83,7 @@ class CallOutcome:
         try:
             content = cloudpickle.dumps(self)
             if self.error is not None:
-                pickle.loads(content)  # fails if the constructor takes arguments that are not in `args`
+                pickle.loads(content)  # fails if the error's constructor needs arguments that `args` does not contain
         except Exception as error:
             if self.error is None:
                 raise FunctionError(
@@ -104,11 +104,11 @@ class CallOutcome:
         for rank in range(size):
             path = folder / f"{_OUTCOME}-{rank}"
             if path.exists():
-                outcomes[rank] = _read(path)
+                outcomes[rank] = _read_outcome(path)
         return outcomes
 
 
-def _read(path: Path) -> CallOutcome:
+def _read_outcome(path: Path) -> CallOutcome:
     try:
         outcome: CallOutcome = pickle.loads(path.read_bytes())
     except Exception as error:  # for example, a class that only the rank can import

@@ -25,11 +25,11 @@ from unitrain.functions.call import CallOutcome, FunctionCall
 from unitrain.processes import kill_processes, parent_death_signal_setter
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
-# Results of `environment.detect` that do not prove that this process is a rank: the variables of these launchers may
-# also be set in a shell or a container.
+# Values of `environment.detect().launcher` that do not prove that this process is a rank: the environment variables of
+# these launchers may also be set in a shell or a container.
 _AMBIGUOUS_LAUNCHERS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
-# The time that launchers allow for ranks to save and exit.
+# The time that launchers give the ranks to save a checkpoint and exit.
 _GRACE_SECONDS = 35.0
 _POLL_SECONDS = 1.0
 
@@ -56,11 +56,11 @@ def run(
     without an `if __name__ == "__main__"` guard. The function, its arguments, all referenced objects and the results
     are transferred by pickling. The output of the ranks is printed line by line.
 
-    Raises RankFailedError if a rank fails. The error contains the traceback of the first failed rank, whose exception
-    is its cause. If no rank raised an exception, the error contains the last lines of output. Raises TimeoutError after
-    `timeout_seconds`, ConfigError for invalid arguments, and FunctionError for a function or arguments that cannot be
-    pickled; a result that cannot be pickled is a failure of its rank. The ranks and their child processes are
-    terminated when the call returns or is interrupted.
+    Raises RankFailedError if a rank fails. The error contains the traceback of the first failed rank; the exception of
+    this rank is its cause. If no rank raised an exception, the error contains the last lines of output. Raises
+    TimeoutError after `timeout_seconds`, ConfigError for invalid arguments, and FunctionError for a function or
+    arguments that cannot be pickled; a result that cannot be pickled is a failure of its rank. The ranks and their
+    child processes are terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
     if rank_info.launcher not in _AMBIGUOUS_LAUNCHERS:
@@ -106,7 +106,8 @@ def run(
 def _select_devices(
     np: int | None, devices: int | str | Sequence[int] | None, launcher: str | None
 ) -> tuple[int, dict[str, str]]:
-    """Return the number of ranks and the variables that select their GPUs. Raises ConfigError."""
+    """Return the number of ranks, and the environment variables that select their GPUs. Raises ConfigError for invalid
+    devices, and if neither `np` nor `devices` is set."""
     if devices is None:
         if np is None:
             raise ConfigError(
@@ -148,7 +149,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
-            if process.returncode < 0:  # after the launcher was killed, ranks save a checkpoint and exit
+            if process.returncode < 0:  # the launcher was killed: the ranks save a checkpoint and exit
                 read_event.wait(_GRACE_SECONDS)
         kill_processes(process, marker)
         killed_event.set()
@@ -192,18 +193,18 @@ def _wait(process: subprocess.Popen[bytes], killed_event: threading.Event) -> in
             return -signal.SIGKILL
 
 
-def _read_lines(output: int, killed_event: threading.Event) -> Iterator[bytes]:
-    """Yield the lines of `output` until it is closed or, once `killed_event` is set, until it is empty.
+def _read_lines(descriptor: int, killed_event: threading.Event) -> Iterator[bytes]:
+    """Yield the lines of an output pipe until it is closed or, after `killed_event` is set, until it is empty.
 
-    Child processes that changed their environment are not killed, and may keep the output open.
+    Child processes that changed their environment are not killed, and may keep the pipe open.
     """
     incomplete_line = b""
     with selectors.DefaultSelector() as ready:
-        ready.register(output, selectors.EVENT_READ)
+        ready.register(descriptor, selectors.EVENT_READ)
         while True:
             were_killed = killed_event.is_set()
             if ready.select(0.1):
-                received = os.read(output, 1 << 16)
+                received = os.read(descriptor, 1 << 16)
                 if not received:
                     break
                 *lines, incomplete_line = (incomplete_line + received).split(b"\n")

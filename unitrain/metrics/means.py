@@ -1,4 +1,4 @@
-"""Exact weighted means over ranks, accumulated without host-device synchronization."""
+"""Weighted means over ranks, accumulated without host-device synchronization."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Means:
     def add(self, values: Iterable[Tensor | float], samples: int, *, is_owned: bool = False) -> None:
         """Add a batch: for each name, the mean over its `samples`, or a tensor [samples] of values.
 
-        Tensors are copied unless `is_owned`, because the caller may overwrite them. A tensor of another shape raises a
-        TensorError, in this or a later call.
+        Tensors are copied, because the caller may overwrite them, unless `is_owned` is True. A tensor of another shape
+        raises TensorError, in this or a later call.
         """
         if samples:
             copies = [value if is_owned and isinstance(value, Tensor) else detached_copy(value) for value in values]
@@ -50,17 +50,17 @@ class Means:
             if len(self._pending) == MAX_PENDING_BATCHES:
                 self.flush()
 
-    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:
-        """Add a batch with one value: the mean over its `samples` or, with a `count`, the sum over `count` tokens.
+    def add_loss(self, loss: Tensor, samples: int, tokens: Tensor | float | None, *, is_owned: bool = False) -> None:
+        """Add a batch with one value: the mean over its `samples` or, with `tokens`, the sum over `tokens` tokens.
 
         `is_owned` has the same meaning as in `add`.
         """
-        if count is None:
+        if tokens is None:
             self.add((loss,), samples, is_owned=is_owned)
         elif samples:
             (total,) = self._sums
             self._sums = [total + loss.detach()]
-            self._tokens = self._tokens + count
+            self._tokens = self._tokens + tokens
 
     def flush(self) -> None:
         """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only."""
@@ -75,7 +75,7 @@ class Means:
         sums, samples = self._sum_pending()
         return torch.stack([*sums, self._tokens + samples])
 
-    def totals(self, communicator: Communicator) -> tuple[list[float], float]:
+    def reduce_totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
         *sums, num_samples = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
         return sums, num_samples
@@ -122,8 +122,8 @@ class Means:
             self._tokens = self._tokens + means_of_rank._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
-        """Return the mean per name over all ranks (nan without samples), and discard all batches. All ranks call it."""
-        sums, samples = self.totals(communicator)
+        """Return the mean over all ranks by name (NaN without samples), and discard all batches. All ranks call it."""
+        sums, samples = self.reduce_totals(communicator)
         self.clear()
         means = [total / samples if samples else float("nan") for total in sums]
         return dict(zip(self.names, means, strict=True))
@@ -180,27 +180,27 @@ class MeanMetric:
         _check_value(value)
         if isinstance(count, Tensor):
             if count.is_meta:
-                raise TensorError(_invalid_count("a tensor on device meta"))
+                raise TensorError(_invalid_count_message("a tensor on device meta"))
             is_known = count.device.type == "cpu"  # reading a count on a GPU would synchronize with the device
             if count.dim() or (is_known and not 0 <= float(count) < math.inf):
-                raise TensorError(_invalid_count(count.tolist() if count.numel() < 10 else list(count.shape)))
-            value = _to_float64(value, float(count) if is_known else None, self._backend.device)
+                raise TensorError(_invalid_count_message(count.tolist() if count.numel() < 10 else list(count.shape)))
+            value = _mean_in_float64(value, float(count) if is_known else None, self._backend.device)
             self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
             return
         number: Any = count  # numpy numbers are not subclasses of int and float
         is_real = isinstance(number, Real)
         if isinstance(number, bool) or not (is_real and 0 <= number <= sys.float_info.max):
-            raise TensorError(_invalid_count(number))
+            raise TensorError(_invalid_count_message(number))
         if isinstance(number, Integral) and number <= _MAX_INTEGER:
             self._means.add((value,), int(number))
         elif number:
-            value = _to_float64(value, float(number), self._backend.device)
+            value = _mean_in_float64(value, float(number), self._backend.device)
             self._means.add_loss(value * float(number), 1, float(number))
 
     def compute(self) -> float:
-        """Return the mean over all ranks; nan without values. All ranks call it and return the same mean."""
+        """Return the mean over all ranks, or NaN if no rank has values. All ranks call it and return the same mean."""
         call_on_all_ranks(self._backend, self._means.flush)
-        (total,), count = self._means.totals(self._backend)
+        (total,), count = self._means.reduce_totals(self._backend)
         return total / count if count else math.nan
 
     def reset(self) -> None:
@@ -208,7 +208,7 @@ class MeanMetric:
         self._means.clear()
 
 
-def _invalid_count(count: object) -> str:
+def _invalid_count_message(count: object) -> str:
     return (
         f"MeanMetric.update(count=...) must be a number of at least 0, got {count}. "
         "Pass the number of samples of the mean: metric.update(loss, len(targets))."
@@ -242,17 +242,18 @@ def _check_value(value: Any) -> None:
     )
 
 
-def _to_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
-    """Return the mean of `value` as float64. Raises TensorError for a complex `value`, and unless its shape is [] or
-    [count]; the shape is not checked if `count` is None or 0."""
+def _mean_in_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
+    """Return the mean of `value` in float64. Raises TensorError for a complex `value`, and for a shape other than []
+    and [count]. The shape is not checked if `count` is None or 0."""
     value = torch.as_tensor(value).detach()
     if value.is_complex() or (count is not None and count > 0 and value.shape not in ((), (count,))):
-        raise TensorError(_invalid_value("The value", value, count or 0))
+        raise TensorError(_invalid_value_message("The value", value, count or 0))
     return value.to(device, torch.float64).mean()
 
 
 def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
-    """Return the properties that batches summed together must share. A stack of several dtypes would round."""
+    """Return the properties that must be equal for batches that are summed together. Stacking tensors of different
+    dtypes would round values."""
     samples, values = batch
     return samples, *((value.shape, value.dtype, value.device) for value in values)
 
@@ -266,16 +267,16 @@ def _sum_batches(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
     """Return the sum over all samples of several batches with `samples` samples each, float64."""
     shape = values[0].shape
     if shape not in ((), (samples,)) or values[0].is_complex():
-        raise TensorError(_invalid_value(name, values[0], samples))
+        raise TensorError(_invalid_value_message(name, values[0], samples))
     total = torch.stack(values).sum(dtype=torch.float64)
     return total if shape else total * samples
 
 
-def _invalid_value(name: str, value: Tensor, count: float) -> str:
+def _invalid_value_message(name: str, value: Tensor, count: float) -> str:
     if value.is_complex():
         kind = str(value.dtype).removeprefix("torch.")
         return f"{name} of a batch must be a real number, got dtype {kind}. Take its absolute value: value.abs()."
     return (
-        f"{name} of a batch of {count:g} must be one number or {count:g}, got shape {list(value.shape)}. "
+        f"{name} of a batch of {count:g} must be one number or have shape [{count:g}], got shape {list(value.shape)}. "
         "Return the mean over the batch, for example with .mean()."
     )

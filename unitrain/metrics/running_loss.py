@@ -19,9 +19,10 @@ _MAX_ROUNDING_ERROR = 1e-9
 
 
 class RunningLoss:
-    """Accumulates the micro-batch losses of an epoch. All ranks must make the same calls, and return the same means.
+    """Accumulates the micro-batch losses of an epoch. All ranks must make the same calls, which return the same means
+    on every rank.
 
-    The mean over an epoch depends neither on calls of `mean_since_sync` nor on interruptions, because checkpoints
+    The mean over an epoch depends neither on calls of `pop_mean_since_sync` nor on interruptions, because checkpoints
     contain the sums. `steps` is the number of steps since `start_epoch`, including those before an interruption.
 
     With `exact`, sums are exact, so that with logical ranks, the means are bit-identical for any number of processes.
@@ -35,21 +36,21 @@ class RunningLoss:
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
-        self.count_at_sync = 0.0
-        """The number of samples or tokens of all ranks in the mean that `mean_since_sync` returned last."""
+        self.count_since_sync = 0.0
+        """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last."""
 
-    def add(self, loss: Tensor, samples: int, count: Tensor | float | None = None) -> None:
-        """Record the loss of one micro-batch: the mean over `samples` or, with a `count`, the sum over `count` tokens.
+    def add(self, loss: Tensor, samples: int, tokens: Tensor | float | None = None) -> None:
+        """Record the loss of one micro-batch: the mean over `samples` or, with `tokens`, the sum over `tokens` tokens.
 
-        `finish_step` includes it in the means. This method does not synchronize with the device.
+        `finish_step` includes the loss in the means. This method does not synchronize with the device.
         """
-        count = detached_copy(count) if isinstance(count, Tensor) else count
-        self._step_losses.append((detached_copy(loss), samples, count))
+        tokens = detached_copy(tokens) if isinstance(tokens, Tensor) else tokens
+        self._step_losses.append((detached_copy(loss), samples, tokens))
 
     def finish_step(self) -> None:
-        """Include the micro-batches since the last completed step."""
-        for loss, samples, count in self._step_losses:
-            self._means.add_loss(loss, samples, count, is_owned=True)
+        """Include the micro-batches of the completed step in the means."""
+        for loss, samples, tokens in self._step_losses:
+            self._means.add_loss(loss, samples, tokens, is_owned=True)
         self._step_losses.clear()
         self.steps += 1
 
@@ -58,31 +59,31 @@ class RunningLoss:
         self._step_losses.clear()
 
     def local_sums(self) -> list[float]:
-        """Return this rank's sum (one or several parts) followed by its count, for `mean_since_sync`. Synchronizes with
-        the device."""
+        """Return this rank's sum (as one or several addends) followed by its number of samples or tokens, for
+        `pop_mean_since_sync`. Synchronizes with the device."""
         return self._means.local_sums().tolist()
 
-    def mean_since_sync(self, sums_by_rank: Sequence[Sequence[float]], epoch: int, step: int) -> float:
-        """Return the mean since the last call, given the `local_sums` of every rank; 0 if there were no tokens.
+    def pop_mean_since_sync(self, sums_by_rank: Sequence[Sequence[float]], epoch: int, step: int) -> float:
+        """Return the mean since the previous call, given the `local_sums` of every rank. The mean over no tokens is 0.
 
         Raises, on every rank, NonFiniteLossError if the mean is not finite, and ModelError if the number of tokens is
         negative, or is 0 although the sum is not.
         """
         total, count = _sum_over_ranks(sums_by_rank)
-        self.count_at_sync = count - self._synced_totals[1]
-        total_at_sync = total - self._synced_totals[0]
-        if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
-            total_at_sync = 0.0  # a resumed run may add up the same losses in another order
-        mean = _compute_mean(total_at_sync, self.count_at_sync)
+        self.count_since_sync = count - self._synced_totals[1]
+        total_since_sync = total - self._synced_totals[0]
+        if not self.count_since_sync and abs(total_since_sync) <= _MAX_ROUNDING_ERROR * abs(total):
+            total_since_sync = 0.0  # a resumed run may add up the same losses in another order
+        mean = _compute_mean(total_since_sync, self.count_since_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, sums_by_rank)
         self._synced_totals = (total, count)
         return mean
 
-    def epoch_mean(self, epoch: int, step: int) -> float:
-        """Return the mean over the epoch so far. All ranks call it. Raises errors like `mean_since_sync`."""
+    def reduce_epoch_mean(self, epoch: int, step: int) -> float:
+        """Return the mean over the epoch so far. All ranks call it. Raises the same errors as `pop_mean_since_sync`."""
         local_sums = self.local_sums()
-        (total,), count = self._means.totals(self._communicator)
+        (total,), count = self._means.reduce_totals(self._communicator)
         self._totals = (total, count)
         mean = _compute_mean(total, count)
         if not math.isfinite(mean):
@@ -90,10 +91,10 @@ class RunningLoss:
         return mean
 
     def start_epoch(self) -> None:
-        """Start an epoch. Call it after `epoch_mean` of the preceding epoch."""
+        """Start an epoch. Call it after `reduce_epoch_mean` of the preceding epoch."""
         total, count = (synced - of_epoch for synced, of_epoch in zip(self._synced_totals, self._totals, strict=True))
-        # The next `mean_since_sync` also includes the last epoch's steps after its last synchronization. Without such
-        # steps, the difference of the totals, which are rounded differently, is not exactly 0.
+        # The next `pop_mean_since_sync` also includes the last epoch's steps after its last synchronization. Without
+        # such steps, the difference of the totals, which are rounded differently, is not exactly 0.
         self._synced_totals, self._totals = (total if count else 0.0, count), (0.0, 0.0)
         self._means.clear()
         self.steps = 0
@@ -118,7 +119,7 @@ class RunningLoss:
 
 
 def _sum_over_ranks(sums_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the sum and the count over all ranks, given the parts of the sum and the count of each rank."""
+    """Return the sum and the number of samples or tokens over all ranks, given the `local_sums` of every rank."""
     return sum_exactly(part for row in sums_by_rank for part in row[:-1]), sum(row[-1] for row in sums_by_rank)
 
 

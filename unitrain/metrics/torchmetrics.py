@@ -24,22 +24,22 @@ from unitrain.errors import ConfigError, MetricError
 
 
 class _State(NamedTuple):
-    """State of one metric or inner metric: number of updates, and tensors and lists by name."""
+    """State of a metric or of an inner metric: the number of updates, and the tensors and lists by name."""
 
     updates: int
     values: dict[str, Any]
 
 
-_States = dict[str, _State]
+_States = dict[str, _State]  # of a metric and its inner metrics, by path
 
 
 class _ReducibleState(NamedTuple):
-    """A tensor state that an allreduce can merge, identified by metric index, inner metric path, and state name."""
+    """A tensor state that an allreduce with `op` can merge, identified by metric index, inner metric path and name."""
 
-    metric: int
+    metric_index: int
     path: str
     name: str
-    kind: str
+    op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -60,44 +60,49 @@ class TorchMetrics:
     Running metric, which depends on the order of batches. `compute` raises MetricError, on every rank, for a metric
     that cannot be computed or has a non-numeric result.
 
-    With `has_parts`, the states of the parts that `begin_part` separates are gathered and merged in their order. The
-    result is then bit-identical for any division of the parts among ranks.
+    With `has_logical_ranks`, the states of each logical rank are gathered, and merged in the order of the logical
+    ranks. The results are then bit-identical for any number of processes. Call `begin_logical_rank` before the first
+    batch of each logical rank.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], communicator: Communicator, *, has_parts: bool = False) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], communicator: Communicator, *, has_logical_ranks: bool = False
+    ) -> None:
         self._metrics = dict(metrics)
-        self._communicator, self._has_parts = communicator, has_parts
-        self._is_updated = self._is_part_updated = False
-        self._states_by_part: list[list[_States]] = []
+        self._communicator, self._has_logical_ranks = communicator, has_logical_ranks
+        self._is_updated = self._is_logical_rank_updated = False
+        self._states_by_logical_rank: list[list[_States]] = []
         for name, metric in self._metrics.items():
-            for part in _find_metrics(metric).values():
-                if type(part).__name__ == "Running":
+            for inner_metric in _find_metrics(metric).values():
+                if type(inner_metric).__name__ == "Running":
                     raise ConfigError(
                         f"Metric {name!r} is a Running metric of torchmetrics. Its result covers only the last "
                         "batches, which depend on the number of ranks. Use the metric inside it."
                     )
             metric.to(communicator.device)
-        self.names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
+        self.result_names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
 
     def reset(self) -> None:
         """Reset the metrics."""
-        self._is_updated = self._is_part_updated = False
-        self._states_by_part = []
+        self._is_updated = self._is_logical_rank_updated = False
+        self._states_by_logical_rank = []
         for metric in self._metrics.values():
             metric.reset()
 
-    def begin_part(self) -> None:
-        """Begin the next part of the data, such as the data of a logical rank, with separate states."""
-        if self._is_part_updated:
-            self._is_part_updated = False
+    def begin_logical_rank(self) -> None:
+        """Begin the batches of the next logical rank of this process, with separate states."""
+        if self._is_logical_rank_updated:
+            self._is_logical_rank_updated = False
             # The lists are copied, because `reset` clears them.
-            self._states_by_part.append([_copy_lists(_read_states(metric)) for metric in self._metrics.values()])
+            self._states_by_logical_rank.append(
+                [_copy_lists(_read_states(metric)) for metric in self._metrics.values()]
+            )
             for metric in self._metrics.values():
                 metric.reset()
 
     def update(self, output: Any, target: Any) -> None:
         """Update every metric with one batch. Raises MetricError, on this rank only, if an update fails."""
-        self._is_updated = self._is_part_updated = True
+        self._is_updated = self._is_logical_rank_updated = True
         for name, metric in self._metrics.items():
             try:
                 metric.update(output, target)
@@ -106,28 +111,29 @@ class TorchMetrics:
                 raise _metric_error(name, metric, where, error) from error
 
     def compute(self) -> dict[str, dict[str, float]]:
-        """Return the results per metric by name, and reset the metrics. All ranks call it. Results are nan if no rank
-        has updated the metrics."""
+        """Return {name of the metric: {name of the result: result}}, and reset the metrics. All ranks call it. The
+        results are NaN if no rank has updated the metrics."""
         communicator = self._communicator
         rank = communicator.rank if self._is_updated else communicator.size
         # The lowest rank with samples computes the result, because some metrics store properties of the samples outside
         # their state.
         root = int(communicator.allreduce(torch.tensor(rank), "min"))
         if root == communicator.size:
-            return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
-        if self._has_parts:
-            self.begin_part()
-            unmerged_states = [part for parts in communicator.allgather_object(self._states_by_part) for part in parts]
+            return {name: dict.fromkeys(names, float("nan")) for name, names in self.result_names.items()}
+        if self._has_logical_ranks:
+            self.begin_logical_rank()  # stores the states of the last logical rank
+            states_by_rank = communicator.allgather_object(self._states_by_logical_rank)
+            unmerged_states = [states for states_of_rank in states_by_rank for states in states_of_rank]
             reduced: list[_States] = [{} for _ in self._metrics]
         else:
-            unmerged_states, reduced = self._merge_ranks()
+            unmerged_states, reduced = self._reduce_and_gather_states()
         outcome, error = self._compute_results(unmerged_states, reduced) if root == communicator.rank else ({}, None)
         self.reset()
         raise_on_all_ranks(communicator, error)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results
 
-    def _merge_ranks(self) -> tuple[list[list[_States]], list[_States]]:
+    def _reduce_and_gather_states(self) -> tuple[list[list[_States]], list[_States]]:
         """Return two lists: the states of all ranks that are not merged yet, and the states that an allreduce has
         merged. All ranks call it."""
         states = [_read_states(metric) for metric in self._metrics.values()]
@@ -148,29 +154,27 @@ class TorchMetrics:
         if gather_if_different(self._communicator, layout) is not None or not layout:
             return merged
         metrics_by_path = [_find_metrics(metric) for metric in self._metrics.values()]
-        for kind, wide in dict.fromkeys((state_entry.kind, _wide_dtype(state_entry.dtype)) for state_entry in layout):
+        for op, wide in dict.fromkeys((state_entry.op, _wide_dtype(state_entry.dtype)) for state_entry in layout):
             group = [
-                state_entry
-                for state_entry in layout
-                if (state_entry.kind, _wide_dtype(state_entry.dtype)) == (kind, wide)
+                state_entry for state_entry in layout if (state_entry.op, _wide_dtype(state_entry.dtype)) == (op, wide)
             ]
             parts, counts = [], []
-            for metric, path, name, *_ in group:
-                updates, values_by_name = states[metric][path]
-                parts.append(_contribution(values_by_name.pop(name).to(wide), kind, updates).reshape(-1))
+            for metric_index, path, name, *_ in group:
+                updates, values_by_name = states[metric_index][path]
+                parts.append(_contribution(values_by_name.pop(name).to(wide), op, updates).reshape(-1))
                 counts.append([updates, int(updates > 0)])
-            total = self._communicator.allreduce(torch.cat(parts), "sum" if kind == "mean" else kind)  # type: ignore[arg-type]
+            total = self._communicator.allreduce(torch.cat(parts), "sum" if op == "mean" else op)  # type: ignore[arg-type]
             total_counts = self._communicator.allreduce(torch.tensor(counts), "sum").tolist()
             values = total.split([part.numel() for part in parts])
             for state_entry, value, (updates, updated_ranks) in zip(group, values, total_counts, strict=True):
-                default = metrics_by_path[state_entry.metric][state_entry.path]._defaults[state_entry.name]
+                default = metrics_by_path[state_entry.metric_index][state_entry.path]._defaults[state_entry.name]
                 reduced = value.view(state_entry.shape)
-                if kind == "mean":
+                if op == "mean":
                     reduced = reduced / max(updates, 1)
-                elif kind == "sum":
+                elif op == "sum":
                     # Each rank's sum includes the default value, but the merged sum must include it only once.
                     reduced = reduced - (updated_ranks - 1) * default.to(reduced)
-                _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, _State(updates, {}))
+                _, values_by_name = merged[state_entry.metric_index].setdefault(state_entry.path, _State(updates, {}))
                 if updates:
                     values_by_name[state_entry.name] = reduced.to(state_entry.dtype)
         return merged
@@ -220,7 +224,7 @@ def _copy_lists(states: _States) -> _States:
 def _find_reducible_states(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_ReducibleState]:
     """Yield the states of one rank that an allreduce can merge, in the same order on every rank."""
     functions: Any = sys.modules["torchmetrics.utilities"]
-    kinds = {
+    ops = {
         functions.dim_zero_sum: "sum",
         functions.dim_zero_mean: "mean",
         functions.dim_zero_min: "min",
@@ -229,35 +233,37 @@ def _find_reducible_states(metrics: Iterable[Any], states: Iterable[_States]) ->
     for metric_index, (metric, metric_states) in enumerate(zip(metrics, states, strict=True)):
         for path, part in _find_metrics(metric).items():
             for name, value in metric_states[path].values.items():
-                kind = kinds.get(part._reductions.get(name))
-                if kind is not None and isinstance(value, Tensor) and not value.is_complex():
-                    yield _ReducibleState(metric_index, path, name, kind, tuple(value.shape), value.dtype)
+                op = ops.get(part._reductions.get(name))
+                if op is not None and isinstance(value, Tensor) and not value.is_complex():
+                    yield _ReducibleState(metric_index, path, name, op, tuple(value.shape), value.dtype)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
-def _contribution(value: Tensor, kind: str, updates: int) -> Tensor:
-    """Return a rank's contribution to a reduction of `kind`: the identity element if the metric was not updated."""
-    if kind == "mean":
+def _contribution(value: Tensor, op: str, updates: int) -> Tensor:
+    """Return this rank's contribution to the reduction `op` of a state after `updates` updates. Without updates, this
+    is the identity element of the reduction."""
+    if op == "mean":
         return value.double() * updates if updates else torch.zeros_like(value, dtype=torch.float64)
     if updates:
         return value
-    if kind == "sum":
+    if op == "sum":
         return torch.zeros_like(value)
     if value.is_floating_point():
-        return torch.full_like(value, -torch.inf if kind == "max" else torch.inf)
+        return torch.full_like(value, -torch.inf if op == "max" else torch.inf)
     limits = torch.iinfo(value.dtype)
-    return torch.full_like(value, limits.min if kind == "max" else limits.max)
+    return torch.full_like(value, limits.min if op == "max" else limits.max)
 
 
 @contextmanager
 def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced: _States) -> Iterator[None]:
-    """Context manager in which `metric` has the merged state of all ranks and does not synchronize. Restores the local
-    state.
+    """Context manager in which `metric` has the merged state of all ranks and does not synchronize. At the end, the
+    local state is restored.
 
-    `reduced` are the states that are already merged, and `states_of_ranks` the other states per rank.
+    `reduced` contains the states that are already merged, and `states_of_ranks` contains the other states of each rank
+    or logical rank.
     """
     states_before = {path: (part, *_read_local_state(part)) for path, part in _find_metrics(metric).items()}
     try:
@@ -312,15 +318,15 @@ def _merge_nrmse_states(metric: Any, states: Sequence[Mapping[str, Tensor]]) -> 
     return {name: value.to(states[0][name].dtype) for name, value in joined_states.items()}
 
 
-def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
-    """Merge one state over ranks according to `reduction`, the `dist_reduce_fx` of `add_state`. `values` contains a
-    pair (number of updates, state) per rank.
+def _merge(updates_and_states: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
+    """Merge one state over ranks according to `reduction`, the `dist_reduce_fx` of `add_state`. `updates_and_states`
+    contains a pair (number of updates, state) per rank.
 
     Without a `reduction`, tensors are stacked, as in torchmetrics, and the metric merges them. A custom `reduction` is
     called with the stacked tensors or, if the states are lists, with one list of the items of all ranks.
     """
     functions: Any = sys.modules["torchmetrics.utilities"]
-    states = [state for _, state in values]
+    states = [state for _, state in updates_and_states]
     if any(isinstance(state, list) for state in states):
         joined_states = [item for state in states for item in (state if isinstance(state, list) else [state])]
         if reduction is None or reduction is functions.dim_zero_cat:
@@ -338,14 +344,17 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
         # Each rank's sum includes the default value, but the merged sum must include it only once.
         return (wide.sum(0) - (len(states) - 1) * default.to(wide)).to(stacked.dtype)
     if reduction is functions.dim_zero_mean:
-        updates = torch.tensor([updates for updates, _ in values], dtype=torch.float64, device=stacked.device)
+        updates = torch.tensor(
+            [updates for updates, _ in updates_and_states], dtype=torch.float64, device=stacked.device
+        )
         weights = (updates / updates.sum()).reshape(-1, *[1] * (stacked.dim() - 1))
         return (stacked.double() * weights).sum(0).to(stacked.dtype)
     return reduction(stacked)
 
 
 def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) for the numbers in `value`: a single number, or several by key or index."""
+    """Yield a pair (name, number) for each number in `value`. The names of several numbers end with the key or
+    index."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _iterate_numbers(f"{name}_{key}" if name else str(key), part)
@@ -366,8 +375,8 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
-    """Yield the names of a metric's results before training, or only `name` if a metric without updates cannot be
-    computed."""
+    """Yield the names of the results of `metric`, or only `name` if the metric cannot be computed before its first
+    update."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # suppresses the warning that the metric was not updated

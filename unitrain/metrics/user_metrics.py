@@ -26,8 +26,9 @@ class UserMetrics:
 
     The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
     "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines
-    the names. With `exact`, sums are exact, and the states of torchmetrics objects are merged in the order of the parts
-    that `begin_part` separates. Raises ConfigError if two results have the same name.
+    the names. With `exact`, sums are exact, and the states of torchmetrics objects are merged in the order of the
+    logical ranks, for each of which the caller calls `begin_logical_rank`. Raises ConfigError if two results have the
+    same name.
     """
 
     def __init__(
@@ -37,11 +38,15 @@ class UserMetrics:
         self._functions = {name: metric for name, metric in metrics_by_name.items() if not is_torchmetric(metric)}
         torchmetrics = {name: metric for name, metric in metrics_by_name.items() if is_torchmetric(metric)}
         self._exact = exact
-        self._torchmetrics = TorchMetrics(torchmetrics, communicator, has_parts=exact) if torchmetrics else None
-        self._communicator, self._order = communicator, tuple(metrics_by_name)
+        self._torchmetrics = TorchMetrics(torchmetrics, communicator, has_logical_ranks=exact) if torchmetrics else None
+        self._communicator, self._metric_names = communicator, tuple(metrics_by_name)
         self._means: Means
-        names: Mapping[str, tuple[str, ...]] = {} if self._torchmetrics is None else self._torchmetrics.names
-        self.names = _check_unique_names([result for name in self._order for result in names.get(name, (name,))])
+        result_names: Mapping[str, tuple[str, ...]] = (
+            {} if self._torchmetrics is None else self._torchmetrics.result_names
+        )
+        self.names = _check_unique_names(
+            [result for name in self._metric_names for result in result_names.get(name, (name,))]
+        )
 
     def reset(self) -> None:
         """Discard all batches."""
@@ -49,10 +54,10 @@ class UserMetrics:
         if self._torchmetrics is not None:
             self._torchmetrics.reset()
 
-    def begin_part(self) -> None:
-        """Begin the part of the next logical rank."""
+    def begin_logical_rank(self) -> None:
+        """Begin the batches of the next logical rank of this process."""
         if self._torchmetrics is not None:
-            self._torchmetrics.begin_part()
+            self._torchmetrics.begin_logical_rank()
 
     def update(self, output: Any, target: Any, samples: int) -> None:
         """Add a batch of `samples` samples. Raises, on this rank only, TensorError if a function does not return
@@ -67,12 +72,12 @@ class UserMetrics:
         self._means.flush()
 
     def compute(self) -> dict[str, float]:
-        """Return every result over the batches of all ranks, in the order of the metrics. All ranks call it."""
+        """Return the results over the batches of all ranks by name, in the order of the metrics. All ranks call it."""
         means = self._means.reduce(self._communicator) if self._functions else {}
         results_by_metric = {name: {name: mean} for name, mean in means.items()}
         if self._torchmetrics is not None:
             results_by_metric |= self._torchmetrics.compute()
-        results = [result for name in self._order for result in results_by_metric[name].items()]
+        results = [result for name in self._metric_names for result in results_by_metric[name].items()]
         _check_unique_names([name for name, _ in results])
         return dict(results)
 

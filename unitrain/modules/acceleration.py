@@ -13,10 +13,10 @@ from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 
 
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
-    """Compile the forward of each of `models` with torch.compile in the given `mode`; True selects the default mode.
+    """Compile the forward method of each model with torch.compile in the given `mode`; True selects the default mode.
 
     The first batch triggers the compilation. A batch of a different size triggers a recompilation with dynamic shapes.
-    Models that are already compiled do not change.
+    None and models that are already compiled are skipped.
     """
     for model in models:
         if model is not None and not is_compiled(model):
@@ -24,7 +24,8 @@ def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
 
 
 def use_channels_last(model: nn.Module) -> None:
-    """Convert the 4-d parameters, buffers and future 4-d floating-point inputs of `model` to channels last.
+    """Convert the 4-d parameters and buffers of `model`, and its 4-d floating-point inputs in every forward pass, to
+    channels last.
 
     In this memory format, [samples, height, width, channels], convolutions are faster on most devices. Shapes, names
     and values do not change, and the parameters remain the same objects.

@@ -57,7 +57,8 @@ class CheckpointedForward(ReplacedForward):
 
 
 def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
-    # torch detects in-place changes of positional arguments before the backward pass, but not of `kwargs`.
+    # All arguments are passed as positional arguments, because torch detects in-place changes of positional arguments
+    # before the backward pass, but not of keyword arguments.
     names = list(kwargs)
     count = len(args)
 

@@ -81,9 +81,10 @@ def _describe_buffer(buffer: tuple[list[int], str]) -> str:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """Return `model.load_state_dict(state, strict)`, with support for buffers that are expanded views.
+    """Call `model.load_state_dict(state, strict)`, with support for buffers that are expanded views, and return its
+    result.
 
-    torch raises an error for a write to an expanded view, because its elements share memory.
+    torch raises an error for writes to an expanded view, because the elements of such a view share memory.
     """
     expanded = [
         (buffers, name, buffer, buffer.contiguous())

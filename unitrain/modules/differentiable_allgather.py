@@ -43,10 +43,10 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
     if not (torch.is_grad_enabled() and _is_regular_tensor(tensor) and tensor.is_floating_point()):
         return communicator.allgather(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
-    # Five dimensions, so that the allgather of a rank that passed integers does not match.
-    counts: list[int] = communicator.allgather(torch.full((1, 1, 1, 1, 1), rows)).view(-1).tolist()
+    # Five dimensions, so that this allgather does not match that of a rank that passed integers or disabled grad mode.
+    row_counts: list[int] = communicator.allgather(torch.full((1, 1, 1, 1, 1), rows)).view(-1).tolist()
     anchor = torch.empty(0, requires_grad=True)
-    gathered: Tensor = _Allgather.apply(tensor, anchor, communicator, counts)
+    gathered: Tensor = _Allgather.apply(tensor, anchor, communicator, row_counts)
     return gathered
 
 
@@ -62,13 +62,13 @@ class _Allgather(torch.autograd.Function):
     """Gather tensors. `anchor` requires grad, so that every rank runs the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
-        ctx.communicator, ctx.counts, ctx.shape = communicator, counts, tensor.shape
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, communicator: Communicator, row_counts: list[int]) -> Tensor:
+        ctx.communicator, ctx.row_counts, ctx.shape = communicator, row_counts, tensor.shape
         return communicator.allgather(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        own: Tensor = _AllreduceAndSelectRows.apply(gradient, ctx.communicator, ctx.counts)
+        own: Tensor = _AllreduceAndSelectRows.apply(gradient, ctx.communicator, ctx.row_counts)
         return (own.view(ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -76,13 +76,13 @@ class _AllreduceAndSelectRows(torch.autograd.Function):
     """Allreduce a tensor with the rows of all ranks, and return this rank's rows: the backward of an allgather."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
-        ctx.communicator, ctx.counts = communicator, counts
-        first = sum(counts[: communicator.rank])
+    def forward(ctx: Any, gradient: Tensor, communicator: Communicator, row_counts: list[int]) -> Tensor:
+        ctx.communicator, ctx.row_counts = communicator, row_counts
+        first = sum(row_counts[: communicator.rank])
         # A reducescatter would require equal parts and would be slower on CPUs.
-        return communicator.allreduce(gradient, "sum").narrow(0, first, counts[communicator.rank]).clone()
+        return communicator.allreduce(gradient, "sum").narrow(0, first, row_counts[communicator.rank]).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         anchor = torch.empty(0, requires_grad=True)
-        return _Allgather.apply(gradient, anchor, ctx.communicator, ctx.counts), None, None
+        return _Allgather.apply(gradient, anchor, ctx.communicator, ctx.row_counts), None, None

@@ -25,16 +25,16 @@ class ReplacedForward:
 
 
 @functools.cache
-def create_replacing_class(forward: Any, plain_class: Any) -> Any:
-    """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain_class`, the class of a
-    module."""
+def create_replacing_class(forward_class: Any, plain_class: Any) -> Any:
+    """Return a common subclass of `forward_class`, which is a subclass of ReplacedForward, and `plain_class`, which is
+    the class of a module."""
     return type(
-        f"{forward.class_name_prefix}{plain_class.__name__}",
-        (forward, plain_class),
-        {"forward_class": forward, "plain_class": plain_class},
+        f"{forward_class.class_name_prefix}{plain_class.__name__}",
+        (forward_class, plain_class),
+        {"forward_class": forward_class, "plain_class": plain_class},
     )
 
 
-def _restore_module(forward: Any, plain_class: Any) -> Any:
-    kind = create_replacing_class(forward, plain_class)
-    return kind.__new__(kind)
+def _restore_module(forward_class: Any, plain_class: Any) -> Any:
+    replacing_class = create_replacing_class(forward_class, plain_class)
+    return replacing_class.__new__(replacing_class)

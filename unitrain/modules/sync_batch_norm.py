@@ -23,7 +23,7 @@ from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Inputs with at most this many elements are converted to float64, which takes fewer operations.
+# CPU tensors with at most this many elements are converted to float64, which takes fewer operations.
 _MAX_SMALL_ELEMENTS = 1 << 15
 
 
@@ -36,8 +36,8 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     micro-batch has its own statistics. Eval mode and single-rank runs do not communicate.
 
     Call it on every rank, before training. Layers that are already synchronized do not change. Raises ConfigError for
-    invalid arguments, and ModelError for a layer that overrides `forward`, a lazy layer before its first forward, and a
-    layer with a process group.
+    invalid arguments, and ModelError for a layer that overrides `forward`, for a lazy layer before its first forward
+    pass, and for a layer with a process group.
     """
     check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
@@ -46,7 +46,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
         if isinstance(module, BatchNormBase) and not isinstance(module, SyncedForward)
     }
     for name, layer in layers.items():
-        _check(name or "the model itself", layer)
+        _check_layer(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
     for layer_number, layer in enumerate(layers.values()):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
@@ -102,7 +102,7 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
         # Restore after the backward pass, which may need the written values.
         for buffers, name, buffer, value in saved:
             buffers[name] = buffer
-            if not torch.equal(buffer, value):  # writing an equal value would count as a write
+            if not torch.equal(buffer, value):  # a write of equal values would also increment the version counter
                 buffer.detach().copy_(value)
 
 
@@ -117,7 +117,7 @@ class SharedStatistics:
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         self._cached_layer_numbers: dict[tuple[int, torch.device], Tensor] = {}
         # The latest count of each layer, and its cached tensor.
-        self._cached_check_values: dict[int, tuple[int, Tensor]] = {}
+        self._cached_counts_and_layer_numbers: dict[int, tuple[int, Tensor]] = {}
 
     @property
     def includes_local_samples(self) -> bool:
@@ -130,8 +130,9 @@ class SharedStatistics:
         """Whether statistics are local, because there is a single rank or no communicator."""
         return self.communicator is None or self._num_ranks() == 1
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over ranks or, with logical ranks, over logical ranks. All of them call it."""
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all ranks or, with logical ranks, over all logical ranks, which must all call
+        it."""
         assert self.communicator is not None
         if current_logical_rank() is not None:
             return sum_over_logical_ranks(tensor)
@@ -149,9 +150,9 @@ class SharedStatistics:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
         `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
-        channel in layer `layer_number`. With `check`, and always on CPUs, the host synchronizes with the device, and
-        raises an error on every rank if ranks call different layers or if there are fewer than two values per channel.
-        The number of values is a float on CPUs.
+        channel in layer `layer_number`. With `check`, which synchronizes the host with a GPU, and always on CPUs,
+        raises CollectiveMismatchError on every rank if ranks call different layers, and ModelError if there are fewer
+        than two values per channel. The number of values is a float on CPUs, and a tensor on GPUs.
         """
         if not self.includes_local_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
@@ -160,29 +161,29 @@ class SharedStatistics:
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
         if is_on_cpu:
-            constants = [self._check_values_on_cpu(count, layer_number)]
+            constants = [self._count_and_layer_number_on_cpu(count, layer_number)]
         else:
             constants = [sums[0].new_full((1,), count), self._layer_number_on_device(layer_number, sums[0].device)]
-        total = self.sum(torch.cat([*sums, *constants]))
+        total = self.sum_over_ranks(torch.cat([*sums, *constants]))
         moments, tail = total[: 2 * channels], total[2 * channels :]
         num_values: Tensor | float
         if is_on_cpu:
             numbers = tail.tolist()
             num_values = float(numbers[0])
-            self._check(layer_number, *numbers)
-        else:  # a tensor: a GPU divides by a float less accurately, by multiplying by the reciprocal
+            self._check_layer_and_count(layer_number, *numbers)
+        else:  # a tensor, because a GPU divides by a float less accurately, by multiplying by the reciprocal
             num_values = tail[0]
             if check:
-                self._check(layer_number, *tail.tolist())
+                self._check_layer_and_count(layer_number, *tail.tolist())
         mean, second_moment = (moments / num_values).view(2, channels).unbind()
         return mean, (second_moment - mean.square()).clamp_min_(0), num_values
 
-    def _check_values_on_cpu(self, count: int, layer_number: int) -> Tensor:
+    def _count_and_layer_number_on_cpu(self, count: int, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
-        cached = self._cached_check_values.get(layer_number)
+        cached = self._cached_counts_and_layer_numbers.get(layer_number)
         if cached is None or cached[0] != count:
             cached = count, torch.tensor([count, layer_number, layer_number**2], dtype=torch.float64)
-            self._cached_check_values[layer_number] = cached
+            self._cached_counts_and_layer_numbers[layer_number] = cached
         return cached[1]
 
     def _layer_number_on_device(self, layer_number: int, device: torch.device) -> Tensor:
@@ -192,7 +193,7 @@ class SharedStatistics:
             self._cached_layer_numbers[layer_number, device] = cached
         return cached
 
-    def _check(
+    def _check_layer_and_count(
         self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
     ) -> None:
         name = self.names[layer_number]
@@ -233,11 +234,11 @@ class SyncedForward(ReplacedForward):
     class_name_prefix = "Synced"
     shared_statistics: SharedStatistics
     layer_number: int
-    keeps_statistics = True  # a forward in training mode does not read its buffers
+    keeps_statistics = True  # a forward pass in training mode does not read the layer's buffers
     _was_checked = False
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalize `input`, [samples, channels, ...]. In training mode, normalizes over all ranks, which all must call
+        """Normalize `input`, [samples, channels, ...]. In training mode, normalizes over all ranks, which must all call
         it.
         """
         if not self.training or self.shared_statistics.is_local:
@@ -247,7 +248,7 @@ class SyncedForward(ReplacedForward):
         return _normalize_over_ranks(self, input)
 
 
-def _check(name: str, layer: BatchNormBase) -> None:
+def _check_layer(name: str, layer: BatchNormBase) -> None:
     kind = type(layer)
     if isinstance(layer, LazyModuleMixin):
         raise ModelError(
@@ -271,7 +272,8 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
         sums, count = _local_sums(x)
-        # On a GPU, the check waits for all queued kernels, so it runs only in the first forward and for tiny batches.
+        # On a GPU, the check waits for all queued kernels, so it runs only in the first forward pass and for tiny
+        # batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
         mean, variance, num_values = shared.reduce(sums, count, layer.layer_number, check=check)
@@ -344,19 +346,19 @@ class _Normalize(torch.autograd.Function):
         weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         # The gradient of x with constant statistics, and this rank's sums of gradient * normalized x and of gradient.
         if x.numel():
-            constant = torch.ops.aten.native_batch_norm_backward
-            dx, dweight, dbias = constant(
+            kernel = torch.ops.aten.native_batch_norm_backward
+            dx, dweight, dbias = kernel(
                 gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / ctx.num_values
+        means = ctx.shared.sum_over_ranks(torch.cat([dweight, dbias]).double()) / ctx.num_values
         if ctx.includes_local_samples:
             scale = (variance.double() + ctx.eps).rsqrt_()
             slope, offset = means.view(2, -1).mul_(scale * weight).unbind()
             slope, offset = (slope * scale).to(mean.dtype), offset.to(mean.dtype)
-            through = (x - _broadcastable(mean, x)).mul_(_broadcastable(slope, x))
-            dx = (dx - through.add_(_broadcastable(offset, x))).to(x.dtype)
+            correction = (x - _broadcastable(mean, x)).mul_(_broadcastable(slope, x))
+            dx = (dx - correction.add_(_broadcastable(offset, x))).to(x.dtype)
         weight_gradient, bias_gradient = (
             None if dtype is None else gradient_part.to(dtype)
             for gradient_part, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
@@ -369,5 +371,5 @@ def _computation_dtype(x: Tensor) -> torch.dtype:
 
 
 def _broadcastable(channels: Tensor, x: Tensor) -> Tensor:
-    """Return `channels`, [channels], as a view that broadcasts over x."""
+    """Return `channels`, [channels], as a view that broadcasts over `x`."""
     return channels if x.dim() == 2 else channels.view(1, -1, *[1] * (x.dim() - 2))

@@ -10,8 +10,8 @@ schedulers       schedulers that step per epoch, or require the total number of 
 ema              exponential moving average of the weights
 local_sgd        low-communication training: local steps on every rank, and synchronizations
 fragments        fragments of the parameters that are synchronized in different steps
-parameter_bucket parameters that local steps synchronize together, and the arithmetic of a synchronization
+parameter_bucket parameters that are synchronized together as one vector, and the arithmetic of a synchronization
 outer_gradient   the mean of outer gradients over ranks, with compression
 outer_groups     groups of ranks that train synchronously or communicate outer gradients
-local_sgd_state  the checkpoint state of local steps
+local_sgd_state  checks and conversions of the checkpoint state of local_sgd
 """

@@ -29,9 +29,9 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Copy `model`. Raises ModelError if it cannot be copied."""
-        self._source_model, self.model = model, _copy(model)
+        self._source_model, self.model = model, _copy_model(model)
         self._decay, self._update_averages = decay, get_ema_multi_avg_fn(decay)
-        self._find_weights()
+        self._store_weight_references()
         self._steps = 0
 
     @classmethod
@@ -43,7 +43,7 @@ class WeightAverage:
         """Initialize the average with the weights, unless an average was loaded. Call it after the weights are
         broadcast and the parameters of both models are sharded.
         """
-        self._find_weights()
+        self._store_weight_references()
         if not self._steps:
             self._copy_weights()
             self._copy_buffers()
@@ -73,8 +73,9 @@ class WeightAverage:
             load_state(self.model, state["model"])
         self._steps = state.get("steps", self._steps)
 
-    def _find_weights(self) -> None:
-        """Find the parameters of both models. If parameters are sharded, each rank averages its shards."""
+    def _store_weight_references(self) -> None:
+        """Store references to the parameters of both models. If parameters are sharded, each rank averages its
+        shards."""
         self._weights = [local_shard(parameter) for parameter in self._source_model.parameters()]
         self._averages = [local_shard(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
@@ -102,7 +103,7 @@ def _can_be_averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model).requires_grad_(False)
     except Exception as error:  # copying a module may raise any exception

@@ -36,13 +36,13 @@ class Forward:
                 "Use forward=lambda model, batch: (model(batch[0]), batch[1])."
             )
         self._function = function
-        self._keywords, self._has_checked_keys = Keywords(model), False
+        self._keyword_forward, self._has_checked_keys = KeywordForward(model), False
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return (output, target). The target of a mapping is the mapping."""
         if self._function is None:
             if isinstance(batch, Mapping):
-                return self._keywords.call(model, batch), batch
+                return self._keyword_forward.call(model, batch), batch
             inputs, target = split_into_input_and_target(batch)
             return model(inputs), target
         result = self._function(model, batch)
@@ -53,12 +53,12 @@ class Forward:
             "return output, target"
         )
 
-    def output(self, model: nn.Module, batch: Any) -> Any:
+    def compute_output(self, model: nn.Module, batch: Any) -> Any:
         """Return only the output, for predictions. Without a function, the batch may consist of inputs only, and the
         loss and the cache of a language model are removed from the output for a mapping."""
         if self._function is None:
             if isinstance(batch, Mapping):
-                return self._keywords.without_loss(self._keywords.call(model, batch))
+                return self._keyword_forward.without_loss(self._keyword_forward.call(model, batch))
             if isinstance(batch, (list, tuple)) and len(batch) == 1:
                 return model(batch[0])
             if not isinstance(batch, (list, tuple)):
@@ -84,7 +84,7 @@ class Forward:
             )
 
 
-class Keywords:
+class KeywordForward:
     """Calls `model.forward` with the items of a mapping as keyword arguments."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,8 +126,8 @@ class Keywords:
     def without_loss(self, output: Any) -> Any:
         """Return `output` without the items that have no row per sample, if it is a mapping or a dataclass.
 
-        These are the loss, the cache of a language model, and other objects that are neither tensors nor containers. In
-        a dataclass, they are replaced by None.
+        These items are the loss, the cache of a language model, and other objects that are neither tensors nor
+        containers. In a dataclass, they are replaced by None.
         """
         if isinstance(output, Mapping):
             predictions = {key: value for key, value in output.items() if _is_predicted(key, value)}

@@ -27,7 +27,8 @@ class Fragment:
         self.steps_until_merge: int | None = None
 
     def step(self, position: int) -> None:
-        """Start or merge a transfer if it is due after step `position` of an interval. All ranks call it."""
+        """Synchronize the parameters if this is due after step `position` of an interval. With overlapped transfers,
+        start, continue or merge the transfer instead. All ranks call it."""
         overlap_steps = self._settings.overlap_steps
         if self.steps_until_merge is not None:
             self.steps_until_merge -= 1
@@ -73,7 +74,7 @@ class Fragment:
         errors: Mapping[str, Tensor],
         steps_until_merge_by_name: Mapping[str, int],
     ) -> None:
-        """Load the state of the outer optimizer, this rank's compression error, and the results of transfers.
+        """Load the state of the outer optimizer, the compression errors of this rank, and the results of transfers.
 
         `steps_until_merge_by_name` contains the number of steps until the transfer of each parameter is merged. If the
         parameters of this fragment are not all merged after the same number of steps, or if this run averages weights,

@@ -67,7 +67,7 @@ class LearningRateFactor:
 
     @contextmanager
     def scaled_rates(self, optimizer: Optimizer, step: int) -> Iterator[None]:
-        """Context manager in which the learning rates of `optimizer` are multiplied by the factor."""
+        """Context manager in which the learning rates of `optimizer` are multiplied by `factor_at(step)`."""
         factor = self.factor_at(step)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -103,7 +103,7 @@ class LocalSGD:
             for name, parameter in model.named_parameters()
             if parameter in optimizer_parameters_set and parameter.requires_grad
         }
-        self._synchronized = set(self._parameters.values())
+        self._synchronized_parameters = set(self._parameters.values())
         self._groups = OuterGroups(backend, self.settings)
         self._fragments = create_fragments(self._parameters, self._groups, self.settings)
         self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
@@ -138,16 +138,17 @@ class LocalSGD:
         if ranks is None or self._backend.size == 1:
             return
         for bucket in self._buckets:
-            bucket.reduce_gradients(ranks.allreduce if isinstance(ranks, Communicator) else ranks.mean)
+            bucket.reduce_gradients(ranks.allreduce if isinstance(ranks, Communicator) else ranks.allreduce_mean)
 
     @torch.no_grad()
     def step(self) -> int:
-        """Count a step of the optimizer, and synchronize the ranks if it is due. Call it after `optimizer.step()`.
+        """Count a step of the optimizer, and synchronize the ranks if a synchronization is due. Call it after
+        `optimizer.step()`.
 
         Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. In the
-        first `warmup_steps` steps, this is 1. With fragments, it is the number of steps between two synchronizations of
-        the last fragment. Raises ModelError, on this rank only, if the optimizer contains a parameter that requires
-        grad but is not synchronized.
+        first `warmup_steps` steps, the result is 1. With fragments, the result is above 0 once per `settings.steps`
+        steps, when the last fragment is due. Raises ModelError, on this rank only, if the optimizer contains a
+        parameter that requires grad but is not synchronized.
         """
         self._check_parameters()
         is_warm_up = self.is_warming_up
@@ -179,14 +180,14 @@ class LocalSGD:
         if self._are_weights_equal or self._averaging_depth:
             yield
             return
-        self._find_means()
-        self._exchange_weights()
+        self._compute_means()
+        self._swap_weights()
         self._averaging_depth += 1
         try:
             yield
         finally:
             self._averaging_depth -= 1
-            self._exchange_weights()
+            self._swap_weights()
             self._versions = self._weight_versions()
 
     @contextmanager
@@ -197,24 +198,24 @@ class LocalSGD:
         if self._are_weights_equal or not self.settings.is_streaming:
             yield
             return
-        own = [bucket.exchange(bucket.anchor) for bucket in self._buckets]
+        own = [bucket.swap_weights(bucket.anchor) for bucket in self._buckets]
         try:
             yield
         finally:
             for bucket, weights in zip(self._buckets, own, strict=True):
-                bucket.exchange(weights)
+                bucket.swap_weights(weights)
 
     def synchronize(self) -> None:
         """Replace the weights and buffers on all ranks with their mean, without a step of the outer optimizer.
 
-        Call it at the end of training. It waits for overlapped transfers, and does not merge them. If the last step
-        made all weights equal on all ranks, this method does nothing. Training can continue afterwards.
+        Call it at the end of training. This method waits for overlapped transfers, but does not merge their results. If
+        the last step made the weights equal on all ranks, the weights do not change. Training can continue afterwards.
         """
         for fragment in self._fragments:
             fragment.finish_transfer()
         if not self._are_weights_equal:
-            self._find_means()
-            self._exchange_weights()
+            self._compute_means()
+            self._swap_weights()
             self._other_weights, self._are_weights_equal = None, True
 
     def restart(self) -> None:
@@ -230,8 +231,8 @@ class LocalSGD:
         call it, between steps.
 
         It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
-        and each rank's optimizer state, error and, between two synchronizations, weights and buffers. Each rank
-        broadcasts its own part, except for a sharded checkpoint: the entry "own" then contains this rank's part.
+        and each rank's optimizer state, compression error and, between two synchronizations, weights and buffers. Each
+        rank broadcasts its own state, except for a sharded checkpoint: the entry "own" then contains this rank's state.
         """
         own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
         if not self._are_weights_equal:
@@ -239,20 +240,20 @@ class LocalSGD:
             weights = self._other_weights if swapped else self._weights()
             assert weights is not None
             own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
-        own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
+        own["errors"] = self._parts_by_name([bucket.outer_mean.error for bucket in self._buckets])
         # Transfers are finished before the slice errors are read, because a transfer changes the slice errors.
         pending = {name: part for fragment in self._fragments for name, part in fragment.finish_transfer().items()}
         outer = {
-            "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
-            "momentum": self._by_name([bucket.momentum for bucket in self._buckets]),
+            "anchors": self._parts_by_name([bucket.anchor for bucket in self._buckets]),
+            "momentum": self._parts_by_name([bucket.momentum for bucket in self._buckets]),
             "pending": pending,
-            "slice_errors": self._by_name([bucket.mean.gather_slice_error() for bucket in self._buckets]),
+            "slice_errors": self._parts_by_name([bucket.outer_mean.gather_slice_error() for bucket in self._buckets]),
         }
         state: dict[str, Any] = {
             "steps": self._steps,
             "steps_since_synchronization": self._steps_since_synchronization,
             "is_warming_up": self.is_warming_up,
-            "groups": self._groups.ranks,
+            "groups": self._groups.ranks_by_group,
             "merges_in": {
                 name: fragment.steps_until_merge
                 for fragment in self._fragments
@@ -276,11 +277,11 @@ class LocalSGD:
         effect.
 
         Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
-        each synchronous group were also in one group when the state was saved, each rank restores its own weights,
-        its optimizer state, and the error of its group. With unchanged groups, the run is bit-identical to an
-        uninterrupted one. Otherwise, and if the next step is part of the warm-up but was not when the state was saved,
-        every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every
-        rank if the state belongs to a different model or is not a result of `state_dict`.
+        each synchronous group were also in one group when the state was saved, each rank restores its own weights, its
+        optimizer state, and the error of its group. With unchanged groups, the run is bit-identical to an uninterrupted
+        one. Otherwise, and if the next step is a warm-up step in this run but not in the saved run, every rank loads
+        the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if the state
+        belongs to a different model or is not a result of `state_dict`.
         """
         backend, is_rank_zero = self._backend, self._backend.rank == 0
         if not is_rank_zero:
@@ -319,7 +320,7 @@ class LocalSGD:
                 _log.warning(
                     "The checkpoint was written by %d ranks with local steps in %d groups, and this run has %d ranks "
                     "in %d groups%s. Every rank continues with the mean of their weights, optimizer states and errors.",
-                    count, len(groups), backend.size, len(self._groups.ranks),
+                    count, len(groups), backend.size, len(self._groups.ranks_by_group),
                     " and continues with warm-up steps" if begins_warmup else "",
                 )  # fmt: skip
             own = broadcast_with_tensors(backend, mean_of_ranks(ranks) if is_rank_zero else None)
@@ -327,7 +328,7 @@ class LocalSGD:
         if begins_warmup:
             self.synchronize()  # every rank has loaded the same mean of the weights
         if was_warming_up != self.is_warming_up:
-            self.restart()  # the outer gradients are the changes of the weights from now on
+            self.restart()  # outer gradients contain only the later changes of the weights
 
     @torch.no_grad()
     def _load(
@@ -345,22 +346,22 @@ class LocalSGD:
         for fragment in self._fragments:
             fragment.discard_transfer()
             fragment.load(outer, own["errors"], steps_until_merge_by_name)
-        if not self.settings.averages_weights and not outer["anchors"]:  # the run averaged weights before
+        if not self.settings.averages_weights and not outer["anchors"]:  # the saved run averaged weights
             self.synchronize()
             self.restart()
 
     def _check_parameters(self) -> None:
         """Raise ModelError if the optimizer contains a parameter that requires grad but is not synchronized."""
         for parameter in optimizer_parameters(self._optimizer):
-            if parameter.requires_grad and parameter not in self._synchronized:
+            if parameter.requires_grad and parameter not in self._synchronized_parameters:
                 name = next(
                     (name for name, named_parameter in self._model.named_parameters() if named_parameter is parameter),
                     "a parameter",
                 )
                 raise ModelError(
                     f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalSGD was built, so "
-                    "the ranks would train different values of it. Freeze it after LocalSGD is built instead, or "
-                    "call local.synchronize() and build another LocalSGD."
+                    "the ranks would train different values of it. Build LocalSGD while this parameter is trainable "
+                    "and in the optimizer, or call local.synchronize() and build another LocalSGD."
                 )
 
     def _start_from_weights(self) -> None:
@@ -383,9 +384,9 @@ class LocalSGD:
         return [tensor_version(parameter) for parameter in self._parameters.values()]
 
     @torch.no_grad()
-    def _find_means(self) -> None:
+    def _compute_means(self) -> None:
         """Set `_other_weights` to the mean over ranks of the weights and buffers, unless the mean was already computed
-        since the last step."""
+        since the last step. All ranks call it."""
         if self._other_weights is not None and self._versions == self._weight_versions():
             return
         own = [tensor.clone() for tensor in self._weights()]
@@ -398,8 +399,8 @@ class LocalSGD:
         self._other_weights = means
 
     @torch.no_grad()
-    def _exchange_weights(self) -> None:
-        """Exchange the values of the weights and buffers with `_other_weights`."""
+    def _swap_weights(self) -> None:
+        """Swap the values of the weights and buffers with `_other_weights`, on this rank."""
         assert self._other_weights is not None
         for tensor, other_weight in zip(self._weights(), self._other_weights, strict=True):
             before = tensor.clone()
@@ -419,7 +420,7 @@ class LocalSGD:
                 copy_into(buffer, values.view(buffer.shape))
         broadcast_tensors(self._backend, [*counts, *(other_buffers if self._broadcasts_buffers else ())])
 
-    def _by_name(self, vectors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def _parts_by_name(self, vectors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Return the parts of the `vectors` of all buckets by parameter name. Vectors that are None are skipped."""
         return {
             name: part
@@ -461,4 +462,5 @@ def _broadcast_optimizer_state(optimizer: Optimizer, backend: Backend) -> None:
     if backend.rank != 0:
         defaults = dict(optimizer.defaults)
         optimizer.load_state_dict(state)
-        optimizer.defaults = defaults  # load_state_dict adds entries, which later groups would have on this rank only
+        # load_state_dict adds entries to `defaults`. Groups that are added later would have them on this rank only.
+        optimizer.defaults = defaults

@@ -55,15 +55,15 @@ def check_one_loss_kind(kinds: Collection[LossKind]) -> None:
     if len(kinds) > 1:
         raise ModelError(
             f"loss_fn returned {LossKind.MEAN.value} for some batches and {LossKind.SUM.value} for others. {_FIX} "
-            "Return the same for every batch, on every rank."
+            "Return the same kind of loss for every batch, on every rank."
         )
 
 
 def read_loss(output: LossOutput) -> Loss:
     """Convert the output of a loss function to a Loss.
 
-    Raises ModelError unless the loss is one floating-point number, and the count one finite number of at least 0. The
-    value of a count on a GPU is not checked.
+    Raises ModelError unless the loss is one floating-point number, and the number of tokens is finite and above 0, or 0
+    if the sum is 0. The value of a number of tokens on a GPU is not checked.
     """
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
@@ -92,7 +92,7 @@ def read_loss(output: LossOutput) -> Loss:
         is_sum_without_tokens = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
         if isinstance(tokens, bool) or not 0 <= count < math.inf or is_sum_without_tokens:
             raise ModelError(
-                f"The number of tokens in a summed loss must be at least 1, or 0 if the sum is 0, got "
+                f"The number of tokens in a summed loss must be finite and above 0, or 0 if the sum is 0, got "
                 f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_FIX}"
             )
     return Loss(value, tokens)
@@ -168,8 +168,8 @@ class LossWeighting:
         return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
 
     def _check_same_kind(self, kind: LossKind) -> None:
-        """Raise ModelError on every rank if the first losses of the ranks have different kinds. Later losses must have
-        the same kind as the first, so this requires one exchange only."""
+        """Raise ModelError on every rank if the first losses of the ranks have different kinds. All ranks call it, only
+        for the first loss, because later losses must have the same kind as the first loss."""
         sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
         kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
         if len(set(kinds)) > 1:
@@ -177,7 +177,9 @@ class LossWeighting:
                 kind: [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank is kind] for kind in LossKind
             }
             texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in ranks_by_kind.items()]
-            raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_FIX} Return the same on every rank.")
+            raise ModelError(
+                f"loss_fn returned {' and '.join(texts)}. {_FIX} Return the same kind of loss on every rank."
+            )
 
     def loss_scale(self) -> Tensor | None:
         """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over samples,
@@ -203,7 +205,8 @@ class LossWeighting:
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
         for dtype, same_dtype in gradients.items():
-            # A factor of the same dtype lets one kernel process many gradients. In half precision, it would be rounded.
+            # A factor of the same dtype lets one kernel process many gradients. A half-precision factor would be
+            # rounded.
             foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def discard_step(self) -> None:
@@ -230,7 +233,7 @@ class LossWeighting:
         groups of ranks, are assumed to have the same number."""
         if isinstance(self.synchronous_ranks, Communicator):
             return self.synchronous_ranks.allreduce(tokens, "sum")
-        mean = tokens if self.synchronous_ranks is None else self.synchronous_ranks.mean(tokens)
+        mean = tokens if self.synchronous_ranks is None else self.synchronous_ranks.allreduce_mean(tokens)
         return mean * self._communicator.size
 
 

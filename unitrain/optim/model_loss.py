@@ -16,14 +16,14 @@ from unitrain.errors import ModelError
 from unitrain.optim.loss_weighting import LossOutput
 
 LossAverage = Literal["auto", "samples", "tokens"]
-# Ends of the names of output classes of transformers whose labels are at the positions of the predictions.
+# Suffixes of the names of the output classes of transformers for which each label is at the position of its prediction.
 _UNSHIFTED_OUTPUTS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
 # The float32 copy of logits with which the loss is compared contains at most this number of positions.
 _POSITIONS_PER_CHUNK = 256
-# Labels are shifted, or not shifted, if the difference between the loss and the cross-entropy with these labels is at
-# most this fraction of the difference with the other labels.
+# The loss is compared with the cross-entropy of shifted and of unshifted labels. The comparison is conclusive if the
+# smaller difference is at most this fraction of the larger difference.
 _MAX_ERROR_RATIO = 0.1
-_MAX_COMPARISONS = 3  # batches in which neither kind is found, after which labels are assumed to be shifted
+_MAX_COMPARISONS = 3  # after this number of inconclusive batches, labels are assumed to be shifted
 _ADD_LOSS_FN = (
     "Let the model return its loss, as the models of transformers do for batches with 'labels', or pass a loss "
     "function: Trainer(model, optimizer, loss_fn=lambda output, batch: ...)."
@@ -35,16 +35,16 @@ class ModelLoss:
 
     The output of the model is an object with an attribute `loss`, a mapping with the key "loss", or the loss.
 
-    `average` states over which items the loss of a batch is the mean. With "samples", the loss of a batch is weighted
-    by its number of samples. With "tokens", the loss of a batch is weighted by its number of labels that are not
-    `ignore_index`, so that each token has the same weight on all ranks; the batch must be a mapping with the key
-    `labels`. `shift_labels` is True if the model predicts the label of the next token, so that the first label of each
-    sequence is not counted.
+    `average` states whether the loss of a batch is the mean over samples or tokens. With "samples", the loss of a batch
+    is weighted by its number of samples. With "tokens", the loss of a batch is weighted by its number of labels that
+    are not `ignore_index`, so that each token has the same weight on all ranks; the batch must be a mapping with the
+    key `labels`. `shift_labels` is True if the model predicts the label of the next token, so that the first label of
+    each sequence is not counted.
 
-    With "auto", `average` and `shift_labels` follow from the class of the output, as transformers names it: language
-    models and token classification have a mean over tokens if the labels are integers of two or more dimensions. A few
-    causal language models, such as BartForCausalLM, do not shift the labels; to find them, the loss of the first batch
-    is compared with the cross-entropy of the logits. With other labels, or none, the mean is over samples. For integer
+    With "auto", the name of the output's class in transformers determines `average` and `shift_labels`: language models
+    and token classification have a mean over tokens if the labels are integers of two or more dimensions. A few causal
+    language models, such as BartForCausalLM, do not shift the labels; to find them, the losses of the first batches are
+    compared with the cross-entropy of the logits. With other labels, or none, the mean is over samples. For integer
     labels of two or more dimensions and an output of another class, "auto" raises ModelError, unless `shift_labels` is
     set: the mean is then over tokens.
 
@@ -67,9 +67,9 @@ class ModelLoss:
             validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
         self._average, self._labels_key, self._ignore_index = average, labels, ignore_index
         self._shift_labels = shift_labels
-        # By class of the output: whether labels are shifted, and the number of batches in which this was examined.
-        self._found_shifts: dict[str, bool] = {}
-        self._comparisons: Counter[str] = Counter()
+        # By class of the output: whether labels are shifted, and the number of batches in which this was checked.
+        self._is_shifted_by_class: dict[str, bool] = {}
+        self._num_comparisons_by_class: Counter[str] = Counter()
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
         """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
@@ -79,7 +79,7 @@ class ModelLoss:
             return loss
         labels, is_shifted = counted_labels
         count = ((labels[..., 1:] if is_shifted else labels) != self._ignore_index).sum()
-        # The mean over no tokens is NaN. The loss is a float32 number also with half-precision models.
+        # The mean over no tokens is NaN. Half-precision losses are converted to float32, because the sum may overflow.
         mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))
         return mean * count, count
 
@@ -121,35 +121,35 @@ class ModelLoss:
     def _shifts_labels(self, output: Any, labels: Tensor, loss: Tensor) -> bool:
         """Return whether a causal language model shifts the labels itself, which nearly all do."""
         name = type(output).__name__
-        if name not in self._found_shifts and self._comparisons[name] < _MAX_COMPARISONS:
-            self._comparisons[name] += 1
+        if name not in self._is_shifted_by_class and self._num_comparisons_by_class[name] < _MAX_COMPARISONS:
+            self._num_comparisons_by_class[name] += 1
             found = _compare_with_cross_entropy(getattr(output, "logits", None), labels, loss, self._ignore_index)
             if found is not None:
-                self._found_shifts[name] = found
-        return self._found_shifts.get(name, True)
+                self._is_shifted_by_class[name] = found
+        return self._is_shifted_by_class.get(name, True)
 
 
 class _CountedLabels(NamedTuple):
-    """Labels whose number is counted, and whether the first one of each sequence is not counted."""
+    """Labels to count. If `is_shifted` is True, the first label of each sequence is not counted."""
 
     labels: Tensor
     is_shifted: bool
 
 
-def _predicts_next_token(name: str, batch: Mapping[str, Any]) -> bool | None:
-    """Return whether the label of the next token is predicted, given the name of an output class of transformers; None
-    if it is unknown."""
+def _predicts_next_token(class_name: str, batch: Mapping[str, Any]) -> bool | None:
+    """Return whether a model with this output class of transformers predicts the label of the next token. Return None
+    if this is unknown."""
     # Models for speech with a CTC loss also return a CausalLMOutput.
-    if "CausalLMOutput" in name and (name != "CausalLMOutput" or "input_ids" in batch):
+    if "CausalLMOutput" in class_name and (class_name != "CausalLMOutput" or "input_ids" in batch):
         return True
-    return False if name.endswith(_UNSHIFTED_OUTPUTS) else None
+    return False if class_name.endswith(_UNSHIFTED_OUTPUTS) else None
 
 
 @torch.no_grad()
 def _compare_with_cross_entropy(logits: Any, labels: Tensor, loss: Tensor, ignore_index: int) -> bool | None:
     """Return whether `loss` is the mean cross-entropy of `logits`, [..., positions, classes], with the label of the
-    next position (True) or of the same position (False). Return None if it is neither, if both are nearly equal, or if
-    `loss` is not finite."""
+    next position (True) or of the same position (False). Return None if the comparison is inconclusive, if no labels
+    are counted, or if `loss` is not finite."""
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or labels.device != logits.device:
         return None
     if labels.dim() == 1:  # a single sequence

@@ -47,7 +47,7 @@ class PendingMean:
 
 
 class OuterMean:
-    """Computes the mean over ranks of vectors with `elements` elements, [elements], with error feedback.
+    """Computes the mean over ranks of one vector per rank, [elements], with error feedback.
 
     The vectors of the ranks in a synchronous group are equal. `error` is the error of this rank's group, [elements],
     and `slice_error` is the error of this rank's slice of the mean, [slice]. Both are None without compression, before
@@ -56,7 +56,7 @@ class OuterMean:
 
     def __init__(self, groups: OuterGroups, compression: OuterCompression, elements: int) -> None:
         self._groups, self._compression, self._elements = groups, compression, elements
-        self.slice_elements = -(-elements // (len(groups.ranks) * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
+        self.slice_elements = -(-elements // (len(groups.ranks_by_group) * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         """Number of elements of a rank's slice. The last slices may contain padding, which is zero."""
         self.error: Tensor | None = None
         self.slice_error: Tensor | None = None
@@ -71,10 +71,11 @@ class OuterMean:
 
     def gather_slice_error(self) -> Tensor | None:
         """Return the compression error of the mean, [elements], gathered from the slice of each rank. All ranks call
-        it. Return None if there is no error, and on ranks that are not the first of their group."""
+        it. Return None without compression, before the first call, and on ranks that are not the first of their
+        group."""
         if self._compression == "none":
             return None
-        phase = self._groups.start_phase()
+        phase = self._groups.record_phase()
         if self.slice_error is None or self._groups.outer is None:
             return None
         gathered = self._groups.outer.start_allgather(self.slice_error.unsqueeze(0), phase)()
@@ -94,7 +95,7 @@ class OuterMean:
     def _transfer(self, values: Tensor) -> Generator[None, None, Tensor]:
         """Compute the mean in three parts. Between them, collectives are in progress: two with compression, otherwise
         one. Ranks that are not the first of their group only receive the mean at the end."""
-        groups, phase = self._groups, self._groups.start_phase()
+        groups, phase = self._groups, self._groups.record_phase()
         if groups.outer is None:
             yield
             yield
@@ -155,9 +156,10 @@ def _row_bytes(num_elements: int, compression: OuterCompression) -> int:
 
 
 def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:
-    """Return `rows`, [rows, elements], in the format: uint8 [rows, bytes]. In int8, a row starts with its scales.
+    """Return `rows`, [rows, elements], in the compressed format, as uint8 [rows, bytes]. In int8, a row starts with its
+    scales.
 
-    Non-finite values remain non-finite.
+    Non-finite values remain non-finite; in int8, they make all values of their block non-finite.
     """
     if compression == "bf16":
         return as_bytes(rows.to(torch.bfloat16)).view(len(rows), -1)

@@ -24,7 +24,8 @@ _phase_numbers = count()
 
 
 class BlockingGroup:
-    """All ranks of `communicator`. It has the asynchronous collectives of Subgroup, but starting one blocks."""
+    """All ranks of `communicator`. The group has the asynchronous collectives of Subgroup, but starting a collective
+    blocks until the collective is complete."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -50,24 +51,24 @@ OuterGroup = Subgroup | BlockingGroup
 
 
 class OuterGroups:
-    """The groups of ranks that `settings` selects. All ranks create it.
+    """The groups of ranks that `settings` selects. All ranks create this object.
 
-    `ranks` contains the ranks of each synchronous group, and `index` is the index of this rank's group. `synchronous`
-    is that group, or None if this rank trains independently. `outer` is the group of the first ranks of all groups, or
-    None on other ranks. `weight` is the size of this rank's group, divided by the mean size of the groups.
+    `ranks_by_group` contains the ranks of each synchronous group, and `index` is the index of this rank's group.
+    `synchronous` is that group, or None if this rank trains independently. `outer` is the group of the first ranks of
+    all groups, or None on other ranks. `weight` is the size of this rank's group, divided by the mean size of the
+    groups.
 
     Raises ConfigError or UnsupportedError on every rank for groups that the job or the backend does not support.
     """
 
     def __init__(self, backend: Backend, settings: LocalSGDConfig) -> None:
-        hosts = backend.allgather_object(backend.node_rank) if settings.synchronous_ranks == "host" else []
-        self.ranks = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, hosts))
-        self.index = next(index for index, ranks in enumerate(self.ranks) if backend.rank in ranks)
-        own = self.ranks[self.index]
-        self.weight = outer_weight(own, self.ranks)
+        node_ranks = backend.allgather_object(backend.node_rank) if settings.synchronous_ranks == "host" else []
+        self.ranks_by_group = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, node_ranks))
+        self.index = next(index for index, ranks in enumerate(self.ranks_by_group) if backend.rank in ranks)
+        self.weight = outer_weight(self.ranks_by_group[self.index], self.ranks_by_group)
         self.synchronous: Subgroup | None = None
         self.outer: OuterGroup | None = BlockingGroup(backend)
-        is_grouped = len(self.ranks) < backend.size
+        is_grouped = len(self.ranks_by_group) < backend.size
         if is_grouped:
             require_capability(
                 backend, SupportsPointToPoint, f"LocalSGDConfig.synchronous_ranks={settings.synchronous_ranks!r}"
@@ -75,43 +76,43 @@ class OuterGroups:
         overlaps = settings.overlap_steps > 0 and backend.size > 1
         if not (is_grouped or overlaps) or not isinstance(backend, SupportsPointToPoint):
             return
-        # With overlapped transfers, the default group would delay collectives of the training loop.
-        first_ranks = [ranks[0] for ranks in self.ranks]
-        groups = backend.create_rank_groups([first_ranks, *(ranks for ranks in self.ranks if len(ranks) > 1)])
+        # Overlapped transfers in the default group would delay collectives of the training loop.
+        first_ranks = [ranks[0] for ranks in self.ranks_by_group]
+        groups = backend.create_rank_groups([first_ranks, *(ranks for ranks in self.ranks_by_group if len(ranks) > 1)])
         self.outer = groups.pop(0) if backend.rank in first_ranks else None
         self.synchronous = groups.pop() if groups else None
 
     def are_within(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether all ranks of each synchronous group belong to one group in `groups`. The weights of a
         synchronous group are then equal if the weights within each group of `groups` are equal."""
-        return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks)
+        return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks_by_group)
 
-    def start_phase(self) -> GradientPhase:
-        """Return the phase of a transfer of an outer gradient that starts now. All ranks call it."""
+    def record_phase(self) -> GradientPhase:
+        """Record and return the phase of an outer-gradient transfer that starts now. All ranks call it."""
         phase = GradientPhase("outer gradient", next(_phase_numbers))
         group = self.synchronous or self.outer
-        # Also on ranks that do not communicate, because all ranks record the same phases.
+        # Ranks that do not communicate in this transfer also record it, because all ranks must record the same phases.
         if isinstance(group, Subgroup):
             group.monitor.record(phase)
         return phase
 
 
 def outer_weight(group: Sequence[int], groups: Sequence[Sequence[int]]) -> float:
-    """Return the factor of the outer gradient of `group`: its number of ranks, divided by the mean over `groups`. The
-    compression error of the group contains the same factor."""
+    """Return the factor of the outer gradient of `group`: its number of ranks, divided by the mean number of ranks of
+    `groups`. The compression error of the group contains the same factor."""
     return len(group) * len(groups) / sum(map(len, groups))
 
 
-def _divide_ranks(settings: LocalSGDConfig, size: int, hosts: list[int]) -> list[list[int]]:
+def _divide_ranks(settings: LocalSGDConfig, size: int, node_ranks: list[int]) -> list[list[int]]:
     """Return the ranks of each synchronous group, in ascending order of the first ranks.
 
-    `hosts` contains the host of each rank if ranks are grouped by host.
+    `node_ranks` contains the node rank of each rank if ranks are grouped by host.
     """
     synchronous_ranks: Any = settings.synchronous_ranks
     if synchronous_ranks == "host":
         groups: dict[int, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            groups.setdefault(host, []).append(rank)
+        for rank, node_rank in enumerate(node_ranks):
+            groups.setdefault(node_rank, []).append(rank)
         return list(groups.values())
     if isinstance(synchronous_ranks, int):
         return [list(range(first, min(first + synchronous_ranks, size))) for first in range(0, size, synchronous_ranks)]

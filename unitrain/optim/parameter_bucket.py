@@ -44,7 +44,7 @@ class ParameterBucket:
         first = as_real(self._parameters[0])
         self._parameter_dtype = first.dtype
         self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
-        self.mean = OuterMean(groups, settings.compression, sum(self._sizes))
+        self.outer_mean = OuterMean(groups, settings.compression, sum(self._sizes))
         self._weight_mean = OuterMean(groups, "none", sum(self._sizes))
         self.pending: PendingMean | None = None
         self.momentum: Tensor | None = None
@@ -52,7 +52,7 @@ class ParameterBucket:
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
-        """Set the anchor to the current weights, which are equal on all ranks, unless the settings average weights."""
+        """Unless the settings average weights, set the anchor to the current weights, which are equal on all ranks."""
         if not self._settings.averages_weights:
             self.anchor = self._flatten(self._parameters)
 
@@ -67,9 +67,9 @@ class ParameterBucket:
     def start(self) -> None:
         """Start to transfer the outer gradient. All ranks call it."""
         assert self.anchor is not None
-        # In half precision, the local steps started from the rounded anchor.
+        # With half-precision parameters, the local steps started from the rounded anchor.
         start = self.anchor.to(self._parameter_dtype).to(self._dtype)
-        self.pending = self.mean.start(start - self._flatten(self._parameters))
+        self.pending = self.outer_mean.start(start - self._flatten(self._parameters))
 
     def merge(self, own_fraction: float) -> None:
         """Wait for the mean outer gradient, and update the anchor with a step of the outer optimizer. Merge the anchor
@@ -90,7 +90,7 @@ class ParameterBucket:
         else:
             self._write(self.anchor)
 
-    def exchange(self, weights: Tensor | None) -> Tensor:
+    def swap_weights(self, weights: Tensor | None) -> Tensor:
         """Set the parameters to `weights`, [elements], and return their previous values."""
         assert weights is not None
         previous = self._flatten(self._parameters)
@@ -127,11 +127,11 @@ class ParameterBucket:
         if not settings.averages_weights:
             self.anchor = self._join(outer["anchors"])
         self.momentum = self._join(outer["momentum"]) if settings.outer_momentum else None
-        self.mean.load_errors(self._join(errors), self._join(outer["slice_errors"]))
+        self.outer_mean.load_errors(self._join(errors), self._join(outer["slice_errors"]))
         self.pending = None
 
     def load_pending(self, means: Mapping[str, Tensor]) -> None:
-        """Load the mean outer gradient of a transfer, which is complete."""
+        """Load the mean outer gradient of a completed transfer."""
         self.pending = PendingMean(None, self._join(means))
 
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
@@ -163,11 +163,11 @@ def create_buckets(
     parameters: Mapping[str, nn.Parameter], groups: OuterGroups, settings: LocalSGDConfig
 ) -> list[ParameterBucket]:
     """Return the buckets of `parameters`. Only parameters of the same dtype share a bucket."""
-    return [ParameterBucket(names, parameters, groups, settings) for names in _bucket_names(parameters)]
+    return [ParameterBucket(names, parameters, groups, settings) for names in _divide_into_buckets(parameters)]
 
 
-def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the `parameters` of each bucket."""
+def _divide_into_buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Divide `parameters` into buckets, and return the names of the parameters of each bucket."""
     buckets: list[list[str]] = []
     open_buckets: dict[torch.dtype, tuple[list[str], int]] = {}
     for name, parameter in parameters.items():

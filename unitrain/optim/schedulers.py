@@ -45,26 +45,26 @@ class EpochScheduler:
                 "have. Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
 
-    def check_monitor(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the monitored result is among `names`, the results of the run. Also raise it if
-        ReduceLROnPlateau would have to select one of several validation losses. Call it after a PlannedScheduler is
-        planned."""
+    def check_monitor(self, result_names: Sequence[str]) -> None:
+        """Raise ConfigError unless the monitored result is among `result_names`, the results of the run. Also raise
+        ConfigError if ReduceLROnPlateau would have to select one of several validation losses. Call this method after a
+        PlannedScheduler is planned."""
         self._check_settings()
-        if self._monitor not in (None, *names):
+        if self._monitor not in (None, *result_names):
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
-                f"{did_you_mean(str(self._monitor), names)}Available: {', '.join(names)}."
+                f"{did_you_mean(str(self._monitor), result_names)}Available: {', '.join(result_names)}."
             )
 
         is_plateau = isinstance(self._current_scheduler(), ReduceLROnPlateau)
-        if is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
+        if is_plateau and self._monitor is None and "val_loss" not in result_names and len(result_names) > 1:
             raise ConfigError(
                 "ReduceLROnPlateau reads one result, but this run validates on several datasets. Select one: "
-                f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
+                f"TrainConfig(monitor={result_names[1]!r}). Available: {', '.join(result_names)}."
             )
 
     def step(self, results: Mapping[str, float]) -> None:
-        """Step the scheduler after an epoch with these results."""
+        """Step the scheduler after an epoch with `results`, if it steps after epochs."""
         scheduler = self._current_scheduler() if self._steps_after_epochs else None
         if isinstance(scheduler, ReduceLROnPlateau):
             monitored = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
@@ -81,13 +81,13 @@ class PlannedScheduler:
     """Scheduler that `build(optimizer, total_steps)` creates as soon as the number of steps is known.
 
     `total_steps` is the number of scheduler steps in the complete run, including the part before a resume: optimizer
-    steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler starts from the learning rates of
-    `optimizer` at the creation of this object, before a checkpoint is restored.
+    steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler starts from the learning rates that
+    `optimizer` had when this object was created, before a checkpoint was restored.
     """
 
     def __init__(self, build: SchedulerFactory, optimizer: Optimizer) -> None:
         self._build, self._optimizer = build, optimizer
-        self._initial_settings = [_settings(group) for group in optimizer.param_groups]
+        self._initial_settings = [_group_settings(group) for group in optimizer.param_groups]
         self._restored_state: dict[str, Any] | None = None
         self._total_steps = 0
         self.scheduler: LRScheduler | None = None
@@ -95,9 +95,9 @@ class PlannedScheduler:
     def plan(self, total_steps: int | None, communicator: Communicator) -> LRScheduler:
         """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
 
-        A second call returns the same scheduler. Raises on every rank: ConfigError if the length is unknown, or if
-        `build` does not return a scheduler of this optimizer; CheckpointError if the checkpoint's scheduler was built
-        for a different number of steps.
+        A second call returns the same scheduler. Raises, on every rank, ConfigError if the number of steps is unknown,
+        or if `build` does not return a scheduler of this optimizer, and CheckpointError if the checkpoint's scheduler
+        was built for a different number of steps.
         """
         if self.scheduler is None:
             self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps))
@@ -114,8 +114,8 @@ class PlannedScheduler:
         return {"total_steps": self._total_steps, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Store the state until `plan` builds the scheduler. Raises ValueError for the state of another kind of
-        scheduler."""
+        """Store the state until `plan` builds the scheduler. Raises ValueError for a state that is not a result of
+        `state_dict`."""
         if "total_steps" not in state:
             raise ValueError("its scheduler was not built from the number of steps")
         self._restored_state = state
@@ -134,7 +134,7 @@ class PlannedScheduler:
                 "TrainConfig(global_batch_size=...)."
             )
         groups = self._optimizer.param_groups
-        current = [_settings(group) for group in groups]
+        current = [_group_settings(group) for group in groups]
         for group, initial in zip(groups, self._initial_settings, strict=False):
             group.update(initial)
             if "initial_lr" not in initial:
@@ -153,7 +153,7 @@ class PlannedScheduler:
         return scheduler
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 

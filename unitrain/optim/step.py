@@ -26,11 +26,11 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
 
     def queue_calls(gradient: Tensor) -> None:
         # The autograd engine runs callbacks in the order in which they are queued. The callback that waits for the
-        # gradients is queued after these.
+        # gradients is queued after `overlapped`.
         for call in overlapped:
             queue_backward_callback(call)
 
-    if overlapped and loss.requires_grad:  # otherwise torch raises an error
+    if overlapped and loss.requires_grad:  # without requires_grad, the backward pass below raises an error
         loss.register_hook(queue_calls)
     torch.autograd.backward(loss)
 
@@ -118,6 +118,6 @@ class ParameterUpdate:
         return self._outside_parameters
 
     def gradient_norm(self) -> dict[str, float]:
-        """Return {"gradient_norm": norm before clipping} of the last step; empty without clipping. Synchronizes the
-        device."""
+        """Return {"gradient_norm": norm before clipping} of the last step; empty without clipping. Synchronizes with
+        the device."""
         return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}

@@ -19,7 +19,7 @@ from unitrain.backends.logical_ranks import (
     set_current_logical_rank,
     summing_over_logical_ranks,
 )
-from unitrain.backends.turns import Turns, layer_mismatch
+from unitrain.backends.turns import Turns, layer_mismatch_error
 from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.randomness import GeneratorStates, get_generator_states, set_generator_states
@@ -149,7 +149,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         """
         shape = rows[0].shape
         if any(row.shape != shape for row in rows):
-            raise layer_mismatch()
+            raise layer_mismatch_error()
         table = rows[0].new_zeros(self._logical_ranks, *shape)
         ranks = self._local_logical_ranks
         table[ranks.start : ranks.stop] += torch.stack(rows)  # adding 0 turns -0 into 0

@@ -98,7 +98,7 @@ class HorovodBackend(ProcessGroupBackend):
             or self._direct_connections(tensor, tensor.numel()) is not None
         ):
             return super().reducescatter(tensor, op)
-        reduction = self._piecewise_reducescatter(tensor, op)
+        reduction = self._create_piecewise_reducescatter(tensor, op)
         reduction.start()  # starts before the consistency check, like an allreduce
         try:
             self._check_consistency("reducescatter", tensor, op=op)

@@ -340,7 +340,7 @@ class Pipeline:
         """Replace every gradient with its mean over the replicas."""
         if self._replicas.size == 1:
             return
-        mean = self._backend.allreduce if self._stage_group is None else self._stage_group.mean
+        mean = self._backend.allreduce if self._stage_group is None else self._stage_group.allreduce_mean
         for gradients in _iterate_buckets(self._gradients()):
             reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             pieces = reduced.split([gradient.numel() for gradient in gradients])
