@@ -16,7 +16,7 @@ from typing import Any
 import unitrain
 from unitrain.bootstrap import environment
 from unitrain.errors import LauncherMismatchError, UnitrainError
-from unitrain.processes import parent_death_signal, terminate_processes
+from unitrain.processes import parent_death_signal_setter, terminate_processes
 
 # Marks the report of rank 0 in the output of a launcher. The launcher may prefix each line.
 MARKER = "unitrain doctor report: "
@@ -94,7 +94,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=parent_death_signal(signal.SIGTERM),  # if this process is killed
+            preexec_fn=parent_death_signal_setter(signal.SIGTERM),  # if this process is killed
         )
         try:
             exit_code = process.wait(launch_timeout_seconds)

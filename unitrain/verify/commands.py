@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.environment import JOB_KEY_VARIABLE
-from unitrain.processes import find_process_ids, parent_death_signal, terminate_processes
+from unitrain.processes import find_process_ids, parent_death_signal_setter, terminate_processes
 
 _STACK_SECONDS = 1.0
 _BETWEEN_RANKS_SECONDS = 0.05  # delay between ranks, to avoid interleaved stacks
@@ -66,7 +66,7 @@ def run_command(
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=parent_death_signal(signal.SIGTERM),  # if this process is killed
+            preexec_fn=parent_death_signal_setter(signal.SIGTERM),  # if this process is killed
         )
         exit_code, text = None, None
         try:
