@@ -36,7 +36,11 @@ from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import DTYPE_BY_COMPRESSION, CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_mebibytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.hierarchical_group import HIERARCHICAL, HierarchicalGroup, is_hierarchical
+from unitrain.backends.gradients.hierarchical_group import (
+    HIERARCHICAL,
+    HierarchicalGroup,
+    selects_hierarchical_allreduce,
+)
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
@@ -156,7 +160,7 @@ class ProcessGroupBackend(
         call_on_all_ranks(self, check)
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
         bucket_mebibytes = call_on_all_ranks(self, read_bucket_mebibytes)
-        hierarchical = call_on_all_ranks(self, partial(is_hierarchical, self.device))
+        hierarchical = call_on_all_ranks(self, partial(selects_hierarchical_allreduce, self.device))
         checks.check_same_settings(
             self,
             "distributed_model",

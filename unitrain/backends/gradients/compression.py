@@ -74,7 +74,9 @@ class _BucketInFlight(NamedTuple):
     future: torch.futures.Future[Tensor]
 
 
-def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
+def register_compression_hook(
+    model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup
+) -> None:
     """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks call
     it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
@@ -86,7 +88,7 @@ class _BucketCompression:
     """Compresses and reduces the buckets of the current backward pass."""
 
     def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
-        self._compressor, self._size = compressor, dist.get_world_size()
+        self._compressor, self._world_size = compressor, dist.get_world_size()
         # The references are weak, so that this object does not keep the groups alive after a shutdown.
         self._model, self._reducer_group = weakref.ref(model), weakref.ref(reducer_group)
         self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
@@ -138,35 +140,37 @@ class _BucketCompression:
         parameters = bucket.parameters()
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
         # real numbers, and `bucket.gradients()` returns only half of them.
-        if self._compressor.is_starting or parameters[0].is_complex():
-            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_allreduce)  # without copying
+        if self._compressor.is_before_start_step or parameters[0].is_complex():
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_allreduce)  # whole buffer
         return self._compressor.reduce(parameters, bucket.gradients(), self._start_allreduce)
 
     def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size].
+        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of the number of
+        ranks].
 
         They are reused in later backward passes, because allocating them takes longer than the arithmetic.
         """
-        shape = (2, -(-buffer.numel() // self._size) * self._size)
+        shape = (2, -(-buffer.numel() // self._world_size) * self._world_size)
         scratch = self._scratch.get(index)
         if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward pass
             scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
         return scratch
 
     def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
-        """Replace `buffer` with the sum over ranks of round(values / size). The sum is also rounded to half precision.
+        """Replace `buffer` with the sum over ranks of round(values / number of ranks). The sum is also rounded to half
+        precision.
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
-        and in an order that depends on the transport, whereas here each rank adds its slice in float32, in rank order.
+        and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
         """
         group = self._process_group()
         own, received = scratch
-        own[: buffer.numel()] = buffer.div_(self._size)
+        own[: buffer.numel()] = buffer.div_(self._world_size)
         # As bytes, because some transports do not support half precision.
         yield self._create_wait(
             dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         )
-        rank_parts = received.chunk(self._size)
+        rank_parts = received.chunk(self._world_size)
         reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
         total = buffer[: len(reduced_part)] if buffer.dtype == torch.float32 else reduced_part.float()
         total.copy_(rank_parts[0])
@@ -202,10 +206,10 @@ class _BucketCompression:
 def compress_each_backward(
     model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Compress the gradients at the end of each later backward pass of `model` outside `no_sync`, on a single rank.
-    Return a function that ends the compression.
+    """Register hooks that compress the gradients at the end of each backward pass of `model` outside `no_sync`, on a
+    single rank. Return a function that ends the compression.
 
-    `reduces_gradients` returns, during a backward pass, whether it runs outside `no_sync`.
+    `reduces_gradients` returns, during a backward pass, whether this pass runs outside `no_sync`.
     """
     parameters = list(model.parameters())
     handles: list[RemovableHandle] = []
@@ -214,7 +218,7 @@ def compress_each_backward(
     backward = last_reaching_backward = -1
 
     def compress() -> None:
-        # Autograd graph task IDs increase, so a nested backward pass has a larger ID. A backward pass that reaches no
+        # Autograd graph task IDs increase, so `>=` includes nested backward passes. A backward pass that reaches no
         # parameter, as in torch.autograd.grad, adds nothing to the accumulated gradients, so they are not compressed.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
