@@ -295,7 +295,10 @@ class ProcessGroupBackend(
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
         collectives = ParameterCollectives(
-            self._monitor, waits_on_stream=self._waits_on_stream, counts=self._parameter_collective_counts, check=check
+            self._monitor,
+            waits_on_stream=self._waits_on_stream,
+            counts_by_kind=self._parameter_collective_counts,
+            check=check,
         )
         return ShardedParameters(model, blocks, self, self._mesh, collectives)
 
