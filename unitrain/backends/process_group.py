@@ -42,7 +42,7 @@ from unitrain.backends.gradients.hierarchical_group import (
     selects_hierarchical_allreduce,
 )
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
-from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.gradients.local_gradients import register_step_check
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
@@ -145,7 +145,7 @@ class ProcessGroupBackend(
             checks.check_shard("distributed_model", shard)
             checks.check_shard_compression(shard, compression)
             if shard == "gradients":
-                ShardedGradientModel.check_not_shared(model)
+                ShardedGradientModel.check_no_shared_parameters(model)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
             validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
             check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
@@ -339,7 +339,7 @@ class ProcessGroupBackend(
         )
         checks.check_same_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
-            check_before_step(optimizer, distributed.check_reduced)
+            register_step_check(optimizer, distributed.check_reduced)
         if shard == "parameters":
             from unitrain.backends.sharding.optimizer_shards import shard_optimizer
 

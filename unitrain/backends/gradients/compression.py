@@ -102,11 +102,11 @@ class _BucketCompression:
             if isinstance(self._compressor, PowerSGDCompressor):
                 self._compressor.discard_unfinished()
         buffer = bucket.buffer()
-        self._group().begin_bucket(buffer)
+        self._get_reducer_group().begin_bucket(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         stages = self._compress(bucket)
-        if self._group().defers_allreduces:
+        if self._get_reducer_group().defers_allreduces:
             stages = chain([do_not_wait], stages)
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
@@ -117,7 +117,7 @@ class _BucketCompression:
     @torch.no_grad()
     def _finish(self) -> None:
         started_buckets = [in_flight for in_flight, _ in self._in_flight]
-        with self._group().monitored_wait():
+        with self._get_reducer_group().monitored_wait():
             while self._in_flight:
                 waiting, self._in_flight = self._in_flight, []
                 for in_flight, wait in waiting:
@@ -163,7 +163,7 @@ class _BucketCompression:
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
         """
-        group = self._process_group()
+        group = self._get_process_group()
         own, received = scratch
         own[: buffer.numel()] = buffer.div_(self._world_size)
         # As bytes, because some transports do not support half precision.
@@ -183,21 +183,21 @@ class _BucketCompression:
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
-        return self._create_wait(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
+        return self._create_wait(dist.all_reduce(tensor, group=self._get_process_group(), async_op=True))
 
     def _create_wait(self, work: dist.Work | None) -> Wait:
         """Return a function that waits for `work`."""
         if work is None:
             return do_not_wait
-        self._group().add_work(work)
-        return lambda: self._group().wait_for_ranks(work)
+        self._get_reducer_group().add_work(work)
+        return lambda: self._get_reducer_group().wait_for_ranks(work)
 
-    def _process_group(self) -> dist.ProcessGroup:
+    def _get_process_group(self) -> dist.ProcessGroup:
         model = self._model()
         assert model is not None
         return model.process_group
 
-    def _group(self) -> ReducerGroup:
+    def _get_reducer_group(self) -> ReducerGroup:
         reducer_group = self._reducer_group()
         assert reducer_group is not None
         return reducer_group

@@ -93,7 +93,7 @@ class _MonitoredHook:
     def __call__(self, state: object, bucket: dist.GradBucket) -> Any:
         if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
             self._futures.clear()
-        self._group().begin_bucket(bucket.buffer())
+        self._get_reducer_group().begin_bucket(bucket.buffer())
         future = self._hook(state, bucket)
         self._futures.append(future)
         if bucket.is_last():
@@ -101,7 +101,7 @@ class _MonitoredHook:
         return future
 
     def _wait(self) -> None:
-        group = self._group()
+        group = self._get_reducer_group()
         try:
             with group.monitored_wait():
                 for future in self._futures:
@@ -112,7 +112,7 @@ class _MonitoredHook:
         finally:
             self._futures.clear()
 
-    def _group(self) -> ReducerGroup:
+    def _get_reducer_group(self) -> ReducerGroup:
         model = self._model()
         assert model is not None, "the graph of the running backward pass keeps the model alive"
         return model._reducer_group

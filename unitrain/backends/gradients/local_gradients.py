@@ -184,9 +184,9 @@ class LocalGradientTracker:
             )
 
 
-def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `check` in each step of `optimizer` before parameters are updated. If the step has a closure, call `check`
-    after each call of the closure."""
+def register_step_check(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Register a hook that calls `check` in each step of `optimizer` before parameters are updated. If the step has a
+    closure, the hook calls `check` after each call of the closure."""
     optimizer.register_step_pre_hook(step_pre_hook(check))
 
 

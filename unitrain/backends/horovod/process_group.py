@@ -143,7 +143,7 @@ class HorovodProcessGroup(OperationStarter):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor, op = tensors[0], opts.reduceOp
         if len(tensors) > 1 or tensor.layout != torch.strided:
-            return self._allreduce_several(tensors, op)
+            return self._allreduce_sparse_or_several(tensors, op)
         # A fast path for the common case: the general code takes 0.1 ms longer.
         if (
             tensor.dtype in (torch.float32, torch.float64)
@@ -158,7 +158,7 @@ class HorovodProcessGroup(OperationStarter):
             )
         return join_works(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
 
-    def _allreduce_several(self, tensors: list[Tensor], op: Any) -> dist.Work:
+    def _allreduce_sparse_or_several(self, tensors: list[Tensor], op: Any) -> dist.Work:
         """Reduce one sparse tensor of each rank, or several dense or sparse tensors of each rank. Each of these tensors
         receives the result."""
         first = tensors[0]

@@ -120,9 +120,9 @@ def checksum(values: Any) -> int:
     return crc
 
 
-def specification(tensor: Tensor) -> tuple[object, ...]:
+def specification(micro_batch: Tensor) -> tuple[object, ...]:
     """Return the properties of a micro-batch of inputs that determine the shapes and dtypes of the tensors between
     stages: its shape and dtype, and the autocast dtype, or None without autocast."""
-    kind = tensor.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (tuple(tensor.shape), tensor.dtype, autocast)
+    device_type = micro_batch.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return (tuple(micro_batch.shape), micro_batch.dtype, autocast)

@@ -86,9 +86,10 @@ class Pipeline:
             rank 0, in a forward and backward pass of each block.
         example_inputs: A batch of a replica, for this measurement.
 
-    Raises, on every rank: UnsupportedError if the backend has no point-to-point communication; ConfigError for invalid
-    arguments; ModelError for a model that is not sequential, for stages without trainable parameters, and for
-    parameters that are shared by different stages.
+    Raises, on every rank: UnsupportedError for several stages on a backend without point-to-point communication;
+    ConfigError for invalid arguments; TensorError for invalid `example_inputs`; ModelError for a model that is not
+    sequential, for a block that fails in the measurement, for stages without trainable parameters, and for parameters
+    that are shared by different stages.
     """
 
     def __init__(
@@ -181,10 +182,11 @@ class Pipeline:
 
         With several stages, the first micro-batch of each shape takes an additional forward pass, in which the stages
         exchange the shapes of their outputs. Raises TensorError and ConfigError for invalid arguments, and ModelError
-        if a trainable parameter of this stage has received no gradient and there are several replicas. With several
-        stages, raises DataError if the ranks of a replica have micro-batches of different shapes, or, for the first
-        micro-batch of each shape, different values. An error that does not occur on all ranks then terminates the other
-        ranks within seconds, even if the caller handles it, because their stages cannot continue.
+        if `loss_fn` does not return one floating-point number, or if a trainable parameter of this stage has received
+        no gradient and there are several replicas. With several stages, raises DataError if the ranks of a replica have
+        micro-batches of different shapes, or, for the first micro-batch of each shape, different values. An error that
+        does not occur on all ranks then terminates the other ranks within seconds, even if the caller handles it,
+        because their stages cannot continue.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
 

@@ -84,7 +84,7 @@ class ScheduledStageRuns(StageRuns):
         message is sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or
         runs a different kind of pass.
         """
-        own = _describe_batch(kind, inputs)
+        own = _encode_batch(kind, inputs)
         wait_for_send = do_not_wait if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
         if not self._is_first:
             other = torch.zeros_like(own)
@@ -208,7 +208,7 @@ def _describe_output(output: Any) -> str:
     )
 
 
-def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+def _encode_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
     """Return a checksum of the specifications of all micro-batches, and the values that `_format_batch` shows."""
     specifications = [specification(micro_batch) for micro_batch in inputs]
     _, dtype, autocast = specifications[0]

@@ -98,7 +98,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             )
 
     @classmethod
-    def check_not_shared(cls, model: nn.Module) -> None:
+    def check_no_shared_parameters(cls, model: nn.Module) -> None:
         """Raise ModelError if another distributed model with sharded gradients shares parameters with `model`."""
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         for instance in cls._instances:
