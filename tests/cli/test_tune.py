@@ -236,15 +236,15 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
 
 
 def test_an_invalid_hierarchical_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unitrain.backends.gradients.hierarchical_group import is_hierarchical
+    from unitrain.backends.gradients.hierarchical_group import selects_hierarchical_allreduce
 
     monkeypatch.setenv("UNITRAIN_HIERARCHICAL_ALLREDUCE", "yes")
     with pytest.raises(EnvironmentVariableError, match=r"must be 1 or 0, got 'yes'. Use UNITRAIN_HIERARCHICAL"):
-        is_hierarchical(torch.device("cpu"))
+        selects_hierarchical_allreduce(torch.device("cpu"))
     monkeypatch.setenv("UNITRAIN_HIERARCHICAL_ALLREDUCE", "1")
-    assert is_hierarchical(torch.device("cpu"))
+    assert selects_hierarchical_allreduce(torch.device("cpu"))
     with pytest.raises(EnvironmentVariableError, match=r"requires ranks that compute on CPUs, but this rank uses cuda"):
-        is_hierarchical(torch.device("cuda"))
+        selects_hierarchical_allreduce(torch.device("cuda"))
 
 
 def tuned(script: Path | str, size: int = 2, **others: object) -> TunedEntry:

@@ -17,7 +17,7 @@ from unitrain.backends.horovod import mismatches
 from unitrain.backends.horovod import work as horovod_work
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.backends.horovod.monitored_barrier import MonitoredBarrier
-from unitrain.backends.horovod.process_sets import remove_process_set
+from unitrain.backends.horovod.process_sets import release_process_set
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.M
 
 
 def test_a_process_set_may_be_removed_after_horovod_was_shut_down() -> None:
-    remove_process_set([0, 1])
+    release_process_set([0, 1])
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
     root, other = report(0), report(1)
     before = threading.active_count()
     for _ in range(5):
-        assert other.find() is None
+        assert other.compare_with_rank_0() is None
     assert threading.active_count() <= before + 1
     monkeypatch.setattr(mismatches, "_STORE_TIMEOUT_SECONDS", 30.0)
     responds.set()
-    assert root.find() is None
+    assert root.compare_with_rank_0() is None
     deadline = time.monotonic() + 30
-    while (error := other.find()) is None and time.monotonic() < deadline:
+    while (error := other.compare_with_rank_0()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "rank 4 waits for allreduce SUM of 0 float32 elements, and rank 6 for allreduce SUM of 1 float32" in str(
         error
@@ -185,12 +185,12 @@ def test_ranks_that_have_not_written_an_operation_are_missing() -> None:
     store = Store()
     detectors = [MismatchDetector(store, rank, (1, 3, 5, 7), lambda rank=rank: pending[rank]) for rank in range(4)]  # type: ignore[misc]
     for detector in detectors[:3]:
-        detector.find()
+        detector.compare_with_rank_0()
     assert detectors[0].find_missing_ranks(operation) == [5, 7]
     assert detectors[1].find_missing_ranks(later) == [1, 7]
     pending[2] = pending[3] = [operation]
     for detector in detectors[2:]:
-        detector.find()
+        detector.compare_with_rank_0()
     assert detectors[0].find_missing_ranks(operation) == []
 
 

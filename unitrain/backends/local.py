@@ -23,7 +23,7 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.ddp_wrapper import read_bucket_mebibytes
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
-from unitrain.backends.gradients.local_gradients import LocalGradientTracker, check_before_step
+from unitrain.backends.gradients.local_gradients import LocalGradientTracker, register_step_check
 from unitrain.backends.gradients.logical_ranks_model import (
     LogicalRanksModel,
     check_logical_ranks_arguments,
@@ -207,11 +207,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         distributed = unwrap_compiled(model)
         if isinstance(distributed, LogicalRanksModel):
             check_logical_ranks_optimizer(distributed, shard)
-            check_before_step(optimizer, distributed.check_reduced)
+            register_step_check(optimizer, distributed.check_reduced)
             return optimizer
         checks.check_matching_shard(self._sharding_modes.get(self.unwrap(model)), shard)
         if (tracker := self._gradient_trackers.get(self.unwrap(model))) is not None:
-            check_before_step(optimizer, tracker.check)
+            register_step_check(optimizer, tracker.check)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

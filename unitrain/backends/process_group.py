@@ -36,9 +36,13 @@ from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import DTYPE_BY_COMPRESSION, CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_mebibytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.hierarchical_group import HIERARCHICAL, HierarchicalGroup, is_hierarchical
+from unitrain.backends.gradients.hierarchical_group import (
+    HIERARCHICAL,
+    HierarchicalGroup,
+    selects_hierarchical_allreduce,
+)
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
-from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.gradients.local_gradients import register_step_check
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
@@ -142,7 +146,7 @@ class ProcessGroupBackend(
             checks.check_shard("distributed_model", shard)
             checks.check_shard_compression(shard, compression)
             if shard == "gradients":
-                ShardedGradientModel.check_not_shared(model)
+                ShardedGradientModel.check_no_shared_parameters(model)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
             validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
             check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
@@ -157,7 +161,7 @@ class ProcessGroupBackend(
         call_on_all_ranks(self, check)
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
         bucket_mebibytes = call_on_all_ranks(self, read_bucket_mebibytes)
-        hierarchical = call_on_all_ranks(self, partial(is_hierarchical, self.device))
+        hierarchical = call_on_all_ranks(self, partial(selects_hierarchical_allreduce, self.device))
         checks.check_same_settings(
             self,
             "distributed_model",
@@ -294,7 +298,10 @@ class ProcessGroupBackend(
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
         collectives = ParameterCollectives(
-            self._monitor, waits_on_stream=self._waits_on_stream, counts=self._parameter_collective_counts, check=check
+            self._monitor,
+            waits_on_stream=self._waits_on_stream,
+            counts_by_kind=self._parameter_collective_counts,
+            check=check,
         )
         return ShardedParameters(model, blocks, self, self._mesh, collectives)
 
@@ -335,7 +342,7 @@ class ProcessGroupBackend(
         )
         checks.check_same_parameter_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
-            check_before_step(optimizer, distributed.check_reduced)
+            register_step_check(optimizer, distributed.check_reduced)
         if shard == "parameters":
             from unitrain.backends.sharding.optimizer_shards import shard_optimizer
 

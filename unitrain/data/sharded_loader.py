@@ -137,7 +137,7 @@ class ShardedLoader:
             )
             return
         if batch_size is not None and isinstance(backend, Replicas):
-            batch_size *= backend.per_rank
+            batch_size *= backend.replicas_per_rank
         shard_settings = ShardSettings(
             batch_size=batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,

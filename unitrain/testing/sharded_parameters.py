@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import align_forward_passes
-from unitrain.backends.sharding.fsdp_compat import fsdp_parameters, unsharded_parameter
+from unitrain.backends.sharding.fsdp_compat import fsdp_parameter_records, unsharded_parameter
 from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.data.batch import BatchInfo
 from unitrain.modules.activation_checkpointing import checkpoint_activations
@@ -237,7 +237,7 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
     assert stored_elements == [complete // backend.size] * 3, (stored_elements, complete)
     sharded_parameters: Any = getattr(wrapped, "sharded_parameters", None)  # None on backend local
     for block in () if sharded_parameters is None else sharded_parameters.blocks:
-        for record in fsdp_parameters(block):
+        for record in fsdp_parameter_records(block):
             complete_parameter = unsharded_parameter(record)
             assert complete_parameter is not None
             assert not complete_parameter.untyped_storage().nbytes(), "the complete parameter is still in memory"

@@ -11,7 +11,7 @@ also start at the end. With the local backend, the same arithmetic runs at the e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -74,7 +74,9 @@ class _BucketInFlight(NamedTuple):
     future: torch.futures.Future[Tensor]
 
 
-def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
+def register_compression_hook(
+    model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup
+) -> None:
     """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks call
     it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
@@ -86,7 +88,7 @@ class _BucketCompression:
     """Compresses and reduces the buckets of the current backward pass."""
 
     def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
-        self._compressor, self._size = compressor, dist.get_world_size()
+        self._compressor, self._world_size = compressor, dist.get_world_size()
         # The references are weak, so that this object does not keep the groups alive after a shutdown.
         self._model, self._reducer_group = weakref.ref(model), weakref.ref(reducer_group)
         self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
@@ -100,11 +102,11 @@ class _BucketCompression:
             if isinstance(self._compressor, PowerSGDCompressor):
                 self._compressor.discard_unfinished()
         buffer = bucket.buffer()
-        self._group().begin_bucket(buffer)
+        self._get_reducer_group().begin_bucket(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         stages = self._compress(bucket)
-        if self._group().defers_allreduces:
+        if self._get_reducer_group().defers_allreduces:
             stages = chain([do_not_wait], stages)
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
@@ -115,7 +117,7 @@ class _BucketCompression:
     @torch.no_grad()
     def _finish(self) -> None:
         started_buckets = [in_flight for in_flight, _ in self._in_flight]
-        with self._group().monitored_wait():
+        with self._get_reducer_group().monitored_wait():
             while self._in_flight:
                 waiting, self._in_flight = self._in_flight, []
                 for in_flight, wait in waiting:
@@ -138,89 +140,85 @@ class _BucketCompression:
         parameters = bucket.parameters()
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
         # real numbers, and `bucket.gradients()` returns only half of them.
-        if self._compressor.is_starting or parameters[0].is_complex():
-            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_allreduce)  # without copying
+        if self._compressor.is_before_start_step or parameters[0].is_complex():
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_allreduce)  # whole buffer
         return self._compressor.reduce(parameters, bucket.gradients(), self._start_allreduce)
 
     def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size]; on two
-        ranks, [3, elements], whose last two rows receive the values of the ranks.
+        """Return a send buffer and a receive buffer for a bucket: [2, elements padded to a multiple of the number of
+        ranks]. On two ranks, the shape is [3, elements], and the last two rows are the receive buffer.
 
         They are reused in later backward passes, because allocating them takes longer than the arithmetic.
         """
-        shape = (3, buffer.numel()) if self._size == 2 else (2, -(-buffer.numel() // self._size) * self._size)
+        padded = -(-buffer.numel() // self._world_size) * self._world_size
+        shape = (3, buffer.numel()) if self._world_size == 2 else (2, padded)
         scratch = self._scratch.get(index)
         if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward pass
             scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
         return scratch
 
     def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
-        """Replace `buffer` with the sum over ranks of round(values / size). The sum is also rounded to half precision.
+        """Replace `buffer` with the sum over ranks of round(values / number of ranks). The sum is also rounded to half
+        precision.
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
-        and in an order that depends on the transport, whereas here each rank adds its slice in float32, in rank order.
-        On two ranks, one allgather transfers the same number of bytes, and completely overlaps with the backward pass.
+        and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
+        On two ranks, one allgather transfers the same number of bytes, and overlaps completely with the backward pass.
         """
-        group = self._process_group()
-        if self._size == 2:
-            own, received = scratch[0], scratch[1:]
-            own.copy_(buffer.div_(2))
-            # As bytes, because some transports do not support half precision.
-            yield self._create_wait(
-                dist.all_gather_single(
-                    received.view(torch.uint8).view(-1), own.view(torch.uint8), group=group, async_op=True
-                )
-            )
-            total = buffer if buffer.dtype == torch.float32 else received[0].float()
-            total.copy_(received[0])
-            total += received[1]
-            buffer.copy_(total.to(own.dtype))
-            return
-        own, received = scratch
-        own[: buffer.numel()] = buffer.div_(self._size)
-        yield self._create_wait(
-            dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
-        )
-        rank_parts = received.chunk(self._size)
-        reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
-        total = buffer[: len(reduced_part)] if buffer.dtype == torch.float32 else reduced_part.float()
-        total.copy_(rank_parts[0])
-        for part in rank_parts[1:]:
-            total += part
-        reduced_part.copy_(total)
-        yield self._create_wait(
-            dist.all_gather_single(own.view(torch.uint8), reduced_part.view(torch.uint8), group=group, async_op=True)
-        )
+        group = self._get_process_group()
+        own, received = scratch[0], scratch[1:].view(-1)
+        own[: buffer.numel()] = buffer.div_(self._world_size)
+        # As bytes, because some transports do not support half precision.
+        own_bytes, received_bytes = own.view(torch.uint8), received.view(torch.uint8)
+        rank_parts = received.chunk(self._world_size)
+        if self._world_size == 2:
+            yield self._create_wait(dist.all_gather_single(received_bytes, own_bytes, group=group, async_op=True))
+            own.copy_(_sum_in_float32(rank_parts, buffer))
+        else:
+            yield self._create_wait(dist.all_to_all_single(received_bytes, own_bytes, group=group, async_op=True))
+            reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
+            reduced_part.copy_(_sum_in_float32(rank_parts, buffer))
+            part_bytes = reduced_part.view(torch.uint8)
+            yield self._create_wait(dist.all_gather_single(own_bytes, part_bytes, group=group, async_op=True))
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
-        return self._create_wait(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
+        return self._create_wait(dist.all_reduce(tensor, group=self._get_process_group(), async_op=True))
 
     def _create_wait(self, work: dist.Work | None) -> Wait:
         """Return a function that waits for `work`."""
         if work is None:
             return do_not_wait
-        self._group().add_work(work)
-        return lambda: self._group().wait_for_ranks(work)
+        self._get_reducer_group().add_work(work)
+        return lambda: self._get_reducer_group().wait_for_ranks(work)
 
-    def _process_group(self) -> dist.ProcessGroup:
+    def _get_process_group(self) -> dist.ProcessGroup:
         model = self._model()
         assert model is not None
         return model.process_group
 
-    def _group(self) -> ReducerGroup:
+    def _get_reducer_group(self) -> ReducerGroup:
         reducer_group = self._reducer_group()
         assert reducer_group is not None
         return reducer_group
 
 
+def _sum_in_float32(parts: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """Return the sum of tensors of the same size, added in their order; in the memory of `buffer` if it is float32."""
+    total = buffer[: len(parts[0])] if buffer.dtype == torch.float32 else parts[0].float()
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def compress_each_backward(
     model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Compress the gradients at the end of each later backward pass of `model` outside `no_sync`, on a single rank.
-    Return a function that ends the compression.
+    """Register hooks that compress the gradients at the end of each backward pass of `model` outside `no_sync`, on a
+    single rank. Return a function that ends the compression.
 
-    `reduces_gradients` returns, during a backward pass, whether it runs outside `no_sync`.
+    `reduces_gradients` returns, during a backward pass, whether this pass runs outside `no_sync`.
     """
     parameters = list(model.parameters())
     handles: list[RemovableHandle] = []
@@ -229,7 +227,7 @@ def compress_each_backward(
     backward = last_reaching_backward = -1
 
     def compress() -> None:
-        # Autograd graph task IDs increase, so a nested backward pass has a larger ID. A backward pass that reaches no
+        # Autograd graph task IDs increase, so `>=` includes nested backward passes. A backward pass that reaches no
         # parameter, as in torch.autograd.grad, adds nothing to the accumulated gradients, so they are not compressed.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)

@@ -4,7 +4,7 @@ DDP assigns gradients to buckets and reduces them during the backward pass, on a
 
 - an error on every rank that names the parameters, if models differ or parameters are unused. From the second backward
   pass on, unused parameters raise an error on the affected ranks only, and this error does not name the parameters;
-- gradient reduction in a second backward pass through a retained graph, without which replicas would diverge;
+- gradient reduction also in a second backward pass through a retained graph; otherwise, replicas would diverge;
 - an error for an optimizer step on unreduced gradients;
 - support for freezing and unfreezing parameters during training.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import ShardingMode
 from unitrain.backends.capabilities import Tunable
-from unitrain.backends.gradients.compression import Compressor, compress_buckets
+from unitrain.backends.gradients.compression import Compressor, register_compression_hook
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradientTracker
@@ -66,15 +66,15 @@ _model_numbers = count()
 class _PendingForwards:
     """Numbers of forward passes with grad mode enabled since the last backward pass, and the ID of that backward pass.
 
-    `reducing` counts the forward passes outside `no_sync`. `prepared` counts the forward passes after which DDP's
-    reducer is prepared correctly for a backward pass. With `find_unused_parameters`, DDP searches the output for the
-    tensors from which a backward pass can start, and the reducer is prepared only if DDP finds all of them. The counts
-    are in a separate object, because setting an attribute of a module takes microseconds.
+    `num_reducing` counts the forward passes outside `no_sync`. `num_prepared` counts the forward passes after which
+    DDP's reducer is prepared correctly for a backward pass. With `find_unused_parameters`, DDP searches the output for
+    the tensors from which a backward pass can start, and the reducer is prepared correctly only if DDP finds all of
+    them. The counts are in a separate object, because setting an attribute of a module takes microseconds.
     """
 
-    forwards: int = 0
-    reducing: int = 0
-    prepared: int = 0
+    num_forwards: int = 0
+    num_reducing: int = 0
+    num_prepared: int = 0
     last_backward: int = -1
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
 
@@ -93,7 +93,7 @@ class _MonitoredHook:
     def __call__(self, state: object, bucket: dist.GradBucket) -> Any:
         if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
             self._futures.clear()
-        self._group().begin_bucket(bucket.buffer())
+        self._get_reducer_group().begin_bucket(bucket.buffer())
         future = self._hook(state, bucket)
         self._futures.append(future)
         if bucket.is_last():
@@ -101,7 +101,7 @@ class _MonitoredHook:
         return future
 
     def _wait(self) -> None:
-        group = self._group()
+        group = self._get_reducer_group()
         try:
             with group.monitored_wait():
                 for future in self._futures:
@@ -112,9 +112,9 @@ class _MonitoredHook:
         finally:
             self._futures.clear()
 
-    def _group(self) -> ReducerGroup:
+    def _get_reducer_group(self) -> ReducerGroup:
         model = self._model()
-        assert model is not None, "the graph of a backward pass refers to the model"
+        assert model is not None, "the graph of the running backward pass keeps the model alive"
         return model._reducer_group
 
 
@@ -126,7 +126,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
     DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
 
-    sharding_mode: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on one rank
+    sharding_mode: ShardingMode = "none"  # or "state", which changes only the optimizer, or "gradients" on one rank
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
     _reducer_group: ReducerGroup
@@ -157,7 +157,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             )
         self._buffer_broadcaster = buffer_broadcaster
         if compressor != "none":
-            compress_buckets(self, compressor, reducer_group)
+            register_compression_hook(self, compressor, reducer_group)
         self._all_parameters = list(model.parameters())
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
@@ -216,7 +216,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             if requires_grad != self._last_requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trainable_parameters(requires_grad)
         if is_grad_enabled and self._buffer_broadcaster is not None:
-            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
+            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step has broadcast them
                 self._buffer_broadcaster.broadcast()
             pending.broadcasts_buffers = reduces
         try:
@@ -226,10 +226,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
             raise
         if is_grad_enabled:
             tensors, reducer_group = tensors_requiring_grad(output), self._reducer_group
-            pending.forwards += 1
+            pending.num_forwards += 1
             if reduces:
-                pending.reducing += 1
-                pending.prepared += not self.find_unused_parameters or ddp_finds_all(tensors, output)
+                pending.num_reducing += 1
+                pending.num_prepared += not self.find_unused_parameters or ddp_finds_all(tensors, output)
                 reducer_group.expect_backward()
             if tensors:
                 prepare = partial(self._prepare_backward, reducer_group.loop_counters.count_forward())
@@ -240,11 +240,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Does
-        not communicate.
+        Re-raises another rank's ModelError if the report of that error has arrived. Does not communicate.
         """
         if not self._has_left_group:
-            self._reducer_group.check_other_ranks()
+            self._reducer_group.raise_reported_model_error()
             self._reducer_group.loop_counters.count_step()
             try:
                 self.check_reducer_finished()
@@ -269,7 +268,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         DistributedModel._instances.add(self)
 
     def _check_no_shared_backward(self, backward_id: int) -> None:
-        """Raise ModelError if the backward pass also runs through another distributed model that shares parameters."""
+        """Raise ModelError if this backward pass also reduces the gradients of another distributed model that shares
+        trainable parameters with this one."""
         if not self.require_backward_grad_sync:
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -310,10 +310,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()
         if self.find_unused_parameters:
-            self._mark_used()
+            self._mark_parameters_used()
 
-    def _mark_used(self) -> None:
-        """Mark the parameters with local gradients as used in a new reducer.
+    def _mark_parameters_used(self) -> None:
+        """Mark the parameters with local gradients as used in the new reducer.
 
         In backward passes inside `no_sync`, the reducer records which parameters are used, and it does not reduce the
         gradients of parameters that no rank has used. A new reducer has no such record, and only a backward pass can
@@ -337,8 +337,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         pending, backward_id = self._pending, current_backward()
         if backward_id == pending.last_backward or self._has_left_group:
             return
-        forwards, reducing, prepared = pending.forwards, pending.reducing, pending.prepared
-        pending.forwards = pending.reducing = pending.prepared = 0
+        forwards, reducing, prepared = pending.num_forwards, pending.num_reducing, pending.num_prepared
+        pending.num_forwards = pending.num_reducing = pending.num_prepared = 0
         pending.last_backward = backward_id
         if self._has_shared_parameters:
             self._check_no_shared_backward(backward_id)

@@ -59,8 +59,8 @@ class BackwardStage(IntEnum):
 class EndOfBackwardCallbacks:
     """Runs the stages at the end of each backward pass.
 
-    No other object of a backend queues callbacks with autograd. A nested backward pass has a separate sequence of
-    stages.
+    All callbacks that a backend queues with autograd are queued by this class. A nested backward pass has a separate
+    sequence of stages.
     """
 
     def __init__(self) -> None:
@@ -156,10 +156,10 @@ def _attributes(output: object) -> list[Any]:
     return [*values, *getattr(output, "__dict__", {}).values()]
 
 
-def _slot_names(kind: type) -> list[str]:
-    """Return the names of the attributes in `__slots__`, which may be one string and may contain private names."""
-    slots: Any = vars(kind).get("__slots__", ())
-    prefix = f"_{kind.__name__.lstrip('_')}"
+def _slot_names(cls: type) -> list[str]:
+    """Return the names of the attributes in `cls.__slots__`, which may be one string, with private names mangled."""
+    slots: Any = vars(cls).get("__slots__", ())
+    prefix = f"_{cls.__name__.lstrip('_')}"
     return [
         f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
         for name in ((slots,) if isinstance(slots, str) else slots)

@@ -1,4 +1,4 @@
-"""Division of gradients into the buckets and blocks of an exact reduction, see `exact_reduction`."""
+"""Division of gradients into the buckets and blocks of an exact reduction (see `exact_reduction`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096  # elements of a block, which share a quantum
+BLOCK_ELEMENTS = 4096  # number of elements in a block; they share a quantum
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class NumberFormat:
     exponent_bias: int
 
     def powers_of_two(self, exponents: Tensor) -> Tensor:
-        """Return 2^e for each of the int32 `exponents`. `torch.pow` may not be exact."""
+        """Return 2^e for each of the int32 `exponents`. `torch.pow` is not used, because it may be inexact."""
         return ((exponents.to(self.integer_dtype) + self.exponent_bias) << self.mantissa_bits).view(self.value_dtype)
 
 
@@ -35,8 +35,8 @@ DOUBLE = NumberFormat(torch.float64, torch.int64, 62, 52, 1023)
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a parameter. `first_block` is the index in the bucket of the first block of these
-    elements."""
+    """Elements [start, stop) of a flattened parameter. `first_block` is the index of their first block within the
+    bucket."""
 
     parameter_index: int
     start: int

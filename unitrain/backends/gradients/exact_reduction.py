@@ -1,19 +1,19 @@
-"""Exact sums of gradients: the result does not depend on the number of processes, on the transport, or on the order.
+"""Exact sums of gradients, which do not depend on the number of processes, the transport, or the order of additions.
 
 Gradients are divided into blocks. All processes compute the same quantum for a block, a power of two, from the largest
 absolute value that the block has on any logical rank. Each element is rounded to an integer multiple of the quantum,
 and the integers are added. Integer addition is exact, so neither the grouping of the gradients nor the algorithm of the
-allreduce affects the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if
-gradients grow by any factor.
+allreduce affects the sum. Because the quantum is computed from the gradients of the same step, the sums fit into the
+integers, no matter how much the gradients have grown.
 
 Gradients of float64 and complex128 are added as int64, all others as int32. The int32 messages have the size of float32
 gradients, which is twice that of half-precision gradients. With V logical ranks and int32, the quantum of a block is at
 least 2^(29 - ceil(log2 V)) times smaller than the largest value of the block, unless that value is below 2^-97 (about
 6e-30).
 
-The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both usually start
-during the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as the
-gradients of the next bucket are complete. In the first step, all operations start at the end of the backward pass. With
+A bucket is reduced by two allreduces: one of the maxima of its blocks, then one of the sums. Both usually start during
+the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as the gradients
+of the next bucket are complete. In the first step, all operations start at the end of the backward pass. With
 `allows_unused`, or if the first reduced backward pass accumulated a gradient more than once, this also applies to later
 steps.
 """
@@ -34,7 +34,7 @@ from unitrain.backends.gradients.exact_buckets import BLOCK_ELEMENTS, Bucket, Nu
 from unitrain.backends.tensors import as_real
 from unitrain.errors import ModelError
 
-# Starts to reduce an integer tensor over processes in place, and returns a function that waits.
+# Starts an in-place allreduce of an integer tensor over processes, and returns its wait function.
 StartAllreduce = Callable[[Tensor, ReduceOp], Callable[[], None]]
 
 _CPU_TILE_BLOCKS = 16  # blocks that are processed together in the CPU's cache
@@ -48,8 +48,8 @@ Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """A reduction of sums in flight. `factors` convert the sums of each block to means."""
+class _SumInFlight:
+    """The allreduce of a bucket's sums. `factors` contains the factor of each block that converts sums to means."""
 
     bucket: Bucket
     pieces: Sequence[Piece]
@@ -70,7 +70,7 @@ class _ParameterFlags(NamedTuple):
 
 
 class _StepFlags(NamedTuple):
-    """Whether a logical rank has not run its backward passes, and whether a gradient was accumulated repeatedly."""
+    """Whether a logical rank has not run its backward passes, and whether a gradient was accumulated more than once."""
 
     is_incomplete: bool
     is_repeated: bool
@@ -91,16 +91,16 @@ class _Step:
     ) -> None:
         count = len(parameters)
         self.other_gradients, self.all_ranks_have_run = other_gradients, all_ranks_have_run
-        self.last: list[Tensor | None] = [None] * count  # the gradients of the last logical rank
+        self.last_gradients: list[Tensor | None] = [None] * count  # of the last logical rank of this process
         # Frozen parameters get no gradients.
-        self.num_pending = [
+        self.num_pending_gradients = [  # by bucket
             len({piece.parameter_index for piece in bucket.pieces if parameters[piece.parameter_index].requires_grad})
             for bucket in buckets
         ]
         self.next_bucket = 0
         self.flat_gradients: dict[int, list[Tensor]] = {}
         self.maxima: dict[int, tuple[Tensor, Callable[[], None]]] = {}
-        self.sums: list[_Sum] = []
+        self.sums: list[_SumInFlight] = []
         self.means: list[Tensor | None] = [None] * count
         self.flat_means: dict[int, Tensor] = {}
         # Over all processes:
@@ -111,7 +111,7 @@ class _Step:
         """Return the gradients of a parameter of all logical ranks of this process."""
         return [
             *(gradients_of_rank[parameter_index] for gradients_of_rank in self.other_gradients),
-            self.last[parameter_index],
+            self.last_gradients[parameter_index],
         ]
 
 
@@ -123,7 +123,7 @@ class ExactReduction:
         names: names of the parameters, for errors.
         parameters: the parameters.
         logical_ranks: number of logical ranks.
-        bucket_bytes: maximum size of the messages.
+        bucket_bytes: maximum size of an allreduce in bytes, unless one block is larger.
         start_allreduce: starts an allreduce (see StartAllreduce); None in a single process.
         allows_unused: whether a logical rank may leave a parameter without a gradient.
 
@@ -146,10 +146,10 @@ class ExactReduction:
         self._device = self._parameters[0].device
         self._tile_blocks = _CPU_TILE_BLOCKS if self._device.type == "cpu" else _DEVICE_TILE_BLOCKS
         self._buckets = divide_into_buckets(self._parameters, bucket_bytes)
-        self._buckets_of: list[list[int]] = [[] for _ in self._parameters]
+        self._bucket_indices_by_parameter: list[list[int]] = [[] for _ in self._parameters]
         for index, bucket in enumerate(self._buckets):
             for piece in bucket.pieces:
-                self._buckets_of[piece.parameter_index].append(index)
+                self._bucket_indices_by_parameter[piece.parameter_index].append(index)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._free_buffers: list[Tensor] = []
         # Whether gradients are final when they are added, so that `add` can start operations. None until the first step
@@ -164,7 +164,7 @@ class ExactReduction:
         return self._step is not None
 
     def discard(self) -> None:
-        """Discard a step that has begun."""
+        """Discard the current step, if there is one."""
         self._step = None
 
     def begin(self, other_gradients: Sequence[Gradients], *, all_ranks_have_run: bool) -> None:
@@ -189,31 +189,32 @@ class ExactReduction:
             self._times_added[parameter_index] += 1
         if not self._is_overlapped:
             return
-        if step.last[parameter_index] is not None:
+        if step.last_gradients[parameter_index] is not None:
             raise ModelError(
                 f"The gradient of {self._names[parameter_index]!r} was accumulated twice in one backward pass, "
                 "but not in the first one. With logical ranks, use torch.utils.checkpoint with use_reentrant=False, or "
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
-        step.last[parameter_index] = gradient
-        for bucket_index in self._buckets_of[parameter_index]:
-            step.num_pending[bucket_index] -= 1
-        while step.next_bucket < len(self._buckets) and not step.num_pending[step.next_bucket]:
+        step.last_gradients[parameter_index] = gradient
+        for bucket_index in self._bucket_indices_by_parameter[parameter_index]:
+            step.num_pending_gradients[bucket_index] -= 1
+        while step.next_bucket < len(self._buckets) and not step.num_pending_gradients[step.next_bucket]:
             self._advance(step)
 
     @torch.no_grad()
     def finish(self, last_gradients: Gradients) -> list[Tensor | None]:
-        """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
+        """Return the mean gradient of each parameter, or None if no logical rank has a gradient of the parameter.
 
         `last_gradients` contains the gradients of the last logical rank of this process, including those that were
-        added. All processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, or if
-        processes have frozen different parameters, ModelError is raised in all processes. A sparse gradient raises
-        ModelError in this process only.
+        added. All processes call it. If a logical rank has not run its backward passes, if a gradient is missing on any
+        logical rank and `allows_unused` is False, or if processes have frozen different parameters, ModelError is
+        raised in all processes. A sparse gradient raises ModelError in this process only.
         """
         step, self._step = self._step, None
         assert step is not None
-        step.last = [
-            added if added is not None else gradient for added, gradient in zip(step.last, last_gradients, strict=True)
+        step.last_gradients = [
+            added if added is not None else gradient
+            for added, gradient in zip(step.last_gradients, last_gradients, strict=True)
         ]
         self._check_layouts(step)
         while step.next_bucket < len(self._buckets):
@@ -279,7 +280,8 @@ class ExactReduction:
             self._start_sum(step, index - 1)
 
     def _start_maxima(self, step: _Step, index: int) -> None:
-        """Start to reduce the exponents of the largest values in each block, and the flags of each parameter."""
+        """Start to reduce the exponent of the largest value in each block, and the flags of parameters and of the
+        step."""
         bucket = self._buckets[index]
         maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.value_dtype, device=self._device)
         for piece in bucket.pieces:
@@ -306,7 +308,7 @@ class ExactReduction:
         for parameter_index, parameter_flags in zip(bucket.parameters_starting_here, flags, strict=True):
             step.parameter_flags[parameter_index] = parameter_flags
             if parameter_flags.is_present:
-                mean = self._create_mean(parameter_index, step)
+                mean = self._tensor_for_mean(parameter_index, step)
                 step.means[parameter_index], step.flat_means[parameter_index] = mean, _flat(mean)
         scales, factors = self._scales_and_factors(exponents, bucket.number_format)
         pieces = [piece for piece in bucket.pieces if step.parameter_flags[piece.parameter_index].is_present]
@@ -322,7 +324,7 @@ class ExactReduction:
             self._add_up(buffer[start:stop], self._pieces_of(step, piece), scales[blocks], bucket.number_format)
         total = buffer[:stop]
         wait = self._start(total, "sum") if stop else do_not_wait
-        step.sums.append(_Sum(bucket, pieces, buffer, total, factors, wait))
+        step.sums.append(_SumInFlight(bucket, pieces, buffer, total, factors, wait))
 
     def _finish_sum(self, step: _Step) -> None:
         """Wait for the sums of a bucket, and write the means."""
@@ -426,9 +428,9 @@ class ExactReduction:
             step.flat_gradients[piece.parameter_index] = flat
         return [gradient[piece.start : piece.stop] for gradient in flat]
 
-    def _create_mean(self, parameter_index: int, step: _Step) -> Tensor:
-        """Return the tensor for the mean gradient of a parameter: one of its gradients, which is overwritten, or a new
-        tensor if none is contiguous."""
+    def _tensor_for_mean(self, parameter_index: int, step: _Step) -> Tensor:
+        """Return the tensor to which the mean gradient of a parameter is written: one of its gradients, or a new tensor
+        if none of them is contiguous."""
         parameter = self._parameters[parameter_index]
         for gradient in step.gradients(parameter_index):
             if gradient is None or gradient.is_conj():  # a lazy conjugate has no view of real numbers
@@ -439,14 +441,15 @@ class ExactReduction:
 
 
 def _encode_maxima(exponents: Tensor, flags: Sequence[_ParameterFlags], step_flags: _StepFlags) -> Tensor:
-    """Return the int32 message of a bucket: the exponents of its blocks, then the flags as 0 or 1. The maximum of the
-    messages of all processes contains the maximum of the exponents, and whether a flag is set in any process."""
+    """Return the int32 message of a bucket: the exponents of its blocks, then the flags as 0 or 1. The elementwise
+    maximum of the messages of all processes contains the maximum of the exponents, and whether a flag is set in any
+    process."""
     values = [int(flag) for flags_tuple in (*flags, step_flags) for flag in flags_tuple]
     return torch.cat([exponents, torch.tensor(values, dtype=torch.int32).to(exponents.device)])
 
 
 def _decode_maxima(message: Tensor, num_blocks: int) -> tuple[Tensor, list[_ParameterFlags], _StepFlags]:
-    """Return the arguments of `_encode_maxima`."""
+    """Return the exponents, parameter flags and step flags in a message of `_encode_maxima`."""
     *flags, is_incomplete, is_repeated = map(bool, message[num_blocks:].tolist())
     count = len(_ParameterFlags._fields)
     parameter_flags = [_ParameterFlags(*flags[start : start + count]) for start in range(0, len(flags), count)]
@@ -462,5 +465,6 @@ def _exponents(maxima: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor` in row-major order, [n], as a view if it is contiguous."""
+    """Return the elements of `tensor` in row-major order, [n], as a view if it is contiguous. A complex number becomes
+    two real numbers."""
     return as_real(tensor.resolve_conj()).reshape(-1)

@@ -22,12 +22,13 @@ class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
-    ranks while the layer is in training mode. They are broadcast from rank 0 before the first forward pass with grad
-    mode enabled after the layer was switched to eval mode. Later changes of the statistics, between two such forward
-    passes in eval mode, are not detected, because ranks without a change would have to take part in the broadcast.
-    Before an evaluation, `modules.buffers.broadcast_buffers` broadcasts the running statistics. All other buffers are
-    broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. Buffers that no rank has
-    modified are broadcast too, because a write to `buffer.data` can be detected only by comparing all values.
+    ranks while a layer is in training mode. After a layer was switched to eval mode, its statistics are broadcast
+    from rank 0 before the next forward pass with grad mode enabled. Later changes of the statistics, between two such
+    forward passes in eval mode, are not detected, because ranks without a change would have to take part in the
+    broadcast. Before an evaluation, `modules.buffers.broadcast_buffers` broadcasts the running statistics. All other
+    buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. Buffers that
+    no rank has modified are broadcast too, because a write to `buffer.data` can be detected only by comparing all
+    values.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:

@@ -5,7 +5,8 @@ several ranks run on each host. In a hierarchical allreduce over h hosts, it sen
 faster if the network between the hosts is slow. On GPUs, NCCL selects such algorithms itself.
 """
 
-# torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
+# torch's stubs declare each collective by several overloads with different argument names; torch passes arguments by
+# position.
 # mypy: disable-error-code="override, call-arg"
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _EXIT_SECONDS = 5.0
 CreateGroups = Callable[[Sequence[Sequence[int]]], list[Subgroup]]
 
 
-def is_hierarchical(device: torch.device) -> bool:
+def selects_hierarchical_allreduce(device: torch.device) -> bool:
     """Return whether the environment selects the hierarchical allreduce. Raises EnvironmentVariableError for an invalid
-    value, and on a GPU."""
+    value, and if the allreduce is selected for a GPU."""
     text = environment.get_variable(HIERARCHICAL.variable) or HIERARCHICAL.default
     if text not in ("0", "1"):
         raise EnvironmentVariableError(
@@ -74,7 +75,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         own_ranks = next(tuple(ranks) for ranks in ranks_by_host if group.rank() in ranks)
         self._first_rank = own_ranks[0]
         self._host_group = groups[0] if len(own_ranks) > 1 else None
-        self._between_hosts = groups[-1] if group.rank() == self._first_rank else None
+        self._first_ranks_group = groups[-1] if group.rank() == self._first_rank else None
         self._started: SimpleQueue[_HierarchicalWork | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="unitrain hierarchical allreduce", daemon=True)
         self._thread.start()
@@ -106,8 +107,8 @@ class HierarchicalGroup(dist.ProcessGroup):
     def _sum(self, tensor: Tensor) -> None:
         if self._host_group is not None:
             dist.reduce(tensor, self._first_rank, group=self._host_group.process_group)
-        if self._between_hosts is not None:
-            dist.all_reduce(tensor, group=self._between_hosts.process_group)
+        if self._first_ranks_group is not None:
+            dist.all_reduce(tensor, group=self._first_ranks_group.process_group)
         if self._host_group is not None:
             dist.broadcast(tensor, self._first_rank, group=self._host_group.process_group)
 

@@ -29,7 +29,7 @@ ResultT = TypeVar("ResultT")
 
 
 class InterleavedRanksModel(LogicalRanksModel):
-    """A LogicalRanksModel whose logical ranks run in turns, because its synchronized layers reduce values over all
+    """A LogicalRanksModel whose logical ranks take turns, because its synchronized layers reduce values over all
     logical ranks during the forward and backward passes.
 
     The process interleaves one micro-batch of each of its logical ranks (see `run_in_turns`). When a logical rank
@@ -42,7 +42,7 @@ class InterleavedRanksModel(LogicalRanksModel):
     def __init__(self, model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any) -> None:
         super().__init__(model, communicator, logical_ranks, **settings)
         self._communicator = communicator
-        self._turns: Turns[Any] = Turns(self._sum_of_rows, self._switch, communicator.device)
+        self._turns: Turns[Any] = Turns(self._sum_over_logical_ranks, self._switch, communicator.device)
         self._is_running = self._reduces = False
 
     @property
@@ -67,14 +67,15 @@ class InterleavedRanksModel(LogicalRanksModel):
     def run_in_turns(
         self, functions: Sequence[Callable[[], ResultT]], *, begins_step: bool, ends_step: bool
     ) -> list[ResultT]:
-        """Return the results of `functions`, which run one micro-batch each: one function per logical rank of this
-        process, in their order.
+        """Run `functions` in turns, and return their results. Each function runs one micro-batch of a logical rank of
+        this process; the functions are in the order of the logical ranks.
 
-        All processes call it, once per accumulated micro-batch. With `ends_step`, the backward pass of the last
+        All processes call this method once per accumulated micro-batch. `begins_step` and `ends_step` state whether the
+        micro-batches are the first and the last ones of a step. With `ends_step`, the backward pass of the last
         function leaves the mean of the gradients over all logical ranks in every `.grad`. If a function raises an
-        exception, the step is discarded, and the exception is raised. Raises CollectiveMismatchError if the logical
+        exception, the step is discarded, and the exception is re-raised. Raises CollectiveMismatchError if the logical
         ranks call different synchronized layers. If these logical ranks run in one process, only this process raises
-        it.
+        the error.
         """
         if begins_step:
             self._begin_step()
@@ -95,7 +96,7 @@ class InterleavedRanksModel(LogicalRanksModel):
             self._discard_interrupted_step()
         if self._buffer_broadcaster is not None:
             self._buffer_broadcaster.broadcast()
-        self._gradients_before_step, self._has_backward = self._take_gradients(), True
+        self._gradients_before_step, self._has_backward_started = self._take_gradients(), True
         self._modules_with_buffers = [module for module in self.module.modules() if buffers_by_name(module)]
         first, *others = self._local_logical_ranks
         self._inactive_buffers = {first: self._current_buffers(), **{rank: self._cloned_buffers() for rank in others}}
@@ -107,14 +108,15 @@ class InterleavedRanksModel(LogicalRanksModel):
     # --- turns ---
 
     def _switch(self, index: int) -> None:
-        """Install the gradients, buffers and process-wide states of the logical rank with `index` in this process."""
+        """Store the gradients, buffers and process-wide states of the active logical rank, and install those of the
+        logical rank with index `index` among the logical ranks of this process."""
         rank, device = self._local_logical_ranks[index], self._communicator.device
         if rank != self._active_rank:
             if self._active_rank is not None:
-                self._gradients[self._active_rank] = self._take_gradients()
+                self._gradients_by_rank[self._active_rank] = self._take_gradients()
                 self._inactive_buffers[self._active_rank] = self._current_buffers()
                 self._inactive_states[self._active_rank] = current_logical_rank(), get_generator_states(device)
-            for parameter, gradient in zip(self._all_parameters, self._gradients.pop(rank, []), strict=False):
+            for parameter, gradient in zip(self._all_parameters, self._gradients_by_rank.pop(rank, []), strict=False):
                 parameter.grad = gradient
             self._install_buffers(rank)
             self._active_rank = rank
@@ -140,11 +142,11 @@ class InterleavedRanksModel(LogicalRanksModel):
             buffers_by_name(module).update(buffers)
 
     @torch.no_grad()
-    def _sum_of_rows(self, rows: list[Tensor]) -> Tensor:
+    def _sum_over_logical_ranks(self, rows: list[Tensor]) -> Tensor:
         """Return the sum over all logical ranks. `rows` contains one tensor per logical rank of this process. All
         processes call it.
 
-        Each process adds up a table of the rows of all logical ranks, so the result does not depend on the number of
+        Each process sums a table with the rows of all logical ranks, so the result does not depend on the number of
         processes.
         """
         shape = rows[0].shape
@@ -157,7 +159,7 @@ class InterleavedRanksModel(LogicalRanksModel):
             table = self._communicator.allreduce(table, "sum")
         return table.sum(0)
 
-    # --- passes ---
+    # --- forward and backward passes ---
 
     @disable_compile
     def _before_forward(self) -> None:
@@ -183,7 +185,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         """Reduce the gradients at the end of the last backward pass of the step. The backward passes of the other
         logical ranks of this process must have ended."""
         self._turns.check_others_have_ended()
-        other_gradients = [self._gradients[rank] for rank in self._local_logical_ranks[:-1]]
+        other_gradients = [self._gradients_by_rank[rank] for rank in self._local_logical_ranks[:-1]]
         self._reduction.begin(other_gradients, all_ranks_have_run=True)
         self._install_buffers(self._local_logical_ranks[0])
         super()._reduce()
@@ -193,5 +195,5 @@ def create_logical_ranks_model(
     model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any
 ) -> LogicalRanksModel:
     """Return the module for `distributed_model(model, logical_ranks=...)`. All ranks call it."""
-    kind = InterleavedRanksModel if has_synchronized_layers(model) else LogicalRanksModel
-    return kind(model, communicator, logical_ranks, **settings)
+    model_class = InterleavedRanksModel if has_synchronized_layers(model) else LogicalRanksModel
+    return model_class(model, communicator, logical_ranks, **settings)

@@ -25,10 +25,10 @@ class LocalGradientTracker:
     By default, a hook on each parameter marks the gradient as local in every backward pass that adds to the gradient,
     regardless of how the forward pass is called and of the type of its output. The reducer calls `mark_reduced`.
 
-    With `is_accumulating`, hooks are registered only by `track`, and there are two uses:
+    With `is_accumulating`, hooks are registered only by `track`. This is for two cases:
 
     - If every backward pass outside `no_sync` leaves all gradients reduced, as on a single rank, call `track` at the
-      first `no_sync`, because no gradient is local before that. The hooks call `is_accumulating`, which returns whether
+      first `no_sync`, because no gradient is local before then. The hooks call `is_accumulating`, which returns whether
       the model is inside `no_sync`. A backward pass outside `no_sync` leaves no local gradient.
     - A reducer that determines itself which gradients are local calls `mark_local` and `mark_reduced` instead of
       `track`.
@@ -41,15 +41,17 @@ class LocalGradientTracker:
     ) -> None:
         self._has_logical_ranks = has_logical_ranks
         self._parameters = list(model.parameters())
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._parameter_ids = frozenset(self._names)
+        self._names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameter_ids = frozenset(self._names_by_id)
         # A set of ids, not of tensors: the hooks refer to this set, and a hook that refers to parameters would keep a
         # deleted model in memory.
         self._local_ids: set[int] = set()
         self._ids_outside_reducer = frozenset[int]()
         # If two models share a parameter, its gradient counts as reduced in both as soon as one of them has reduced it.
         self._trackers_with_shared_parameters: WeakSet[LocalGradientTracker] = WeakSet(
-            other for other in LocalGradientTracker._instances if not self._names.keys().isdisjoint(other._names)
+            other
+            for other in LocalGradientTracker._instances
+            if not self._names_by_id.keys().isdisjoint(other._names_by_id)
         )
         for other in self._trackers_with_shared_parameters:
             other._trackers_with_shared_parameters.add(self)
@@ -71,31 +73,31 @@ class LocalGradientTracker:
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
 
-    def _create_hook(self, key: int) -> Callable[[Tensor], None]:
-        """Return the hook of the parameter with the id `key`. It has a weak reference to this object, because
-        parameters can outlive it."""
+    def _create_hook(self, parameter_id: int) -> Callable[[Tensor], None]:
+        """Return the hook of the parameter with this id. The hook has a weak reference to this tracker, because
+        parameters can outlive the tracker."""
         local, weak_self = self._local_ids, weakref.ref(self)
         if self._is_accumulating is None:
-            return lambda _: local.add(key)
+            return lambda _: local.add(parameter_id)
 
         def on_gradient(_: Tensor) -> None:
-            if (tracker := weak_self()) is not None and tracker._record_backward(key):
-                local.add(key)
+            if (tracker := weak_self()) is not None and tracker._record_backward(parameter_id):
+                local.add(parameter_id)
             else:
                 local.clear()
 
         return on_gradient
 
-    def _record_backward(self, key: int) -> bool:
+    def _record_backward(self, parameter_id: int) -> bool:
         """Record whether the current backward pass reduces gradients, and return whether it accumulates the gradient of
-        the parameter with the id `key` without reducing it.
+        the parameter with this id without reducing this gradient.
 
         If several models share the parameter and only some of them are inside `no_sync`, the pass reduces the gradient
         if it has already reached a parameter that belongs only to models outside `no_sync`.
         """
         trackers = [self]
         if self._has_shared_parameters:
-            trackers += [other for other in self._trackers_with_shared_parameters if key in other._names]
+            trackers += [other for other in self._trackers_with_shared_parameters if parameter_id in other._names_by_id]
         reducing = [tracker for tracker in trackers if not (tracker._is_accumulating and tracker._is_accumulating())]
         backward = current_backward()
         if len(reducing) == len(trackers):
@@ -105,7 +107,7 @@ class LocalGradientTracker:
 
     def set_reduced_parameters(self, reduced: Iterable[Tensor]) -> None:
         """Restrict `mark_reduced` to the parameters in `reduced`, whose gradients the reducer reduces."""
-        self._ids_outside_reducer = frozenset(self._names.keys() - set(map(id, reduced)))
+        self._ids_outside_reducer = frozenset(self._names_by_id.keys() - set(map(id, reduced)))
 
     def mark_local(self, parameter: Tensor) -> None:
         """Mark the gradient of `parameter` as local."""
@@ -122,7 +124,7 @@ class LocalGradientTracker:
         if not self._has_shared_parameters:  # iterating over a WeakSet takes a microsecond
             return
         for tracker in self._trackers_with_shared_parameters:
-            tracker._local_ids -= self._names.keys() - self._ids_outside_reducer
+            tracker._local_ids -= self._names_by_id.keys() - self._ids_outside_reducer
 
     def parameters_with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`, including those whose `.grad` was set to None later."""
@@ -149,10 +151,10 @@ class LocalGradientTracker:
 
     def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        # A gradient that has been set to None or zero since then contains no local values.
+        # A gradient that was set to None or zero after the backward pass contains no local values.
         names = [
-            self._names[key]
-            for key in self._names
+            self._names_by_id[key]
+            for key in self._names_by_id
             if key in self._local_ids and key in by_id and _may_be_nonzero(by_id[key].grad)
         ]
         if names:
@@ -164,7 +166,7 @@ class LocalGradientTracker:
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        known_ids = {key for instance in LocalGradientTracker._instances for key in instance._names}
+        known_ids = {key for instance in LocalGradientTracker._instances for key in instance._names_by_id}
         shapes = [
             str(list(parameter.shape))
             for group in optimizer.param_groups
@@ -182,9 +184,9 @@ class LocalGradientTracker:
             )
 
 
-def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `check` in each step of `optimizer` before parameters are updated. If the step has a closure, call `check`
-    after each call of the closure."""
+def register_step_check(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Register a hook that calls `check` in each step of `optimizer` before parameters are updated. If the step has a
+    closure, the hook calls `check` after each call of the closure."""
     optimizer.register_step_pre_hook(step_pre_hook(check))
 
 

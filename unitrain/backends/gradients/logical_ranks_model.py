@@ -39,7 +39,7 @@ _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 class LogicalRanksModel(nn.Module, WrappedModel):
     """A module that accumulates the gradients of each logical rank separately, and reduces them exactly.
 
-    In each step, the process runs the micro-batches of its logical ranks one logical rank after the other. All backward
+    In each step, the process runs the micro-batches of one of its logical ranks after those of another. All backward
     passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`, plus
     the gradients that `.grad` contained before the step.
 
@@ -84,14 +84,15 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._last_backward = -1
-        self._reducing_forwards = 0  # forward passes outside no_sync since the last backward pass
+        self._num_reducing_forwards = 0  # outside no_sync, since the last backward pass
         self._discard_step()
 
     def _discard_step(self) -> None:
         self._reduction.discard()
         self._active_rank: int | None = None  # the logical rank whose gradients are in `.grad`
-        self._has_backward = False  # whether a backward pass of the step has started
-        self._gradients: dict[int, list[Tensor | None]] = {}  # by logical rank that has run its backward passes
+        self._has_backward_started = False  # whether a backward pass of the step has started
+        # The gradients of the logical ranks that have run their backward passes.
+        self._gradients_by_rank: dict[int, list[Tensor | None]] = {}
         # The gradients in `.grad` before the step, such as reduced ones.
         self._gradients_before_step: list[Tensor | None] = []
         self._buffers_at_start: list[Tensor] = []
@@ -128,9 +129,9 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         if self._has_left_group:
             return
         if self._reducer_group is not None:
-            self._reducer_group.check_other_ranks()
+            self._reducer_group.raise_reported_model_error()
             self._reducer_group.loop_counters.count_step()
-        if self._gradients:
+        if self._gradients_by_rank:
             raise ModelError(
                 "optimizer.step() was called before the gradients of all logical ranks were reduced. Step only if "
                 "loader.ends_step, and run the other backward passes inside backend.no_sync(model)."
@@ -148,7 +149,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
                 "or call the model under torch.no_grad()."
             )
         logical_rank = current.index
-        self._reducing_forwards += self._requires_sync
+        self._num_reducing_forwards += self._requires_sync
         if logical_rank == self._active_rank:
             return
         if self._active_rank is not None and logical_rank == self._local_logical_ranks[0]:
@@ -165,9 +166,10 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._active_rank = logical_rank
 
     def _store_active_rank(self) -> None:
-        """Store the gradients and buffers of the active logical rank."""
+        """Store the gradients of the active logical rank, and its buffers if it is logical rank 0 and the process has
+        more than one logical rank."""
         assert self._active_rank is not None
-        self._gradients[self._active_rank] = self._take_gradients()
+        self._gradients_by_rank[self._active_rank] = self._take_gradients()
         if self._active_rank == 0 and len(self._local_logical_ranks) > 1:
             self._buffers_of_rank_0 = self._copy_buffers()
 
@@ -186,18 +188,20 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         backward = current_backward()
         if backward == self._last_backward or self._has_left_group or not self._is_any_parameter_reached():
             return
-        reduces = self._reducing_forwards > 0 or self._requires_sync
-        self._last_backward, self._reducing_forwards = backward, 0
-        if self._active_rank is None:  # a retained graph
+        reduces = self._num_reducing_forwards > 0 or self._requires_sync
+        self._last_backward, self._num_reducing_forwards = backward, 0
+        if self._active_rank is None:  # another backward pass through a retained graph
             self._active_rank = self._local_logical_ranks[0]
-        if not self._has_backward:
-            self._has_backward, self._gradients_before_step = True, self._take_gradients()
+        if not self._has_backward_started:
+            self._has_backward_started, self._gradients_before_step = True, self._take_gradients()
         self._reduction.discard()  # a reduction that an exception in an earlier backward pass interrupted
         if reduces:
             if self._reducer_group is not None:
                 self._reducer_group.expect_backward()
-            other_gradients = [self._gradients[rank] for rank in self._local_logical_ranks if rank in self._gradients]
-            all_ranks_have_run = len({*self._gradients, self._active_rank}) == len(self._local_logical_ranks)
+            other_gradients = [
+                self._gradients_by_rank[rank] for rank in self._local_logical_ranks if rank in self._gradients_by_rank
+            ]
+            all_ranks_have_run = len({*self._gradients_by_rank, self._active_rank}) == len(self._local_logical_ranks)
             self._reduction.begin(other_gradients, all_ranks_have_run=all_ranks_have_run)
             end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
 
@@ -225,7 +229,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         try:
             assert self._active_rank is not None
             self._store_active_rank()
-            means = self._reduction.finish(self._gradients[self._active_rank])
+            means = self._reduction.finish(self._gradients_by_rank[self._active_rank])
             for parameter, mean, earlier in zip(self._all_parameters, means, self._gradients_before_step, strict=True):
                 if mean is not None and earlier is not None:
                     mean += earlier
@@ -272,7 +276,7 @@ def check_logical_ranks_arguments(
     if has_synchronized_layers(model) and any(map(is_compiled, model.modules())):
         raise ModelError(
             "A compiled model with sync_batch_norm is not supported with logical_ranks, because the logical ranks of a "
-            "process run in turns. Leave compile out, or leave sync_batch_norm out."
+            "process take turns. Leave compile out, or leave sync_batch_norm out."
         )
 
 
@@ -289,11 +293,11 @@ def check_logical_ranks_optimizer(model: Any, shard: ShardingMode) -> None:
         )
 
 
-def _create_gradient_hook(parameter_index: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter. The hook has a weak reference to `model`, because parameters can outlive it."""
+def _create_gradient_hook(parameter_index: int, weak_model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
+    """Return the hook of a parameter. The reference to the model is weak, because parameters can outlive the model."""
 
     def hook(parameter: Tensor) -> None:
-        if (wrapper := model()) is not None:
+        if (wrapper := weak_model()) is not None:
             wrapper.add_gradient(parameter_index, parameter)
 
     return hook

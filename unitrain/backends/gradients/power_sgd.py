@@ -74,7 +74,7 @@ class PowerSGDCompressor(CompressionState):
         self.discard_unfinished()
 
     @property
-    def is_starting(self) -> bool:
+    def is_before_start_step(self) -> bool:
         """Whether the next reduction precedes `start_step`, so that its gradients are not compressed."""
         return self._num_reductions < self._settings.start_step
 
@@ -88,15 +88,15 @@ class PowerSGDCompressor(CompressionState):
     def reduce(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_allreduce: StartSumAllreduce
     ) -> Iterator[Wait]:
-        """Replace `gradients`, of the same dtype, with the compressed mean over ranks.
+        """Replace `gradients`, which have the same dtype, with their compressed means over ranks.
 
-        Yield the wait function of each allreduce that it starts; the caller calls that function before it resumes the
-        generator. After all gradients of a backward pass, the caller calls `finish`.
+        This generator yields the wait function of each allreduce that it starts; the caller calls that function before
+        it resumes the generator. After all gradients of a backward pass, the caller calls `finish`.
         """
         matrices: list[_Matrix] = []
         uncompressed: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if self.is_starting or (name := self._names[parameter]) not in self._shapes:
+            if self.is_before_start_step or (name := self._names[parameter]) not in self._shapes:
                 uncompressed.append(gradient)
             else:
                 matrices.append(self._create_matrix(name, gradient))
@@ -111,7 +111,7 @@ class PowerSGDCompressor(CompressionState):
         yield from _allreduce_parts(parts, start_allreduce)
         for gradient, mean in zip(uncompressed, parts[2 * count :], strict=True):
             gradient.copy_(mean)
-            if not self.is_starting:
+            if not self.is_before_start_step:
                 self._finite_flags.append(mean.isfinite().all())
         if not matrices:
             return
@@ -126,7 +126,8 @@ class PowerSGDCompressor(CompressionState):
             self._set_gradient(matrix, bases[index], queries[index].T, finite[index], used[index])
 
     def finish(self) -> None:
-        """Apply the new state of all matrices, unless a gradient of the backward pass contains inf or nan."""
+        """Count the reduction, and apply the new state of all matrices unless a gradient of the backward pass contains
+        inf or nan."""
         finite = torch.stack(self._finite_flags).all() if self._new_states else torch.tensor(True)
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
@@ -156,7 +157,7 @@ class PowerSGDCompressor(CompressionState):
     def state_dict(self) -> dict[str, Any]:
         errors = {}
         gathers = self._stores_errors_of_all_ranks()
-        for name, error in self._errors.items():  # one at a time, which limits the memory
+        for name, error in self._errors.items():  # one at a time, to limit the memory usage
             own = error.unsqueeze(0)
             of_all_ranks = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
             if self._communicator.rank == 0:
@@ -196,20 +197,20 @@ class PowerSGDCompressor(CompressionState):
         for name, (shape, _) in layout["errors"].items():
             self._check_shape("error", name, shape[1:], self._shapes.get(name))
         for name, (shape, _) in layout["queries"].items():
-            needed = self._shapes.get(name)
-            self._check_shape("matrix Q", name, shape, needed and (needed[1], *shape[1:]))
+            needed_shape = self._shapes.get(name)
+            self._check_shape("matrix Q", name, shape, needed_shape and (needed_shape[1], *shape[1:]))
         self._num_reductions, self._errors, self._queries = layout["steps"], {}, {}
         for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
             for name, (shape, dtype) in layout[kind].items():
                 own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype)
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
-    def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
+    def _load_error(self, name: str, errors: Tensor) -> None:
         """Load this rank's error, or the mean error if the number of ranks has changed or only the mean was saved.
         Discard the error if the gradient is no longer compressed or error feedback is disabled."""
         if self._settings.error_feedback and name in self._shapes:
-            same_size = len(of_all_ranks) == self._communicator.size
-            self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)
+            is_same_size = len(errors) == self._communicator.size
+            self._errors[name] = errors[self._communicator.rank].clone() if is_same_size else errors.mean(0)
 
     def _load_query(self, name: str, query: Tensor) -> None:
         """Load Q, unless this run does not use it, or needs a new Q because its approximation rank differs."""
@@ -271,7 +272,7 @@ class PowerSGDCompressor(CompressionState):
     def _random_initial_query(self, name: str, like: Tensor) -> Tensor:
         """Return the random Q of a matrix without a Q from an earlier reduction.
 
-        With `warm_start`, it does not depend on the reduction count, because the count at a parameter's first reduction
+        With `warm_start`, Q does not depend on the reduction count, because the count at a parameter's first reduction
         depends on the number of ranks: a parameter that no rank uses is reduced as zeros with several ranks and skipped
         with one rank.
         """
@@ -279,10 +280,10 @@ class PowerSGDCompressor(CompressionState):
             name, like, self._settings.start_step if self._settings.warm_start else self._num_reductions
         )
 
-    def _random_query(self, name: str, like: Tensor, reduction: int) -> Tensor:
+    def _random_query(self, name: str, like: Tensor, reduction_index: int) -> Tensor:
         """Return a random Q, equal on every rank."""
         shape = self._shapes[name]
-        entropy = [self._settings.seed, self._indices[name], reduction]
+        entropy = [self._settings.seed, self._indices[name], reduction_index]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         random = torch.randn(
             shape[1], self._approximation_rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
@@ -307,18 +308,18 @@ class PowerSGDCompressor(CompressionState):
         self._finite_flags.append(finite)
         self._new_states.append(_NewState(name, remainder, query, is_used))
 
-    def _check_shape(self, kind: str, name: str, shape: list[int], needed: tuple[int, ...] | None) -> None:
-        """Raise CheckpointError if the model has no parameter `name`, or needs a different shape. `needed` is None if
-        the gradient is not compressed."""
+    def _check_shape(self, kind: str, name: str, shape: list[int], needed_shape: tuple[int, ...] | None) -> None:
+        """Raise CheckpointError if the model has no parameter `name`, or needs a different shape. `needed_shape` is
+        None if the gradient is not compressed."""
         if name not in self._indices:
             raise CheckpointError(
                 f"The checkpoint has a PowerSGD {kind} of {name!r}, but this model has no such parameter. "
                 "Use the same model as the run that wrote it."
             )
-        if needed is not None and shape != list(needed):
+        if needed_shape is not None and shape != list(needed_shape):
             raise CheckpointError(
                 f"The checkpoint has a PowerSGD {kind} of {name!r} with shape {shape}, but this model needs "
-                f"{list(needed)}. Use the same model as the run that wrote it."
+                f"{list(needed_shape)}. Use the same model as the run that wrote it."
             )
 
 

@@ -4,7 +4,8 @@ DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError or
 group therefore waits for the buckets before DDP does, at the end of the backward pass.
 """
 
-# torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
+# torch's stubs declare each collective by several overloads with different argument names; torch passes arguments by
+# position.
 # mypy: disable-error-code="override, call-arg, untyped-decorator"
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from unitrain.torch_compat import Work, current_backward
 
 
 class ReducerGroup(dist.ProcessGroup):
-    """Runs the collectives of the buckets in `group`, and waits for them at the end of each backward pass.
+    """Runs each bucket's collectives in `group`, and waits for them at the end of each backward pass.
 
-    A timeout raises CollectiveTimeoutError.
+    If the host waits, a timeout raises CollectiveTimeoutError.
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        defers_allreduces: whether the allreduces of a backward pass start at its end. Set it if this group is not the
+        defers_allreduces: whether the allreduces of a backward pass start at its end. Set it if `group` is not the
             default group: the user's collectives inside a backward pass then use another NCCL communicator, and two
             communicators can deadlock if ranks use them in different orders.
 
-    `on_reduced` is called at the end of each backward pass that reduces gradients.
+    The attribute `on_reduced` is called at the end of each backward pass that reduces gradients.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class ReducerGroup(dist.ProcessGroup):
         """Treat the next bucket as the first bucket of a new backward pass."""
         self._is_new_backward = True
 
-    def check_other_ranks(self) -> None:
+    def raise_reported_model_error(self) -> None:
         """Re-raise another rank's ModelError if this rank has received the corresponding failure report."""
         self._monitor.raise_reported_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
-        """Prepare for the collectives of `bucket`. Call this method before the first one.
+        """Prepare for the collectives of `bucket`. Call this method before the first of these collectives.
 
         The first call of a backward pass records the pass for the watchdog, and schedules the wait for the buckets at
         the end of the pass. Every call passes `bucket` to `check_bucket`.
@@ -148,7 +149,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
-        if self._last_reported_backward_count != self._backward_count:  # unless a nested pass has counted it
+        if self._last_reported_backward_count != self._backward_count:  # unless a nested backward pass has counted it
             self._last_reported_backward_count = self._backward_count
             self.loop_counters.count_backward()
         # Like `monitored_wait`, without the cost of a context manager in every step.
@@ -180,7 +181,7 @@ class ReducerGroup(dist.ProcessGroup):
         self.on_reduced()
 
     def _end_deadline(self, deadline: Deadline | None) -> None:
-        """End `deadline`. If a stream waits for the collectives, the watchdog checks their completion afterwards."""
+        """Cancel `deadline`. If a stream waits for the collectives, keep it instead until they are complete."""
         works, self._works = self._works, []
         if deadline is None:
             return

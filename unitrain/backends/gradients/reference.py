@@ -24,8 +24,8 @@ def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
         if not parameter.requires_grad:
             continue
         is_used = parameter.grad is not None
-        used_by = communicator.allreduce(torch.tensor(float(is_used)), "sum")
-        if not used_by:
+        num_ranks_using_it = communicator.allreduce(torch.tensor(float(is_used)), "sum")
+        if not num_ranks_using_it:
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = communicator.allreduce(gradient, "mean")

@@ -1,8 +1,8 @@
 """Detect parameters that the loss does not use, and raise an error on every rank.
 
-If one rank does not use a parameter, the others would wait for a gradient that this rank never computes, or gradients
-would remain unreduced. Only the first backward pass is checked, because later ones usually use the same parameters and
-the hooks are slow.
+If a rank does not use a parameter, the other ranks wait for a gradient that this rank never computes, or gradients
+remain unreduced. Only the first backward pass is checked, because later ones usually use the same parameters and the
+hooks are slow.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def register_first_backward_check(
         last_used[parameter] = current_backward()
 
     def on_end_of_backward() -> None:
-        # Autograd graph task IDs increase, so a nested backward pass has a larger ID.
+        # Autograd graph task IDs increase, so `>=` includes nested backward passes.
         reached = {parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward}
         if not is_active or not reached:
             return

@@ -3,16 +3,16 @@
 backend            the backend `horovod`
 process_group      Horovod's collectives as a torch.distributed process group
 signatures         the overloads of a process group's methods, and the checks of their arguments
-operations         names, pieces and conversions of Horovod's operations
-work               operations in flight, and their completion
+operations         the start of Horovod's operations: names, pieces and conversions of tensors
+work               Horovod operations in flight as `Work` objects, and their completion
 tensors            tensors and reductions in the forms that Horovod accepts
 sparse             conversion of sparse tensors to rows of bytes, and back
 monitored_barrier  torch's barrier that names missing ranks, over the store
 mismatches         detection of ranks that wait for different operations
-process_sets       groups of some ranks, created and removed at run time
+process_sets       process sets of a subset of the ranks, created and removed at run time
 point_to_point     messages between two ranks
 runtime            starting Horovod under any launcher
-horovodrun         program: replacement for horovodrun that keeps environment variables off command lines
+horovodrun         program that runs horovodrun without environment variables on command lines
 
 `register_process_group` is for torch.distributed programs without a unitrain backend. Importing this package does not
 import Horovod; calling this function does.

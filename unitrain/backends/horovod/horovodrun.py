@@ -1,10 +1,10 @@
 """Run horovodrun without environment variables on command lines: `python -m unitrain.backends.horovod.horovodrun`.
 
-It accepts horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which
-every user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on
-this host inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and
-the server listens only on the address that the ranks use. Under Kubeflow's MPI operator, the environment variables
-remain on the command lines. Checked with Horovod 0.28.1.
+This program accepts horovodrun's options. horovodrun itself writes all environment variables into the command line of
+each rank, which every user of the host can read, and its rendezvous server listens on all network interfaces. With this
+program, ranks on this host inherit the environment, ranks on other hosts receive it on the standard input of their ssh
+connection, and the server listens only on the address that the ranks use. Under Kubeflow's MPI operator, the
+environment variables remain on the command lines. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
 preempted, this process also exits with 75. After SIGTERM or SIGINT, this process fails unless all ranks succeed.
@@ -68,8 +68,9 @@ class BoundRendezvousServer(RendezvousServer):  # type: ignore[misc]
         self._httpd.server_close()
 
 
-def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
-    """Return a function that creates the command of a rank. The rank inherits this environment plus `variables`."""
+def _create_command_function(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
+    """Add `variables` to the environment of this process, which all ranks inherit, and return a function that creates
+    the command of a rank."""
     environment.export({**variables, "PYTHONUNBUFFERED": "1"})
 
     def command(slot: SlotInfo) -> str:
@@ -95,7 +96,9 @@ def _remote_command(
     return f"env -0 | {over_ssh}"
 
 
-def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str) -> None:
+def _launch_with_bound_server(
+    command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str
+) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
     with ignore_warning_signals():  # the processes that horovodrun starts use this tracker
         resource_tracker.ensure_running()
@@ -139,18 +142,18 @@ def terminate_rank(shell_id: int) -> None:
         if not children:
             shell.kill()
         for child in children:
-            _ignore_exited_process(child.terminate)
+            _call_unless_exited(child.terminate)
         shell.resume()
         _, alive = psutil.wait_procs(children, timeout=safe_shell_exec.GRACEFUL_TERMINATION_TIME_S)
         for child in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in (*child.children(recursive=True), child):
-                    _ignore_exited_process(process.kill)
+                    _call_unless_exited(process.kill)
 
 
-def _ignore_exited_process(end: Callable[[], None]) -> None:
+def _call_unless_exited(send_signal: Callable[[], None]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        end()
+        send_signal()
 
 
 _launch_gloo = gloo_run.launch_gloo
@@ -161,9 +164,9 @@ def main() -> None:
     """Run horovodrun with this process's arguments."""
     # Old versions of Kubeflow's MPI operator reach other pods with kubectl, which does not forward standard input.
     if not exports.is_kubeflow_mpi():
-        gloo_run._slot_info_to_command_fn = _rank_command
+        gloo_run._slot_info_to_command_fn = _create_command_function
         gloo_run.get_remote_command = _remote_command
-    gloo_run.launch_gloo = _launch_bound
+    gloo_run.launch_gloo = _launch_with_bound_server
     safe_shell_exec._exec_middleman = _run_middleman
     forward_warning_signals("HOROVOD_RANK")
     launch.run_commandline()

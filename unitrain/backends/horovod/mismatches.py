@@ -47,7 +47,7 @@ class Operation(NamedTuple):
         return f"{name} of {self.size:,} {self.dtype} elements"
 
     def matches(self, other: Operation) -> bool:
-        """Return whether Horovod executes both operations as one, apart from their positions."""
+        """Return whether the operations differ only in their positions, so that Horovod can execute them together."""
         return self[1:] == other[1:]
 
 
@@ -64,7 +64,7 @@ class MismatchDetector:
     ) -> None:
         """`rank` is the index of this rank in `ranks`, the ranks of the group."""
         self._group_store, self._generation = store, 0
-        self._cloning: ResponsiveStore | None = None  # `store`, until it is cloned
+        self._store_to_clone: ResponsiveStore | None = None  # `store`, until `_connect` has cloned it
         self._store: ResponsiveStore | None = None
         self._rank, self._ranks, self._get_pending_operations = rank, ranks, get_pending_operations
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
@@ -85,9 +85,11 @@ class MismatchDetector:
                 f"error: {self._message}"
             )
 
-    def find(self) -> CollectiveMismatchError | None:
-        """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
-        mismatch, otherwise None. Write the pending operations of this rank to the store. Rank 0 does not compare them.
+    def compare_with_rank_0(self) -> CollectiveMismatchError | None:
+        """Write the pending operations of this rank to the store, and compare them with those of rank 0.
+
+        Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
+        mismatch, otherwise None. Rank 0 does not compare its operations.
 
         Call it repeatedly while the oldest operation is pending. A mismatch is returned only if two consecutive calls
         find it, because an operation may complete after rank 0 has written it.
@@ -135,7 +137,7 @@ class MismatchDetector:
             return missing
         return None
 
-    def find_reported(self) -> CollectiveMismatchError | None:
+    def find_reported_mismatch(self) -> CollectiveMismatchError | None:
         """Return the mismatch that another rank has found, or None."""
         with contextlib.suppress(RuntimeError):
             store = self._store = self._store or self._connect()
@@ -151,8 +153,8 @@ class MismatchDetector:
     def _connect(self) -> ResponsiveStore:
         # This is a second connection, because a store serves one call at a time, and another thread may be waiting in a
         # call.
-        self._cloning = self._cloning or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
-        clone, self._cloning = self._cloning.clone(), None
+        self._store_to_clone = self._store_to_clone or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
+        clone, self._store_to_clone = self._store_to_clone.clone(), None
         return ResponsiveStore(dist.PrefixStore(f"mismatches.{self._generation}", clone), _STORE_TIMEOUT_SECONDS)
 
 
@@ -161,11 +163,16 @@ def _read_operations(store: ResponsiveStore, rank: int) -> list[Operation]:
     return [Operation(*fields) for fields in json.loads(store.get(str(rank)))]
 
 
-def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tuple[Operation, Operation] | None:
-    """Return the oldest pending operations of two ranks if they are in the same position, and neither rank has started
-    the other's operation."""
-    if not root or not own or root[0].position != own[0].position:
+def _first_difference(
+    root_operations: Sequence[Operation], own_operations: Sequence[Operation]
+) -> tuple[Operation, Operation] | None:
+    """Return the oldest pending operations of rank 0 and of this rank if they have the same position, and neither rank
+    has started the oldest operation of the other rank. Otherwise, return None."""
+    if not root_operations or not own_operations:
         return None
-    if any(own[0].matches(operation) for operation in root) or any(root[0].matches(operation) for operation in own):
+    root, own = root_operations[0], own_operations[0]
+    if root.position != own.position:
         return None
-    return root[0], own[0]
+    if any(own.matches(operation) for operation in root_operations):
+        return None
+    return None if any(root.matches(operation) for operation in own_operations) else (root, own)

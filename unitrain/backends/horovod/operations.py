@@ -34,9 +34,9 @@ from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
-# To negotiate an operation whose name and shape it knows, Horovod transfers one bit. Other operations take a message to
-# rank 0 and a response. Names are therefore reused, in the same order on every rank, but not before the previous
-# operation with the name has completed.
+# To negotiate an operation whose name and shape are in its response cache, Horovod transfers one bit. Other operations
+# require a message to rank 0 and a response. Names are therefore reused, in the same order on every rank, but not
+# before the previous operation with the name has completed.
 _NAMES_PER_SHAPE = 16
 
 
@@ -44,8 +44,8 @@ class OperationStarter(dist.ProcessGroup):
     """Base class of Horovod's process group, with the operations that torch's collectives are composed of.
 
     The methods return the Work objects of the pieces in which a tensor is communicated; `_issue` and `_issue_rows`
-    return a single one. Every rank must call the same methods with tensors of the same size. Only the number of rows in
-    `_exchange` and `_issue_rows` may differ between ranks.
+    return a single Work. Every rank must call the same methods with tensors of the same size. Only the number of rows
+    in `_exchange` and `_issue_rows` may differ between ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -60,7 +60,7 @@ class OperationStarter(dist.ProcessGroup):
         self._timeout = timeout
         self._completions = CompletionQueue()
         self._num_issued: defaultdict[str, int] = defaultdict(int)
-        self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
+        self._latest_works: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
         self._sequence_number = self._position = 0  # operations started in total, and under the current names
         self._mismatches = MismatchDetector(store, rank, ranks, self._completions.pending_operations)
         self._coalesced_works: list[HorovodWork] | None = None  # works since _start_coalescing
@@ -74,7 +74,7 @@ class OperationStarter(dist.ProcessGroup):
         self._mismatches.restart()
         self._prefix = f"unitrain.{self._group_number}.{self._generation}"
         self._num_issued.clear()
-        self._latest.clear()
+        self._latest_works.clear()
 
     def _reduce(
         self,
@@ -96,8 +96,8 @@ class OperationStarter(dist.ProcessGroup):
         in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
         destination = None if in_place or target is None else Destination(target)
         works = []
-        bytes_each = 16 if is_mean_of_integers(source.dtype, op) else _encoded_bytes(source.dtype)
-        for piece_range in piece_slices(len(values), bytes_each):
+        bytes_per_element = 16 if is_mean_of_integers(source.dtype, op) else _encoded_bytes(source.dtype)
+        for piece_range in piece_slices(len(values), bytes_per_element):
             converted = reduction_plan.to_horovod(values[piece_range])
 
             def finish(reduced: Tensor, piece_range: slice = piece_range) -> None:
@@ -145,7 +145,8 @@ class OperationStarter(dist.ProcessGroup):
         return self._gather_pieces(operation, source, result, finish)
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
-        """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
+        """Start to reduce `source`, which consists of one equal part per rank, and write this rank's part to
+        `output`."""
         reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
         operation = f"reducescatter.{reduction_name(op)}"
         _check_ratio("reduce_scatter", "input", source, "output", output, size)
@@ -195,8 +196,8 @@ class OperationStarter(dist.ProcessGroup):
         on_complete: Callable[[], object] | None = None,
         operation: str = "allgather",
     ) -> list[HorovodWork]:
-        """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty
-        list."""
+        """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty list
+        if this rank does not need the result."""
         count = local_tensor.numel() * local_tensor.element_size()
         if isinstance(outputs, Tensor):
             _check_ratio("all_gather", "output", outputs, "input", local_tensor, self.size())
@@ -223,7 +224,7 @@ class OperationStarter(dist.ProcessGroup):
     ) -> list[HorovodWork]:
         """Start to gather the bytes of `local_tensor`.
 
-        Each piece, uint8 [size * bytes], is passed to `process_output(gathered, piece_range=...)`.
+        Each gathered piece, uint8 [ranks * bytes], is passed to `process_output(gathered, piece_range=...)`.
         """
         payload, size, element_bytes = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
@@ -283,8 +284,8 @@ class OperationStarter(dist.ProcessGroup):
         *,
         is_refused: bool,
     ) -> HorovodWork:
-        """Start an operation on `rows`, uint8 [rows, bytes], whose number may differ between ranks. If `is_refused` is
-        true on any rank, the Work raises `refusal` on every rank.
+        """Start an operation on `rows`, uint8 [rows, bytes]. The number of rows may differ between ranks. If
+        `is_refused` is true on any rank, the Work raises `refusal` on every rank.
 
         If a rank did not start the operation, the other ranks would wait for it. A rank that refuses the operation
         therefore starts it with another dtype, for which Horovod returns an error to all ranks before it transfers
@@ -315,11 +316,11 @@ class OperationStarter(dist.ProcessGroup):
         """Start an operation on `tensor` under the next name. `process_output` copies Horovod's output to torch's
         result.
 
-        `operation` contains the reduction or root. `size` is equal on every rank, and is the number of elements by
+        `operation` contains the reduction or root. `size` must be equal on all ranks, and is the number of elements by
         default. `dtype` is the dtype of the user's tensor, from which `tensor` may have been converted. The Work raises
         `mismatch_error` if ranks start the operation with different dtypes. This method blocks until the previous
         operation with the same name is complete. Raises CollectiveMismatchError if ranks of this group have called
-        different collectives, and UnsupportedError in a forked process.
+        different collectives before, and UnsupportedError in a forked process.
         """
         self._mismatches.check_usable()
         if os.getpid() != self._pid:
@@ -333,7 +334,7 @@ class OperationStarter(dist.ProcessGroup):
         kind = f"{self._prefix}.{operation}.{own_dtype}.{size}"
         name = f"{kind}.{self._num_issued[kind] % _NAMES_PER_SHAPE}"
         self._num_issued[kind] += 1
-        if (previous := self._latest.get(name)) is not None:
+        if (previous := self._latest_works.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
         pending_operation = Operation(self._position, operation, own_dtype, size)
@@ -344,7 +345,7 @@ class OperationStarter(dist.ProcessGroup):
             pending_operation,
             self._mismatches, mismatch_error,
         )  # fmt: skip
-        self._latest[name] = work
+        self._latest_works[name] = work
         self._sequence_number += 1
         self._position += 1
         if self._coalesced_works is not None:

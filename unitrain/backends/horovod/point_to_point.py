@@ -52,7 +52,7 @@ class PointToPoint:
         except RuntimeError as error:
             problem = f"rank {global_ranks[rank]}: {_first_line(error)}"
         # A rank may be connected although others are not. Messages require the same transport on both ranks.
-        problem = _find_problem(dist.PrefixStore("connected", store), problem, size, timeout + limit)
+        problem = _exchange_problems(dist.PrefixStore("connected", store), problem, size, timeout + limit)
         if problem:
             if rank == 0:
                 _LOGGER.warning(
@@ -91,8 +91,8 @@ class PointToPoint:
 
 
 class MessageWork(Work):
-    """A message in flight. `wait` raises GroupTimeoutError if the other rank does not take part, and RuntimeError
-    if the connection is lost."""
+    """A message in flight. `wait` raises GroupTimeoutError if the other rank does not call the matching operation in
+    time, and RuntimeError if the connection is lost."""
 
     def __init__(
         self, work: dist.Work, description: str, timeout: timedelta, finish: Callable[[], None] | None = None
@@ -148,9 +148,9 @@ class MessageWork(Work):
         return RuntimeError(f"{self._description} failed: {reason}. Check the first error of the other rank.")
 
 
-def _find_problem(store: dist.Store, problem: str, size: int, timeout: timedelta) -> str:
-    """Return the `problem` of one of the `size` ranks, or "" if all ranks pass "". All ranks call it, and return the
-    same result."""
+def _exchange_problems(store: dist.Store, problem: str, size: int, timeout: timedelta) -> str:
+    """Wait until all of the `size` ranks have passed their `problem`, and return one of the problems, or "" if all are
+    "". All ranks call this function, and receive the same result. Raises GroupTimeoutError after `timeout`."""
     if problem:
         store.set("problem", problem)
     if store.add("ranks", 1) == size:

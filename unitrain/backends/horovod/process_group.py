@@ -1,16 +1,18 @@
 """Horovod's collectives as a torch.distributed `ProcessGroup`, registered as the backend "horovod".
 
-It lets torch.distributed programs run on a Horovod or MPI cluster, including DistributedDataParallel with buckets and
-hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend is not required:
+With it, torch.distributed programs run on a Horovod or MPI cluster, including programs with DistributedDataParallel
+(buckets and hooks), ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend is not required:
 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
 
-Each group of some ranks uses a Horovod process set (process_sets.py). Messages between two ranks use TCP connections
-(point_to_point.py). Reductions that cannot be computed exactly, apart from rounding, raise UnsupportedError.
+Each group of a subset of the ranks uses a Horovod process set (process_sets.py). Messages between two ranks use TCP
+connections (point_to_point.py). Reductions that cannot be computed exactly, apart from rounding, raise
+UnsupportedError.
 """
 
-# torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
+# torch's stubs declare each collective by several overloads with different argument names; torch passes arguments by
+# position.
 # mypy: disable-error-code="override, assignment, call-arg"
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from unitrain.backends.horovod import tensors as horovod_tensors
 from unitrain.backends.horovod.monitored_barrier import MonitoredBarrier
 from unitrain.backends.horovod.operations import OperationStarter
 from unitrain.backends.horovod.point_to_point import MessageWork, PointToPoint
-from unitrain.backends.horovod.process_sets import remove_process_set
+from unitrain.backends.horovod.process_sets import release_process_set
 from unitrain.backends.horovod.runtime import export_torch_variables, next_group_number, start_for_group
 from unitrain.backends.horovod.tensors import (
     Destination,
@@ -70,10 +72,10 @@ def _gpu_devices() -> list[str]:
 def _create_from_options(options: Any, _: object) -> HorovodProcessGroup:
     """Return a group for torch's `init_process_group` or `new_group`. All its members call it."""
     rank, size, ranks = options.group_rank, options.group_size, options.global_ranks_in_group
-    return _create(options.store, rank, size, options.timeout, ranks)
+    return _create_group(options.store, rank, size, options.timeout, ranks)
 
 
-def _create(
+def _create_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
 ) -> HorovodProcessGroup:
     """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members call it."""
@@ -89,10 +91,10 @@ def _create(
         )
     if list(ranks) != sorted(ranks):
         raise UnsupportedError(
-            f"A group of the ranks {list(ranks)} was requested, but Horovod orders the ranks of a group. "
-            f"Use torch.distributed.new_group({sorted(ranks)})."
+            f"A group of the ranks {list(ranks)} was requested, but the ranks of a Horovod group must be in ascending "
+            f"order. Use torch.distributed.new_group({sorted(ranks)})."
         )
-    # The prefix of `store` contains torch's name of the group, which may differ between ranks.
+    # `store` is not used: its prefix contains torch's name of the group, which may differ between ranks.
     prefix = f"horovod/{'_'.join(map(str, ranks))}/{next_group_number(ranks)}"
     return HorovodProcessGroup(dist.PrefixStore(prefix, default_store()), rank, ranks, timeout)
 
@@ -141,7 +143,7 @@ class HorovodProcessGroup(OperationStarter):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor, op = tensors[0], opts.reduceOp
         if len(tensors) > 1 or tensor.layout != torch.strided:
-            return self._allreduce_several(tensors, op)
+            return self._allreduce_sparse_or_several(tensors, op)
         # A fast path for the common case: the general code takes 0.1 ms longer.
         if (
             tensor.dtype in (torch.float32, torch.float64)
@@ -156,7 +158,7 @@ class HorovodProcessGroup(OperationStarter):
             )
         return join_works(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
 
-    def _allreduce_several(self, tensors: list[Tensor], op: Any) -> dist.Work:
+    def _allreduce_sparse_or_several(self, tensors: list[Tensor], op: Any) -> dist.Work:
         """Reduce one sparse tensor of each rank, or several dense or sparse tensors of each rank. Each of these tensors
         receives the result."""
         first = tensors[0]
@@ -463,7 +465,7 @@ class HorovodProcessGroup(OperationStarter):
     def _release_process_set(self) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
-            remove_process_set(self._ranks)
+            release_process_set(self._ranks)
 
 
 def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:

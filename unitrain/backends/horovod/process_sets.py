@@ -2,8 +2,8 @@
 
 In unpatched Horovod, all ranks must call `hvd.add_process_set`, and HOROVOD_DYNAMIC_PROCESS_SETS=1 adds an allgather to
 every cycle of the background thread. With the patch `process-sets` of unitrain's Horovod, the ranks exchange requests
-for process sets only in a cycle in which a rank has a new request. Ranks that are not members take part in the
-background.
+for process sets only in a cycle in which a rank has a new request. Ranks that are not members take part in this
+exchange in Horovod's background thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unitrain.errors import UnsupportedError
 
 _PENDING = -7  # HOROVOD_PROCESS_SET_PENDING of the patch
 _POLL_SECONDS = 0.0005
-_RELEASE_TIMEOUT_SECONDS = 5.0  # for a release, which must wait while another process set is created
+_RELEASE_TIMEOUT_SECONDS = 5.0  # a release waits while another process set is created
 _library: Any = _basics.MPI_LIB_CTYPES
-_users: Counter[tuple[int, ...]] = Counter()  # number of open process groups of each process set
+_num_uses: Counter[tuple[int, ...]] = Counter()  # number of open process groups of each process set
 _lock = threading.Lock()
 
 
@@ -54,16 +54,16 @@ def add_process_set(
 ) -> hvd.ProcessSet:
     """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
 
-    Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
-    patch, RuntimeError if Horovod has been shut down, and GroupTimeoutError after `timeout`. The message of the last
-    one contains the ranks that `find_missing_ranks` returns.
+    Calls with the same ranks refer to the same process set. Raises UnsupportedError if the installed Horovod lacks the
+    patch, RuntimeError if Horovod has been shut down, and GroupTimeoutError after `timeout`. The message of
+    GroupTimeoutError contains the ranks that `find_missing_ranks` returns.
     """
     if len(ranks) == hvd.size():
         return hvd.global_process_set
-    check_support(ranks)
+    check_subgroup_support(ranks)
     key = tuple(ranks)
     with _lock:
-        _users[key] += 1
+        _num_uses[key] += 1
     deadline = time.monotonic() + timeout.total_seconds()
     process_set_id = _PENDING
     try:
@@ -77,14 +77,14 @@ def add_process_set(
                 "Check whether a rank has failed or called hvd.shutdown()."
             )
     except BaseException:
-        remove_process_set(ranks)
+        release_process_set(ranks)
         raise
     process_set = hvd.ProcessSet(list(ranks))
     process_set.process_set_id = process_set_id
     return process_set
 
 
-def remove_process_set(ranks: Sequence[int]) -> None:
+def release_process_set(ranks: Sequence[int]) -> None:
     """Release one use of the process set of `ranks`. Call this once per successful call of `add_process_set`.
 
     Horovod removes the process set when all its members have released it. This function does not wait for them, but it
@@ -96,12 +96,12 @@ def remove_process_set(ranks: Sequence[int]) -> None:
         return
     key = tuple(ranks)
     with _lock:
-        if key not in _users:  # the global process set, or one that Horovod removed when it was shut down
+        if key not in _num_uses:  # the global process set, or one that Horovod removed when it was shut down
             return
-        _users[key] -= 1
-        if _users[key] > 0:
+        _num_uses[key] -= 1
+        if _num_uses[key] > 0:
             return
-        del _users[key]
+        del _num_uses[key]
         deadline = time.monotonic() + _RELEASE_TIMEOUT_SECONDS
         while (
             _library.horovod_release_process_set(_as_array(ranks), len(ranks)) == _PENDING
@@ -113,11 +113,11 @@ def remove_process_set(ranks: Sequence[int]) -> None:
 def forget_process_sets() -> None:
     """Forget all process sets, after Horovod has been shut down."""
     with _lock:
-        _users.clear()
+        _num_uses.clear()
 
 
-def check_support(ranks: Sequence[int]) -> None:
-    """Raise UnsupportedError if the installed Horovod cannot create a group of `ranks`."""
+def check_subgroup_support(ranks: Sequence[int]) -> None:
+    """Raise UnsupportedError, which mentions `ranks`, if the installed Horovod supports groups of all ranks only."""
     if not hasattr(_library, "horovod_request_process_set"):
         raise UnsupportedError(
             f"A group of the ranks {list(ranks)} was requested, but the installed Horovod supports groups of all "

@@ -20,7 +20,7 @@ from typing import TypeVar
 import horovod.torch as hvd
 import torch.distributed as dist
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
+from horovod.torch import mpi_lib_v2  # noqa: F401 (raises ImportError if missing; hvd only prints a message)
 
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.horovod.horovodrun import BoundRendezvousServer
@@ -62,13 +62,13 @@ FUSION_THRESHOLD = Tunable(
     "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728")
 )
 # Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
-# ignores it.
+# ignores this setting.
 _IDLE_CYCLE_MS = "5"
-# Timeout for a connection to rank 0. The kernel retransmits a lost packet after one second.
+# Timeout for a connection to rank 0. It is longer than one second, after which the kernel retransmits a lost packet.
 _CONNECT_TIMEOUT_SECONDS = 3.0
 _servers: list[BoundRendezvousServer] = []  # rank 0's rendezvous server, which runs as long as Horovod
 _exported_settings: dict[str, str] = {}  # environment variables that `_export_settings` has set, with their values
-_group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
+_group_numbers: Counter[tuple[int, ...]] = Counter()  # number of groups per list of ranks since Horovod started
 _own_address = LOOPBACK
 _EXTERNAL_START_ID = "external"
 # Identifies the start of the running Horovod, and is equal on all ranks that took part in it. `start_for_group` sets a
@@ -86,12 +86,13 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     if not hvd.is_initialized():
         # Horovod's default cycle time of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With
         # its default fusion threshold of 128 MiB, Horovod fuses entire buckets, which then wait for each other and are
-        # copied twice. Separate transfers are faster. Horovod's autotuning changes only unset variables.
+        # copied twice. Separate transfers are faster. With HOROVOD_AUTOTUNE, both variables remain unset, because
+        # Horovod tunes only unset variables.
         chosen = (CYCLE_TIME, FUSION_THRESHOLD) if environment.get_variable("HOROVOD_AUTOTUNE") in (None, "0") else ()
         _export_settings(
             {
-                # At its timeout, 30 s by default, Horovod aborts the process or shuts down without naming the missing
-                # ranks. unitrain's timeout must expire first.
+                # After this timeout, 30 s by default, Horovod aborts the process or shuts down without naming the
+                # missing ranks. unitrain's timeout must expire first.
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(rendezvous.timeout.total_seconds()) + 5),
                 **{tunable.variable: tunable.default for tunable in chosen},
                 "HOROVOD_IDLE_CYCLE_TIME": _IDLE_CYCLE_MS,
@@ -185,7 +186,7 @@ def _launcher_rank_info() -> RankInfo | None:
         return None
     try:
         rank_info = environment.detect()
-    except EnvironmentVariableError:  # the arguments take precedence
+    except EnvironmentVariableError:  # the arguments of init_process_group are used instead
         return None
     # Without a launcher, Horovod would use MPI, which can start only once in a process.
     return None if rank_info.launcher == "none" and hvd.gloo_built() else rank_info
@@ -199,8 +200,8 @@ def own_address() -> str:
 def next_group_number(ranks: Sequence[int]) -> int:
     """Return the number of the next group of `ranks`, which is the same on all its members.
 
-    torch's group names differ between ranks after some ranks have created a group with `use_local_synchronization`, or
-    after its creation has failed.
+    torch's group names cannot be used instead: they differ between ranks after some ranks have created a group with
+    `use_local_synchronization`, or after the creation of a group has failed.
     """
     return _group_numbers[tuple(ranks)]
 
@@ -311,7 +312,7 @@ def _export_settings(values: Mapping[str, str]) -> None:
 
 
 def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
-    """Return Horovod's ranks and sizes for a rank. "cross" refers to the ranks with the same local_rank on all
+    """Return Horovod's ranks and sizes for a rank. "cross" refers to the ranks with the same local rank on all
     hosts."""
     own = positions[rank]
     peers = [position for position in positions if position.local_rank == own.local_rank]
@@ -330,7 +331,7 @@ def _call_with_limit(function: Callable[[], _ResultT], rank_info: RankInfo, time
     """Return `function()`, which waits for other ranks in MPI or Horovod without a time limit.
 
     Raises CollectiveTimeoutError if it does not return within `timeout`. The call then remains blocked in another
-    thread. Horovod's shutdown at the exit of the process would also wait for the other ranks, so it is omitted.
+    thread. Horovod's shutdown at the exit of the process would also wait for the other ranks, so it is skipped.
     """
     try:
         return call_with_limit(function, timeout.total_seconds())
@@ -378,7 +379,7 @@ def _choose_address(port: int | None, addresses: list[str] | None = None) -> tup
     passes a port. Horovod must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
     """
     own = None if port is None else (addresses or own_addresses(), port)
-    # Without a name the operation would hang, because Horovod's default name contains type(own), which differs between
+    # Without a name, the operation would hang, because Horovod's default name contains type(own), which differs between
     # ranks.
     addresses, port = hvd.broadcast_object(own, 0, name="unitrain.addresses")
     reachable = find_reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)

@@ -24,7 +24,7 @@ _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _UNSET = timedelta()
 Arguments = tuple[Any, ...]
-# A conversion returns the arguments of the overload that takes lists and options. The options come last.
+# A conversion returns the arguments of the overload that takes lists of tensors and an options object, which is last.
 Conversion = Callable[..., Arguments]
 
 
@@ -55,14 +55,14 @@ def broadcast(
 ) -> Arguments:
     """Convert and validate the arguments of `broadcast`."""
     tensors = _as_list(tensors if tensor is None else tensor)
-    opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    opts = _create_options(dist.BroadcastOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("broadcast", group, opts.rootRank)
     if not 0 <= opts.rootTensor < len(tensors):
         raise CollectiveArgumentError(
             f"Horovod's broadcast got an invalid root tensor: {opts.rootTensor}, in a list of {len(tensors)}. "
             "Set opts.rootTensor to the index of a tensor in the list."
         )
-    _check_same("broadcast", tensors)
+    _check_same_metadata("broadcast", tensors)
     return tensors, opts
 
 
@@ -71,8 +71,8 @@ def allreduce(
 ) -> Arguments:
     """Convert and validate the arguments of `allreduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
-    opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
-    _check_same("allreduce", tensors)
+    opts = _create_options(dist.AllreduceOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
+    _check_same_metadata("allreduce", tensors)
     return tensors, opts
 
 
@@ -97,7 +97,7 @@ def allreduce_coalesced(group: Any, tensors: Any, opts: Any = None) -> Arguments
             f"Horovod's allreduce_coalesced got tensors of an unsupported layout: {first.layout}. "
             "Call allreduce once for each sparse tensor."
         )
-    return tensors, _options(dist.AllreduceCoalescedOptions, opts)
+    return tensors, _create_options(dist.AllreduceCoalescedOptions, opts)
 
 
 def reduce(
@@ -112,7 +112,9 @@ def reduce(
 ) -> Arguments:
     """Convert and validate the arguments of `reduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
-    opts = _options(dist.ReduceOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root, reduceOp=op)
+    opts = _create_options(
+        dist.ReduceOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root, reduceOp=op
+    )
     _check_root("reduce", group, opts.rootRank)
     _check_single("reduce", "tensor list", tensors)
     if opts.rootTensor != 0:
@@ -139,7 +141,7 @@ def allgather(
             "Horovod's allgather requires input/output tensor lists to have the same length, got "
             f"{len(inputs)} and {len(outputs)}. Pass one list of outputs for each input."
         )
-    _check_same("allgather", inputs)
+    _check_same_metadata("allgather", inputs)
     for index, parts in enumerate(outputs):
         count = group.size() * len(inputs)
         if len(parts) != count:
@@ -148,8 +150,8 @@ def allgather(
                 f"expected {count}. Pass one output per input and rank."
             )
         for part in parts:
-            _check_equals("allgather", part, inputs[0], checks_shape=part.numel() != inputs[0].numel())
-    return outputs, inputs, _options(_AllgatherOptions, opts, timeout)
+            _check_metadata("allgather", part, inputs[0], checks_shape=part.numel() != inputs[0].numel())
+    return outputs, inputs, _create_options(_AllgatherOptions, opts, timeout)
 
 
 def allgather_coalesced(group: Any, output_lists: Any, input_list: Any, opts: Any = None) -> Arguments:
@@ -178,7 +180,7 @@ def allgather_coalesced(group: Any, output_lists: Any, input_list: Any, opts: An
                     f"Horovod's allgather_coalesced got an invalid tensor type at index {index}: {output.dtype}, "
                     f"{output.layout}, expected {expected.dtype}, {expected.layout}. Pass outputs like the inputs."
                 )
-    return output_lists, inputs, _options(_AllgatherOptions, opts)
+    return output_lists, inputs, _create_options(_AllgatherOptions, opts)
 
 
 def gather(
@@ -193,7 +195,7 @@ def gather(
 ) -> Arguments:
     """Convert and validate the arguments of `gather`."""
     outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
-    opts = _options(dist.GatherOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    opts = _create_options(dist.GatherOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("gather", group, opts.rootRank)
     _check_single("gather", "input tensor list", inputs)
     if _is_root_with_valid_list("gather", "output", group, opts.rootRank, outputs):
@@ -213,7 +215,7 @@ def scatter(
 ) -> Arguments:
     """Convert and validate the arguments of `scatter`."""
     outputs, inputs = _as_list(output_tensors if output_tensor is None else output_tensor), _as_nested(input_tensors)
-    opts = _options(dist.ScatterOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    opts = _create_options(dist.ScatterOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("scatter", group, opts.rootRank)
     _check_single("scatter", "output tensor list", outputs)
     if _is_root_with_valid_list("scatter", "input", group, opts.rootRank, inputs):
@@ -233,7 +235,9 @@ def reduce_scatter(
 ) -> Arguments:
     """Convert and validate the arguments of `reduce_scatter`."""
     outputs, inputs = _as_list(output_tensors), _as_nested(input_tensors if input_tensor is None else input_tensor)
-    opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
+    opts = _create_options(
+        dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op
+    )
     _check_single("reduce_scatter", "output tensor list", outputs)
     _check_single("reduce_scatter", "input list", inputs)
     _check_parts("reduce_scatter", "input", group, inputs[0], outputs[0], checks_shape=False)
@@ -242,12 +246,12 @@ def reduce_scatter(
 
 def all_gather_single(group: Any, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Arguments:
     """Convert the arguments of `all_gather_single`."""
-    return output, input, _options(_AllgatherOptions, opts, timeout)
+    return output, input, _create_options(_AllgatherOptions, opts, timeout)
 
 
 def reduce_scatter_single(group: Any, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Arguments:  # noqa: N803 (torch's names)
     """Convert the arguments of `reduce_scatter_single`."""
-    return outputTensor, inputTensor, _options(dist.ReduceScatterOptions, opts)
+    return outputTensor, inputTensor, _create_options(dist.ReduceScatterOptions, opts)
 
 
 def all_to_all_single(
@@ -264,7 +268,7 @@ def all_to_all_single(
 ) -> Arguments:
     """Convert the arguments of `all_to_all_single`."""
     output, input = output if output_tensor is None else output_tensor, input if input_tensor is None else input_tensor
-    return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
+    return output, input, output_split_sizes, input_split_sizes, _create_options(dist.AllToAllOptions, opts, timeout)
 
 
 def alltoall(
@@ -279,13 +283,14 @@ def alltoall(
                 f"{kind} tensor for each rank."
             )
     for tensor in (*inputs, *outputs):
-        _check_equals("all_to_all", tensor, inputs[0], checks_shape=False)
-    return outputs, inputs, _options(dist.AllToAllOptions, opts, timeout)
+        _check_metadata("all_to_all", tensor, inputs[0], checks_shape=False)
+    return outputs, inputs, _create_options(dist.AllToAllOptions, opts, timeout)
 
 
 def check_alltoall_output(output: Tensor, source: Tensor, *, has_splits: bool) -> None:
-    """Raise CollectiveArgumentError unless `output` can receive parts of tensors such as `source`."""
-    _check_equals("all_to_all_single", output, source, checks_shape=False)
+    """Raise CollectiveArgumentError unless `output` can receive the parts of tensors like this rank's input `source`:
+    rows of the same size with splits, or the same number of elements without splits."""
+    _check_metadata("all_to_all_single", output, source, checks_shape=False)
     fits = output.shape[1:].numel() == source.shape[1:].numel() if has_splits else output.numel() == source.numel()
     if not fits:
         raise CollectiveArgumentError(
@@ -297,15 +302,15 @@ def check_alltoall_output(output: Tensor, source: Tensor, *, has_splits: bool) -
 
 def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
     """Convert the arguments of `barrier`."""
-    return (_options(dist.BarrierOptions, opts, timeout),)
+    return (_create_options(dist.BarrierOptions, opts, timeout),)
 
 
-def _options(kind: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
+def _create_options(options_class: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
     """Return `given` if it is an options object, otherwise new options with the `fields` that are not None and the
     timeout, which may also be passed as `given`."""
-    if isinstance(given, kind):
+    if isinstance(given, options_class):
         return given
-    options = kind()
+    options = options_class()
     for name, value in {**fields, "timeout": given if isinstance(given, timedelta) else timeout}.items():
         if value is not None:
             setattr(options, name, value)
@@ -330,7 +335,7 @@ def _check_root(operation: str, group: Any, root: int) -> None:
 
 
 def check_peer(operation: str, group: Any, rank: int) -> None:
-    """Raise CollectiveArgumentError unless `rank` is another rank of `group`. Gloo would crash."""
+    """Raise CollectiveArgumentError unless `rank` is another rank of `group`. Without this check, Gloo would crash."""
     if not 0 <= rank < group.size() or rank == group.rank():
         raise CollectiveArgumentError(
             f"Horovod's {operation} got an invalid rank: {rank}, on rank {group.rank()} of a group of {group.size()} "
@@ -338,29 +343,31 @@ def check_peer(operation: str, group: Any, rank: int) -> None:
         )
 
 
-def _check_not_empty(operation: str, tensors: Sequence[Any], kind: str = "tensor list") -> None:
+def _check_not_empty(operation: str, tensors: Sequence[Any], list_name: str = "tensor list") -> None:
     if not tensors:
         raise CollectiveArgumentError(
-            f"Horovod's {operation} requires non-empty {kind}, got an empty one. Pass at least one tensor."
+            f"Horovod's {operation} requires non-empty {list_name}, got an empty one. Pass at least one tensor."
         )
 
 
-def _check_single(operation: str, kind: str, tensors: Sequence[Any]) -> None:
+def _check_single(operation: str, list_name: str, tensors: Sequence[Any]) -> None:
     if len(tensors) != 1:
         raise CollectiveArgumentError(
-            f"Horovod's {operation} requires a single-element {kind}, got {len(tensors)} elements. "
+            f"Horovod's {operation} requires a single-element {list_name}, got {len(tensors)} elements. "
             "Call it once for each element."
         )
 
 
-def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
+def _check_same_metadata(operation: str, tensors: Sequence[Tensor]) -> None:
     """Raise CollectiveArgumentError unless all tensors of this rank have the same layout, dtype and shape."""
     _check_not_empty(operation, tensors)
     for tensor in tensors[1:]:
-        _check_equals(operation, tensor, tensors[0])
+        _check_metadata(operation, tensor, tensors[0])
 
 
-def _check_equals(operation: str, tensor: Tensor, expected: Tensor, checks_shape: bool = True) -> None:
+def _check_metadata(operation: str, tensor: Tensor, expected: Tensor, checks_shape: bool = True) -> None:
+    """Raise CollectiveArgumentError unless `tensor` has the layout and dtype of `expected` and, if `checks_shape`, also
+    its shape."""
     for kind, attribute, actual_value, expected_value in (
         ("layout", "layout", tensor.layout, expected.layout),
         ("type", "dtype", tensor.dtype, expected.dtype),
@@ -373,15 +380,15 @@ def _check_equals(operation: str, tensor: Tensor, expected: Tensor, checks_shape
             )
 
 
-def _is_root_with_valid_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
+def _is_root_with_valid_list(operation: str, direction: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
     """Return whether this rank is the root. Raise CollectiveArgumentError if the root does not pass exactly one list,
     or if another rank passes a list that is not empty."""
     if group.rank() == root:
-        _check_single(operation, f"{kind} list", lists)
+        _check_single(operation, f"{direction} list", lists)
         return True
     if lists and any(lists):
         raise CollectiveArgumentError(
-            f"Horovod's {operation} requires empty {kind} on non-root ranks, got {len(lists)} lists on rank "
+            f"Horovod's {operation} requires empty {direction} on non-root ranks, got {len(lists)} lists on rank "
             f"{group.rank()} with root {root}. Pass an empty list on this rank."
         )
     return False
@@ -389,19 +396,19 @@ def _is_root_with_valid_list(operation: str, kind: str, group: Any, root: int, l
 
 def _check_parts(
     operation: str,
-    kind: str,
+    direction: str,
     group: Any,
     parts: Sequence[Tensor],
     expected: Tensor,
     checks_shape: bool = True,
 ) -> None:
     """Raise CollectiveArgumentError unless `parts` has one tensor per rank, each with the layout and dtype of
-    `expected`, and if `checks_shape`, with its shape."""
+    `expected` and, if `checks_shape`, also with its shape."""
     size = group.size()
     if len(parts) != size:
         raise CollectiveArgumentError(
-            f"Horovod's {operation}: Incorrect {kind} list size {len(parts)}. {kind.capitalize()} list size should be "
-            f"{size}, same as size of the process group. Pass one tensor per rank."
+            f"Horovod's {operation}: Incorrect {direction} list size {len(parts)}. {direction.capitalize()} list size "
+            f"should be {size}, same as size of the process group. Pass one tensor per rank."
         )
     for part in parts:
-        _check_equals(operation, part, expected, checks_shape)
+        _check_metadata(operation, part, expected, checks_shape)

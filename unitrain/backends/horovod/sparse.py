@@ -28,7 +28,8 @@ def check_sparse_allreduce(tensor: Tensor, op: object) -> None:
 
 
 def pack_rows(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of COO tensors as uint8 [non-zeros, bytes]: a row has the indices and the values of an element."""
+    """Return the sum of COO tensors as uint8 [non-zeros, bytes]: each row contains the indices and the values of an
+    element."""
     total = functools.reduce(operator.add, tensors).coalesce()
     indices, values = total.indices(), total.values()
     return torch.cat([_as_bytes(indices.t()), _as_bytes(values)], dim=1)

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
-from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
+from horovod.torch import mpi_lib_v2  # noqa: F401 (raises ImportError if missing; hvd only prints a message)
 from torch import Tensor
 
 from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
 from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
-# Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
-# wrong addresses. Tensors larger than MAX_PIECE_BYTES are therefore communicated in pieces.
+# Horovod stores element counts and offsets (for allgather, byte counts) in a C int: with 2^31 or more, it aborts or
+# writes to wrong addresses. Tensors larger than MAX_PIECE_BYTES are therefore communicated in pieces.
 MAX_PIECE_BYTES = 2**29
-# Size limit for the result of an allgather in which the number of rows differs between ranks.
+# Size limit for the result of an allgather in which the numbers of rows may differ between ranks.
 MAX_GATHER_BYTES = 2**31 - 1
-# Size limit of an alltoall in which the numbers of rows differ. It cannot be divided into pieces, because a rank does
-# not know how many rows the other ranks exchange with each other.
+# Size limit for the data that a rank sends or receives in an alltoall with splits. Such an alltoall cannot be divided
+# into pieces, because a rank does not know how many rows the other ranks exchange with each other.
 MAX_ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {
@@ -36,7 +36,7 @@ _OPS = {
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-# Sums and products in a wider integer are exact modulo 2^bits of the narrower type.
+# Sums and products in a wider integer type are correct modulo 2^b, where b is the number of bits of the narrower type.
 _INTEGERS = {
     **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32), torch.int32),
     **dict.fromkeys((torch.uint32, torch.int64), torch.int64),
@@ -76,7 +76,7 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
     """Return the reduction of `dtype` by torch's `op`.
 
     Raises UnsupportedError if the result cannot be computed exactly, apart from rounding to `dtype`. For the average of
-    integers, only `decode` can raise it, because it depends on the values.
+    integers, `decode` raises the error instead, because only some values have no exact mean.
     """
     name = reduction_name(op)
     reduction = None
@@ -148,7 +148,7 @@ def _float_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None
         return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), op.factor), lambda result: result.to(dtype))
     if dtype == wide or (dtype == torch.float16 and name == "SUM"):
         return Reduction(hvd_op)
-    # This includes float16: the sum in an average may overflow, and MPI does not multiply float16.
+    # AVG and PRODUCT also convert float16: the sum in an average may overflow, and MPI cannot multiply float16.
     return Reduction(hvd_op, lambda values: values.to(wide), lambda result: result.to(dtype))
 
 
@@ -208,7 +208,7 @@ def combine_two(left: Tensor, right: Tensor, op: Any) -> Tensor:
     for name, function in functions.items():
         if op == getattr(dist.ReduceOp, name):
             return function(left, right)
-    raise UnsupportedError(f"Horovod's process group reduces only one tensor of each rank by {op}. Use ReduceOp.SUM.")
+    raise UnsupportedError(f"Horovod's process group can reduce only one tensor per rank by {op}. Use ReduceOp.SUM.")
 
 
 def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -217,11 +217,12 @@ def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor
     return result
 
 
-def piece_slices(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield the slices in which a tensor of `count` elements is communicated. They depend only on the arguments."""
-    max_elements = max(1, MAX_PIECE_BYTES // max(1, bytes_each))
-    for start in range(0, count, max_elements):
-        yield slice(start, min(start + max_elements, count))
+def piece_slices(num_elements: int, bytes_per_element: int) -> Iterator[slice]:
+    """Yield the slices in which a tensor of `num_elements` elements is communicated. They depend only on the
+    arguments."""
+    max_elements = max(1, MAX_PIECE_BYTES // max(1, bytes_per_element))
+    for start in range(0, num_elements, max_elements):
+        yield slice(start, min(start + max_elements, num_elements))
 
 
 def flatten_dense(tensor: Tensor) -> Tensor:
@@ -242,7 +243,7 @@ class Destination:
     """A tensor to which results are written in pieces: as `elements`, of its dtype, or as `bytes`, uint8.
 
     Both share memory with the tensor if it is contiguous. Otherwise `finish`, which must be called after the last
-    piece, copies them to the tensor. `finish` also copies the tensor to the other tensors of `copies`.
+    piece, copies them to the tensor. `finish` also copies the tensor to the other tensors in `copies`.
     """
 
     def __init__(self, tensor: Tensor, copies: list[Tensor] | None = None) -> None:
@@ -258,7 +259,7 @@ class Destination:
         return self.elements.view(torch.uint8)
 
     def finish(self) -> None:
-        """Complete the tensor."""
+        """Write all results to the tensor and to the other tensors in `copies`."""
         if self._needs_copy:
             self._tensor.copy_(self.elements.view(self._tensor.shape))
         for copy in self._copies:

@@ -46,8 +46,8 @@ class GroupTimeoutError(CollectiveTimeoutError, dist.DistBackendError):
 
 
 class HorovodWork(Work):
-    """A Horovod operation. The future returns its result. `wait` and the future raise its error, or GroupTimeoutError
-    if the operation has timed out.
+    """A Horovod operation in flight. The future returns the result. `wait` and the future raise the operation's error,
+    or GroupTimeoutError if the operation has timed out.
 
     `mismatch_error` replaces Horovod's error if ranks start the operation with different dtypes.
     """
@@ -117,7 +117,7 @@ class HorovodWork(Work):
                     return False
                 interval = max(_MISMATCH_CHECK_SECONDS, min((now - self._start_time) / 2, 15 * _MISMATCH_CHECK_SECONDS))
                 self._next_mismatch_check = now + interval
-                if (error := self._mismatches.find()) is not None:
+                if (error := self._mismatches.compare_with_rank_0()) is not None:
                     self._complete(error)
                 return error is not None
             self._complete(self._timeout_error())
@@ -155,7 +155,7 @@ class HorovodWork(Work):
             return self._mismatch_error
         if self._mismatches is not None and "Horovod has been shut down" in str(error):
             # A rank that has found a mismatch may have exited before this rank has compared its operations.
-            return self._mismatches.find_reported() or error
+            return self._mismatches.find_reported_mismatch() or error
         return error
 
     @property
@@ -212,7 +212,7 @@ class HorovodWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._typed_future is None:
-            self._typed_future = _as_tensor_list(self._future, self._result)
+            self._typed_future = _as_tensor_list_future(self._future, self._result)
         return self._typed_future
 
     def result(self) -> Any:
@@ -253,7 +253,7 @@ class JoinedWork(Work):
         if self._future is None:
             every = torch.futures.collect_all([work.get_future() for work in self._works])
             joined: torch.futures.Future[Any] = every.then(self._result_or_error)
-            self._future = _as_tensor_list(joined, self._result)
+            self._future = _as_tensor_list_future(joined, self._result)
         return self._future
 
     def result(self) -> Any:
@@ -266,7 +266,7 @@ class JoinedWork(Work):
 
 
 def _is_small_tensor(value: Any) -> bool:
-    # A small tensor may be a view of a large one.
+    # A small tensor may be a view of a large one, whose memory it would keep allocated.
     return (
         isinstance(value, torch.Tensor)
         and value.layout == torch.strided
@@ -275,7 +275,7 @@ def _is_small_tensor(value: Any) -> bool:
     )
 
 
-def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
+def _as_tensor_list_future(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
     """Return a future of type List[Tensor] for float16 tensors on CPUs, and otherwise `future`, whose type is a Python
     object.
 
@@ -314,8 +314,8 @@ class CompletionQueue:
 
     A work that the callback of another work adds or waits for is completed immediately.
 
-    The queue keeps the latest small works after their completion. DDP's join stores a small work in C++, which cannot
-    call the methods of a Python object that Python has deleted.
+    The queue keeps the latest small works after their completion. DDP's context manager `join` stores a small work in
+    C++, which cannot call the methods of a Python object that Python has deleted.
     """
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ class CompletionQueue:
         self._added_event = threading.Event()
         self._is_stopping = False
         self.is_aborted = False
-        """Whether works that are not complete fail."""
+        """Whether `abort` was called, after which works whose operations have not finished raise an error."""
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
         self._thread.start()
 
@@ -349,7 +349,7 @@ class CompletionQueue:
             end_of_backward.add(BackwardStage.WAIT_FOR_WORK_OBJECTS, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
-        """Block until `work` is complete, for at most `seconds`."""
+        """Block until `work` is complete, for at most `seconds` seconds, or without a limit if `seconds` is None."""
         is_in_callback = self._completing_thread_id == threading.get_ident()
 
         def is_done() -> bool:
@@ -401,7 +401,7 @@ class CompletionQueue:
                 if work.is_small:
                     self._kept_works.append(work)
                 error = work.exception()
-                # An UnsupportedError concerns only one operation.
+                # An UnsupportedError concerns only one operation, whose caller receives the error from `wait`.
                 if work.is_in_backward and not isinstance(error, UnsupportedError):
                     self._backward_error = self._backward_error or error
             return True
@@ -422,7 +422,7 @@ class CompletionQueue:
 
 
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
-    """Call `is_done` until it returns true, for at most `seconds`; None means without a limit.
+    """Call `is_done` until it returns true, for at most `seconds` seconds, or without a limit if `seconds` is None.
 
     The function first polls without sleeping, because waking up a core takes longer than a small operation. Later, it
     sleeps between calls for increasing intervals, so that other processes can use the core.

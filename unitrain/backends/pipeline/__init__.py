@@ -1,7 +1,7 @@
 """Pipeline parallelism: the stages of a sequential model on different ranks, based on torch.distributed.pipelining.
 
 pipeline          `Pipeline`, the public class
-stages            torch's PipelineStage with micro-batches of different sizes
+stages            torch's PipelineStage with micro-batches of different shapes
 stage_runs        the module of one stage, the interface that runs its micro-batches, and the implementation for 1 stage
 scheduled_runs    the implementation for several stages with torch's schedules, and the exchange of shapes between them
 micro_batches     division of a batch, with weights such that the loss is the mean over the batch

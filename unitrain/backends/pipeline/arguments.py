@@ -88,8 +88,8 @@ def _check_model(model: Any, backend: Backend, stages: int) -> None:
     for name, module in model.named_modules():
         if any(kind.__name__ in ("SyncBatchNorm", "SyncedForward") for kind in type(module).__mro__):
             raise ModelError(
-                f"Module {name!r} is a synchronized BatchNorm, whose ranks would wait for other stages. Use BatchNorm, "
-                "whose statistics are those of a micro-batch, or GroupNorm."
+                f"Module {name!r} is a synchronized BatchNorm, which would wait for the ranks of other stages. Use "
+                "BatchNorm, whose statistics are those of a micro-batch, or GroupNorm."
             )
     checks.check_trainable_model(model, "none", torch.device("cpu") if _is_on_cpu(model) else backend.device)
 

@@ -62,7 +62,8 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer of the complete model. All ranks call it.
 
-    It equals the state dict of the same optimizer in one process: parameters are numbered by group, in model order.
+    It equals the state dict of the same optimizer in one process: parameters are numbered group by group, and in model
+    order within a group.
     """
     names = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     own = optimizer.state_dict()
@@ -156,10 +157,10 @@ def _names_by_group(module: StageModule, optimizer: torch.optim.Optimizer) -> li
     return groups
 
 
-def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _join_groups(groups_by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the parameter groups of the complete model. Raises ModelError if the number or the settings of the groups
     differ between stages."""
-    settings = [[{**group, "params": None} for group in groups] for groups in by_stage]
+    settings = [[{**group, "params": None} for group in groups] for groups in groups_by_stage]
     for stage, stage_settings in enumerate(settings):
         if stage_settings != settings[0]:
             raise ModelError(
@@ -167,6 +168,6 @@ def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 "of one optimizer. Use the same groups and settings on every rank; a group may be empty."
             )
     return [
-        {**group, "params": [name for groups in by_stage for name in groups[group_index]["params"]]}
-        for group_index, group in enumerate(by_stage[0])
+        {**group, "params": [name for groups in groups_by_stage for name in groups[group_index]["params"]]}
+        for group_index, group in enumerate(groups_by_stage[0])
     ]

@@ -29,7 +29,7 @@ class BlockCost:
     Args:
         seconds: time of its forward and backward pass, the minimum of several repetitions.
         state_bytes: weights, gradients, optimizer state (estimated as for Adam) and buffers.
-        held_bytes: memory between its forward and backward pass: activations, and its output.
+        held_bytes: memory between its forward and backward pass: activations and its output.
         extra_bytes: additional memory during its forward or backward pass, such as recomputed activations.
         input_bytes: size of its input.
         can_start_stage: whether its input is a tensor that requires grad, so that a stage can start with this block.
@@ -76,18 +76,18 @@ def create_time_cost(costs: Sequence[BlockCost]) -> StageCost:
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]
-        return sum(block.seconds for block in blocks) if _is_valid(blocks, stage) else math.inf
+        return sum(block.seconds for block in blocks) if _is_valid_stage(blocks, stage) else math.inf
 
     return cost
 
 
 def create_memory_cost(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
-    """Return the function that computes the cost of a stage, its peak memory in bytes. A stage holds the activations of
+    """Return the function that computes the cost of a stage: its peak memory in bytes. A stage holds the activations of
     several micro-batches at the same time, and their number depends on the schedule."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]
-        if not _is_valid(blocks, stage):
+        if not _is_valid_stage(blocks, stage):
             return math.inf
         held_micro_batches = min(micro_batches, stages - stage) if schedule == "1f1b" else micro_batches
         held_bytes = sum(block.held_bytes for block in blocks) + (blocks[0].input_bytes if stage else 0)
@@ -97,7 +97,7 @@ def create_memory_cost(costs: Sequence[BlockCost], stages: int, micro_batches: i
     return cost
 
 
-def _is_valid(blocks: Sequence[BlockCost], stage: int) -> bool:
+def _is_valid_stage(blocks: Sequence[BlockCost], stage: int) -> bool:
     return any(block.is_trained for block in blocks) and (stage == 0 or blocks[0].can_start_stage)
 
 

@@ -26,28 +26,29 @@ class WeightedTargets(NamedTuple):
     weight: float
 
 
-def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
+def micro_batch_sizes(num_samples: int, max_micro_batches: int) -> list[int]:
     """Return the numbers of samples of the micro-batches, which differ by at most 1.
 
-    A batch with fewer samples than `micro_batches` has one micro-batch per sample.
+    A batch with fewer samples than `max_micro_batches` has one micro-batch per sample.
     """
-    count = min(samples, micro_batches)
-    return [samples // count + (index < samples % count) for index in range(count)]
+    count = min(num_samples, max_micro_batches)
+    return [num_samples // count + (index < num_samples % count) for index in range(count)]
 
 
-def order_by_replica(batch: Any, replicas: int) -> Any:
-    """Return `batch`, the batch of one process, sorted by replica: first the samples of replica 0, then of replica 1.
+def order_by_replica(batch: Any, num_replicas: int) -> Any:
+    """Return `batch`, the batch of one process, with the samples sorted by replica: first those of replica 0, then
+    those of replica 1, and so on.
 
-    A ShardedLoader assigns consecutive samples to consecutive replicas.
+    In the original batch, consecutive samples belong to consecutive replicas, as in a ShardedLoader.
     """
     return tree_map_only(
-        Tensor, lambda tensor: torch.cat([tensor[replica::replicas] for replica in range(replicas)]), batch
+        Tensor, lambda tensor: torch.cat([tensor[replica::num_replicas] for replica in range(num_replicas)]), batch
     )
 
 
-def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tensor]:
-    """Return the micro-batches of `inputs`, a dense tensor [samples, ...], sorted by replica. Raises TensorError
-    for anything else."""
+def split_batch(inputs: Any, max_micro_batches: int, num_replicas: int = 1) -> list[Tensor]:
+    """Return the micro-batches of `inputs`, a dense tensor [samples, ...] sorted by replica. Each replica has at most
+    `max_micro_batches` micro-batches. Raises TensorError for any other `inputs`."""
     if isinstance(inputs, Tensor) and inputs.is_nested:
         raise TensorError(
             "The inputs of a Pipeline must be one dense tensor, but the tensor is nested. Use "
@@ -67,12 +68,13 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
         if inputs.is_meta:
             problem, fix = "has no data, because it is on the device 'meta'", "Pass a batch with data"
         raise TensorError(f"The inputs of a Pipeline must be one dense tensor, but the tensor {problem}. {fix}.")
-    counts = [len(range(replica, len(inputs), replicas)) for replica in range(replicas)]
-    return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
+    counts = [len(range(replica, len(inputs), num_replicas)) for replica in range(num_replicas)]
+    sizes = [size for count in counts if count for size in micro_batch_sizes(count, max_micro_batches)]
+    return list(inputs.split(sizes))
 
 
 def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[WeightedTargets]:
-    """Return the targets of micro-batches with `sizes` samples.
+    """Return the targets of the micro-batches, which have `sizes` samples.
 
     `targets` is a tensor [samples, ...], or tuples, lists and dictionaries of such tensors. Raises TensorError if a
     tensor has a different number of samples.
@@ -118,9 +120,9 @@ def checksum(values: Any) -> int:
     return crc
 
 
-def specification(tensor: Tensor) -> tuple[object, ...]:
+def specification(micro_batch: Tensor) -> tuple[object, ...]:
     """Return the properties of a micro-batch of inputs that determine the shapes and dtypes of the tensors between
     stages: its shape and dtype, and the autocast dtype, or None without autocast."""
-    kind = tensor.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (tuple(tensor.shape), tensor.dtype, autocast)
+    device_type = micro_batch.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return (tuple(micro_batch.shape), micro_batch.dtype, autocast)

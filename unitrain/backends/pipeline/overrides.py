@@ -27,14 +27,14 @@ class PipelineArguments:
 
 
 class PipelineOverrides(Protocol):
-    """The overrides of a tool. The Pipeline calls the methods on all ranks, some of them for each batch."""
+    """The overrides of a tool. The Pipeline calls the methods on all ranks."""
 
     def override(self, arguments: PipelineArguments, backend: Backend) -> PipelineArguments:
         """Return the arguments of the pipeline. The user's arguments are not validated yet."""
         ...
 
     def on_pipeline_start(self, module: nn.Module, stages: int, backend: Backend) -> None:
-        """Called after the model is divided into `stages`. `module` is the stage of this rank."""
+        """Called after the model is divided into `stages` stages. `module` is the stage of this rank."""
         ...
 
     def on_batch_start(self) -> None:

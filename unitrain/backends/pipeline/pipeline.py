@@ -69,7 +69,7 @@ class Pipeline:
     of all replicas.
 
     All ranks must create the pipeline with the same model and arguments. Parameters and buffers are broadcast from rank
-    0. The blocks of this stage are moved to the rank's device, and the blocks of other stages to the device "meta".
+    0. The blocks of a rank's stage are moved to the rank's device, and the blocks of other stages to the device "meta".
 
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
@@ -86,9 +86,10 @@ class Pipeline:
             rank 0, in a forward and backward pass of each block.
         example_inputs: A batch of a replica, for this measurement.
 
-    Raises, on every rank: UnsupportedError if the backend has no point-to-point communication; ConfigError for invalid
-    arguments; ModelError for a model that is not sequential, for stages without trainable parameters, and for
-    parameters that are shared by different stages.
+    Raises, on every rank: UnsupportedError for several stages on a backend without point-to-point communication;
+    ConfigError for invalid arguments; TensorError for invalid `example_inputs`; ModelError for a model that is not
+    sequential, for a block that fails in the measurement, for stages without trainable parameters, and for parameters
+    that are shared by different stages.
     """
 
     def __init__(
@@ -122,7 +123,9 @@ class Pipeline:
         checks.check_same_model(backend, model)
         self._backend, self._micro_batches = backend, micro_batches
         self._names = list(model.state_dict())
-        self._blocks_per_stage = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
+        self._blocks_per_stage = _choose_blocks_per_stage(
+            model, backend, stages, micro_batches, schedule, balance, example_inputs
+        )
         self._stages, self._stage = stages, backend.rank % stages
         self._replicas = Replicas(backend, stages, replicas_per_rank)
         blocks = _named_blocks(model)
@@ -132,7 +135,7 @@ class Pipeline:
         self._module.train(model.training)
         checks.forbid_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
-        self._pipeline_number, self._calls = next(_pipeline_numbers), Counter[str]()
+        self._pipeline_number, self._call_counts = next(_pipeline_numbers), Counter[str]()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
             self._overrides.on_pipeline_start(self._module, stages, backend)
@@ -179,24 +182,25 @@ class Pipeline:
 
         With several stages, the first micro-batch of each shape takes an additional forward pass, in which the stages
         exchange the shapes of their outputs. Raises TensorError and ConfigError for invalid arguments, and ModelError
-        if a trainable parameter of this stage has received no gradient and there are several replicas. With several
-        stages, raises DataError if the ranks of a replica have micro-batches of different shapes, or for the first
-        micro-batch of each shape, different values. An error that does not occur on all ranks then terminates the other
-        ranks within seconds, even if the caller handles it, because their stages cannot continue.
+        if `loss_fn` does not return one floating-point number, or if a trainable parameter of this stage has received
+        no gradient and there are several replicas. With several stages, raises DataError if the ranks of a replica have
+        micro-batches of different shapes, or, for the first micro-batch of each shape, different values. An error that
+        does not occur on all ranks then terminates the other ranks within seconds, even if the caller handles it,
+        because their stages cannot continue.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
 
         def split() -> tuple[list[Tensor], list[WeightedTargets]]:
             fix = "Use loss_weight=loader.loss_weight"
             validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
-            parts = split_batch(inputs, self._micro_batches, self._replicas.per_rank)
+            parts = split_batch(inputs, self._micro_batches, self._replicas.replicas_per_rank)
             return parts, split_targets(targets, [len(values) for values in parts], loss_weight)
 
         if self._overrides is not None:
             self._overrides.on_batch_start()
-        if self._replicas.per_rank > 1:
-            inputs, targets = order_by_replica((inputs, targets), self._replicas.per_rank)
-        micro_batches, weighted_targets = self._check("forward_backward", split, range(self._backend.size))
+        if self._replicas.replicas_per_rank > 1:
+            inputs, targets = order_by_replica((inputs, targets), self._replicas.replicas_per_rank)
+        micro_batches, weighted_targets = self._check_arguments("forward_backward", split, range(self._backend.size))
         sizes = [len(values) for values in micro_batches]
         with self._reporting_errors():
             loss = self._runs.forward_backward(micro_batches, weighted_targets)
@@ -218,7 +222,7 @@ class Pipeline:
         group = self._replica_group
         if group is None:
             return self._runs.forward(split_batch(inputs, self._micro_batches))
-        micro_batches = self._check("forward", lambda: split_batch(inputs, self._micro_batches), group.ranks)
+        micro_batches = self._check_arguments("forward", lambda: split_batch(inputs, self._micro_batches), group.ranks)
         with self._reporting_errors():
             return self._runs.forward(micro_batches)
 
@@ -231,7 +235,7 @@ class Pipeline:
         """
         name, fix = "Pipeline.clip_grad_norm_(max_norm)", "Use max_norm=1.0"
         check = partial(validation.check_positive, name, max_norm, fix)
-        self._check("clip_grad_norm_", check, range(self._backend.size))
+        self._check_arguments("clip_grad_norm_", check, range(self._backend.size))
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients).double().to(self._backend.device)
         # The gradients of all replicas are equal.
@@ -272,8 +276,8 @@ class Pipeline:
         call_on_all_ranks(self._backend, lambda: load_model_state(self._module, self._names, state))
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state dict of an optimizer of the complete model, on every rank. All ranks call it, with the
-        optimizer of their stage.
+        """Return the state dict of an optimizer of the complete model, on every rank. All ranks call it, each with the
+        optimizer of its stage.
 
         It equals the state dict of the same optimizer in one process. Except for their parameters, the parameter groups
         must be equal on all stages.
@@ -294,20 +298,20 @@ class Pipeline:
         )
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
-    def _check(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:
+    def _check_arguments(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:
         """Return the result of `check`, which raises an error for invalid arguments.
 
-        With one stage, an error on any rank is raised on all ranks. With several stages, if `check` raises on only some
-        of `ranks`, the other ranks terminate. Valid arguments then require no communication, because an exchange
-        between all ranks in each step would take too long.
+        With one stage, an error on any rank is raised on all ranks. With several stages, valid arguments require no
+        communication, because an exchange between all ranks in each step would take too long. Instead, if `check`
+        raises an error on only some of `ranks`, the other ranks terminate.
         """
         if self._replica_group is None:
             return call_on_all_ranks(self._backend, check)
-        self._calls[method] += 1
+        self._call_counts[method] += 1
         try:
             return check()
         except Exception as error:
-            key = f"pipeline/{self._pipeline_number}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
+            key = f"pipeline/{self._pipeline_number}/{method}/{ranks[0]}-{ranks[-1]}/{self._call_counts[method]}"
             self._replica_group.monitor.report_unless_shared(error, key, ranks)
             raise
 
@@ -386,7 +390,7 @@ def _iterate_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     yield from by_dtype.values()
 
 
-def _divide(
+def _choose_blocks_per_stage(
     model: nn.Sequential,
     backend: Backend,
     stages: int,
@@ -410,20 +414,20 @@ def _divide(
 
     costs = backend.broadcast_object(call_on_all_ranks(backend, measure))
     cost = create_time_cost(costs) if balance == "time" else create_memory_cost(costs, stages, micro_batches, schedule)
-    counts = partition(len(blocks), stages, cost)
-    if counts is None:
+    blocks_per_stage = partition(len(blocks), stages, cost)
+    if blocks_per_stage is None:
         raise ModelError(
             f"The model cannot be divided into {stages} stages. Each needs trainable parameters, and must begin with a "
             f"block whose input is one tensor that requires a gradient. Use fewer than {stages} stages."
         )
-    return counts
+    return blocks_per_stage
 
 
-def _check_stages(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> None:
+def _check_stages(blocks: Sequence[tuple[str, nn.Module]], blocks_per_stage: Sequence[int]) -> None:
     """Raise ModelError if a stage has no trainable parameter, or if two stages share a parameter or buffer."""
     owners: dict[int, tuple[int, str]] = {}
     start = 0
-    for stage, count in enumerate(counts):
+    for stage, count in enumerate(blocks_per_stage):
         names = [name for name, _ in blocks[start : start + count]]
         is_trained = False
         for name, block in blocks[start : start + count]:
@@ -445,8 +449,8 @@ def _check_stages(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]
 
 
 def _take_stage(blocks: Sequence[tuple[str, nn.Module]], start: int, stop: int, backend: Backend) -> StageModule:
-    """Return the module of the blocks [start, stop), with rank 0's values, and release the memory of the others. All
-    ranks call it."""
+    """Return the module of the blocks [start, stop), with rank 0's values, and release the memory of the other blocks.
+    All ranks call it."""
     for index, (_, block) in enumerate(blocks):
         with torch.no_grad():
             broadcast_tensors(backend, [tensor.data for tensor in [*block.parameters(), *block.buffers()]])

@@ -17,21 +17,22 @@ from unitrain.backends.lifecycle import Lifecycle
 class Replicas(Lifecycle, Communicator):
     """The replicas of a pipeline. `rank` is the replica that this rank belongs to, and `size` the number of replicas.
 
-    All ranks of the backend must call its methods, and the ranks of a replica must pass equal arguments. Pass it to
-    `ShardedLoader` and `MeanMetric`. Its reductions and allgathers are intended for small tensors, because they gather
-    the tensors of all ranks.
+    All ranks of the backend must call the methods, and the ranks of a replica must pass equal arguments. Pass this
+    object to `ShardedLoader` and `MeanMetric`. Reductions and allgathers are intended for small tensors, because they
+    gather the tensors of all ranks.
     """
 
-    def __init__(self, backend: Backend, stages: int, per_rank: int = 1) -> None:
-        """The batch of a rank contains the samples of `per_rank` replicas. This number exceeds 1 only in the reference
-        run of `unitrain verify`."""
-        self._backend, self._stages, self.per_rank = backend, stages, per_rank
+    def __init__(self, backend: Backend, stages: int, replicas_per_rank: int = 1) -> None:
+        """The batch of a rank contains the samples of `replicas_per_rank` replicas. This number exceeds 1 only in the
+        reference run of `unitrain verify`."""
+        self._backend, self._stages, self.replicas_per_rank = backend, stages, replicas_per_rank
         self.rank, self.size = backend.rank // stages, backend.size // stages
         self.device = backend.device
 
     @contextmanager
     def on_rank_zero(self) -> Iterator[bool]:
-        """Yield whether this is rank 0 of the backend: only one of the ranks of replica 0."""
+        """Context manager that yields whether this is rank 0 of the backend, which is only one of the ranks of replica
+        0."""
         with self._backend.on_rank_zero() as is_rank_zero:
             yield is_rank_zero
 

@@ -53,7 +53,7 @@ class ScheduledStageRuns(StageRuns):
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         losses: list[Tensor] = []
-        with self._monitored_wait(_STEP, inputs):
+        with self._monitored_pass(_STEP, inputs):
             _, schedule = self._prepare(inputs, targets, has_backward=True)
             schedule.step(
                 arg_mbs=self._arguments(inputs),
@@ -64,14 +64,14 @@ class ScheduledStageRuns(StageRuns):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64) if self._is_last else None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        with self._monitored_wait(_FORWARD, inputs):
+        with self._monitored_pass(_FORWARD, inputs):
             stage, schedule = self._prepare(inputs, (), has_backward=False)
             output = schedule.step(arg_mbs=self._arguments(inputs))
             stage.release_activations()
             return self._broadcast_output(output)
 
     @contextmanager
-    def _monitored_wait(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+    def _monitored_pass(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
         with self._group.waiting(GradientPhase(kind, next(self._run_indices))):
             wait_for_send = self._check_same_shapes(kind, inputs)
             yield
@@ -80,11 +80,11 @@ class ScheduledStageRuns(StageRuns):
     def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
 
-        Each stage but the last starts to send a small message to the next one; the returned function waits until it is
-        sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or runs a
-        different kind of pass.
+        Each stage but the last starts to send a small message to the next one; the returned function waits until the
+        message is sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or
+        runs a different kind of pass.
         """
-        own = _describe_batch(kind, inputs)
+        own = _encode_batch(kind, inputs)
         wait_for_send = do_not_wait if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
         if not self._is_first:
             other = torch.zeros_like(own)
@@ -93,7 +93,8 @@ class ScheduledStageRuns(StageRuns):
                 ranks, index = self._group.ranks, self._group.index
                 raise DataError(
                     f"Ranks {ranks[index - 1]} and {ranks[index]} compute the same replica of the pipeline, but rank "
-                    f"{ranks[index - 1]} called {_as_text(other)}, and rank {ranks[index]} {_as_text(own)}. {_FIX}"
+                    f"{ranks[index - 1]} called {_format_batch(other)}, and rank {ranks[index]} {_format_batch(own)}. "
+                    f"{_FIX}"
                 )
         return wait_for_send
 
@@ -103,7 +104,10 @@ class ScheduledStageRuns(StageRuns):
     def _prepare(
         self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets], *, has_backward: bool
     ) -> tuple[ShapedStage, Any]:
-        """Return the stage and the schedule for these micro-batches, with the shapes of the tensors between stages."""
+        """Return the stage and the schedule for these micro-batches, with the shapes of the tensors between stages.
+
+        For the first micro-batch of each shape, exchange these shapes with the neighboring stages.
+        """
         key = (len(inputs), has_backward)
         if key not in self._schedules:
             stage = ShapedStage(self._module, self._group, self._device)
@@ -148,14 +152,14 @@ class ScheduledStageRuns(StageRuns):
                 )
             inputs = torch.zeros_like(_read_shape(header).empty(self._device))
         with self._group.monitor.computing():
-            output = self._run_without_effect(inputs)
+            output = self._run_without_side_effects(inputs)
         if not self._is_last:
             header[0] = own_checksum
             _write_shape(header, output)
             self._group.send(header, self._group.index + 1, _HEADER_TAG)
         return TensorShape(tuple(inputs.shape), inputs.dtype), TensorShape(tuple(output.shape), output.dtype)
 
-    def _run_without_effect(self, inputs: Tensor) -> Tensor:
+    def _run_without_side_effects(self, inputs: Tensor) -> Tensor:
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
@@ -204,8 +208,8 @@ def _describe_output(output: Any) -> str:
     )
 
 
-def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
-    """Return a checksum of the specifications of all micro-batches, and the values that `_as_text` shows."""
+def _encode_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of the specifications of all micro-batches, and the values that `_format_batch` shows."""
     specifications = [specification(micro_batch) for micro_batch in inputs]
     _, dtype, autocast = specifications[0]
     shape = [sum(map(len, inputs)), *inputs[0].shape[1:_MAX_DIMS]]
@@ -214,7 +218,7 @@ def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
     return torch.tensor(values + [0] * (_BATCH_LENGTH - len(values)), dtype=torch.int64)
 
 
-def _as_text(description: Tensor) -> str:
+def _format_batch(description: Tensor) -> str:
     _, kind, dtype, autocast, dims, *shape = description.tolist()
     method = {_STEP: "forward_backward", _FORWARD: "forward"}[_KINDS[kind]]
     texts = [f"{method} with a batch of shape {shape[:dims]}"]

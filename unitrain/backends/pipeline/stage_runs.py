@@ -19,7 +19,7 @@ class StageModule(nn.Sequential):
     def forward(self, inputs: Tensor) -> Tensor:
         first = next(iter(self.children()))
         if inputs.is_leaf and inputs.requires_grad and torch.is_grad_enabled() and getattr(first, "inplace", False):
-            inputs = inputs.clone()  # autograd does not allow a write to a leaf
+            inputs = inputs.clone()  # autograd does not allow in-place operations on a leaf that requires grad
         output: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
         return output
 

@@ -1,4 +1,4 @@
-"""The blocks of one stage, and torch's PipelineStage with micro-batches of different sizes."""
+"""torch's PipelineStage with micro-batches of different shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShapedStage(PipelineStage):
         self.inputs: list[TensorShape] = []
         self.outputs: list[TensorShape] = []
         self._monitor = group.monitor
-        # The placeholders determine only that all tensors require gradients, and that torch does not infer shapes.
+        # With these placeholders, torch does not infer shapes, and assumes that all transferred tensors require grad.
         placeholder = torch.empty(0, device=device, requires_grad=True)
         super().__init__(
             module, group.index, group.size, device, input_args=placeholder, output_args=placeholder,
@@ -71,7 +71,7 @@ class ShapedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
-            return None  # torch's GPipe also calls it without backward passes
+            return None  # torch's GPipe calls this method even without backward passes
         with self._monitor.computing():
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first:

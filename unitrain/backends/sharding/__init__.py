@@ -2,7 +2,7 @@
 3).
 
 partition           partitioning of the parameters among ranks, in storage order
-optimizer_checks    checks of the optimizers that can be sharded
+optimizer_checks    validation of optimizers whose state will be sharded
 optimizer_state     optimizer hooks that update this rank's shard and broadcast it
 gradient            the class of a sharded `.grad`: each rank stores one shard
 gradient_reducer    reduction of gradients to the ranks that own them, during the backward pass
@@ -13,7 +13,7 @@ state_chunks        the optimizer state of one rank as chunks of tensors, withou
 Stage 3, with torch's fully_shard (FSDP2):
 
 parameters              application of fully_shard to a model, and the module that distributed_model returns
-parameter_collectives   allgathers of parameters and reductions of gradients, on any process group
+parameter_collectives   allgathers of parameters and reductions of gradients, in any process group
 optimizer_shards        hooks for an optimizer of sharded parameters
 shards                  conversion of DTensors to complete tensors, and the state dicts of sharded models
 checks                  validation of models and settings, and selection of the blocks

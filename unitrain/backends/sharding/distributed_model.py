@@ -33,10 +33,10 @@ _model_numbers = count()
 
 @dataclass(slots=True)
 class _PendingForwards:
-    """`reducing` counts the forward passes outside `no_sync` since the last backward pass, whose ID is
+    """`num_reducing` counts the forward passes outside `no_sync` since the last backward pass, whose ID is
     `last_backward`."""
 
-    reducing: int = 0
+    num_reducing: int = 0
     last_backward: int = -1
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
 
@@ -98,7 +98,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             )
 
     @classmethod
-    def check_not_shared(cls, model: nn.Module) -> None:
+    def check_no_shared_parameters(cls, model: nn.Module) -> None:
         """Raise ModelError if another distributed model with sharded gradients shares parameters with `model`."""
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         for instance in cls._instances:
@@ -120,7 +120,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager for backward passes that are followed by another backward pass of the same step."""
+        """Context manager for the backward passes of a step except the last one."""
         previous, self._requires_sync = self._requires_sync, False
         try:
             yield
@@ -142,12 +142,11 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Does
-        not communicate.
+        Re-raises another rank's ModelError if the report of that error has arrived. Does not communicate.
         """
         if self._has_left_group:
             return
-        self._reducer_group.check_other_ranks()
+        self._reducer_group.raise_reported_model_error()
         self._reducer_group.loop_counters.count_step()
         if missing_names := self.reducer.missing_names:
             raise unused_error(missing_names, "this rank in the last backward pass")
@@ -163,21 +162,21 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             if requires_grad != self._last_requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trainable_parameters(requires_grad)
         if self._buffer_broadcaster is not None:
-            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
+            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step has broadcast them
                 self._buffer_broadcaster.broadcast()
             pending.broadcasts_buffers = reduces
 
     @disable_compile
     def _after_forward(self, output: Any) -> None:
         reduces = self._requires_sync
-        self._pending.reducing += reduces
+        self._pending.num_reducing += reduces
         tensors = tensors_requiring_grad(output)
         if not tensors and (reduces or self._reduces_always):
             self.reducer.reduce_next_backward(accumulates=not reduces)
         if tensors:
             forward = self._reducer_group.loop_counters.count_forward()
             for tensor in tensors:
-                # A strong reference to the tensor would be a reference cycle that Python cannot detect.
+                # A strong reference to the tensor would create a reference cycle that Python cannot detect.
                 tensor.register_hook(partial(self._prepare_backward, forward, ref(tensor)))
 
     @disable_compile
@@ -188,8 +187,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         pending, backward = self._pending, current_backward()
         if backward == pending.last_backward or self._has_left_group:
             return
-        completes = pending.reducing > 0 or self._requires_sync
-        pending.reducing, pending.last_backward = 0, backward
+        completes = pending.num_reducing > 0 or self._requires_sync
+        pending.num_reducing, pending.last_backward = 0, backward
         if completes or self._reduces_always:
             self.reducer.begin(accumulates=not completes, output=output())
 
@@ -214,7 +213,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
 
 def _to_device(inputs: Any, device: torch.device) -> Any:
-    """Return `inputs` with the tensors in lists, tuples and dictionaries on `device`."""
+    """Return `inputs` with all tensors, including those in lists, tuples and dictionaries, moved to `device`."""
     if isinstance(inputs, Tensor):
         return inputs.to(device, non_blocking=True)
     if type(inputs) in (list, tuple):

@@ -19,7 +19,7 @@ class _BatchInfo(Protocol):
 
 
 class ForwardParticipant(Protocol):
-    """A model with sharded parameters. `has_gather_order` is whether the order in which a forward pass gathers the
+    """A model with sharded parameters. `has_gather_order` states whether the order in which a forward pass gathers the
     parameters is known."""
 
     @property
@@ -29,8 +29,8 @@ class ForwardParticipant(Protocol):
         """Announce the order of the next forward pass, which this rank runs without gradients, to all other ranks."""
 
     def take_part_in_forward(self, *, is_announced: bool) -> None:
-        """Take part in a forward pass without gradients that other ranks run with a batch. `is_announced` is whether
-        these ranks announce its order."""
+        """Take part in a forward pass without gradients that other ranks run with a batch. `is_announced` states
+        whether these ranks announce its order."""
 
 
 InfoT = TypeVar("InfoT", bound=_BatchInfo)
@@ -50,15 +50,15 @@ def align_forward_passes(
     `info.samples` is the number of samples in the batch.
 
     If the parameters of `model` are sharded, all ranks call this function, and run one forward pass without gradients
-    for each batch with samples. If a rank has no such batch when others have one, the iterable makes it take part in
-    their forward pass. A UnitrainError from `batches` is raised on all ranks.
+    for each batch with samples. If a rank has no such batch when others have one, the iterable makes this rank take
+    part in their forward pass. A UnitrainError from `batches` is raised on all ranks.
     """
     reference = _participants.get(model)
     participant = None if reference is None else reference()
-    return batches if participant is None else _aligned(participant, batches, communicator)
+    return batches if participant is None else _iterate_aligned(participant, batches, communicator)
 
 
-def _aligned(
+def _iterate_aligned(
     participant: ForwardParticipant, batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
 ) -> Iterator[tuple[Any, InfoT]]:
     iterator = iter(batches)

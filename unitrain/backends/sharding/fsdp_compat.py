@@ -1,6 +1,6 @@
 """Private APIs of FSDP2 (`fully_shard`) and of DTensors that unitrain uses.
 
-As in `torch_compat`, each entry states the torch versions that it was checked with.
+As in `torch_compat`, each docstring states the torch version with which the function was checked.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from unitrain.torch_compat import tree_map_only
 
 
-def fsdp_parameters(module: nn.Module) -> list[Any]:
+def fsdp_parameter_records(module: nn.Module) -> list[Any]:
     """Return FSDP's records of the parameters that `fully_shard(module)` manages, without those of nested modules. Each
     has the attribute `sharded_param`. Checked with torch 2.14."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     return [parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params]
 
 
-def unsharded_parameter(parameter: Any) -> Tensor | None:
-    """Return the complete parameter of one of `fsdp_parameters`, whose memory is allocated only during its use; None
-    before the first forward pass. Checked with torch 2.14.
+def unsharded_parameter(record: Any) -> Tensor | None:
+    """Return the complete parameter of `record`, one of `fsdp_parameter_records`, or None before the first forward
+    pass. Memory for the complete parameter is allocated only while it is used. Checked with torch 2.14.
     """
-    return getattr(parameter, "_unsharded_param", None)
+    return getattr(record, "_unsharded_param", None)
 
 
 def was_fsdp_interrupted(module: nn.Module) -> bool:
@@ -63,7 +63,7 @@ def discard_recorded_blocks(module: nn.Module, count: int) -> None:
 
 
 def release_fsdp_groups(module: nn.Module) -> None:
-    """Delete the references of a module of `fully_shard` to process groups. Checked with torch 2.14."""
+    """Delete the references to process groups that a module of `fully_shard` holds. Checked with torch 2.14."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     for group in state._fsdp_param_groups:
         for holder in (group, *group.fsdp_params):
@@ -73,7 +73,7 @@ def release_fsdp_groups(module: nn.Module) -> None:
 
 
 def support_norms_of_any_order() -> None:
-    """Make `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
+    """Make `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders for DTensors.
 
     torch 2.14 returns a partial result for infinite orders, which contains the norm of the elements on this rank. On a
     rank without elements, it raises a RuntimeError, because an empty tensor has no norm of such an order. The other

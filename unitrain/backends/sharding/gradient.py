@@ -1,4 +1,4 @@
-"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor that stores one shard on each rank.
+"""The `.grad` of a parameter with a sharded gradient (ZeRO-2): a tensor of which each rank stores one shard.
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
 `nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with
@@ -31,7 +31,7 @@ class ShardedGradient(Tensor):
 
     Norms are computed for the complete gradient, so all ranks must compute them. One allreduce computes the norms of
     all gradients of a model. `full_tensor()` returns the complete gradient. If there is an unreduced gradient, all
-    operations except zeroing, `detach` and the accumulation by autograd raise ModelError.
+    operations except zeroing, `detach` and accumulation by autograd raise ModelError.
     """
 
     local: Tensor

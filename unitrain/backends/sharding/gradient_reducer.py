@@ -37,7 +37,8 @@ class TransferSettings:
     """How buckets are transferred.
 
     group: the process group.
-    first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
+    first_bytes, other_bytes: approximate sizes of the first bucket, which is usually smaller so that its reduction
+        starts early, and of the other buckets.
     half_dtype: the half-precision dtype in which gradients are sent with compression, or None.
     uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use an
         all-to-all, because they are summed in float32.
@@ -52,15 +53,15 @@ class TransferSettings:
 
 @dataclass
 class _Bucket:
-    """Gradients of the same dtype that are reduced together. `parameters` are indices of trainable parameters.
+    """Gradients of the same dtype that are reduced together, of the trainable parameters with `parameter_indices`.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
-    `mean` contains the mean of this rank's elements. `num_missing` is the number of gradients that the current
-    backward pass has not computed yet.
+    `mean` contains the mean over ranks of this rank's elements. `num_missing` is the number of gradients that the
+    current backward pass has not computed yet.
     """
 
     index: int
-    parameters: list[int]
+    parameter_indices: list[int]
     shards: list[ParameterShard]
     splits: list[int]
     mean: Tensor
@@ -73,7 +74,7 @@ class _BucketTransfer:
     work: dist.Work | None
     sent: Tensor  # the transport reads it until the work is complete
     received: Tensor | None  # the values of all ranks after an all-to-all, as bytes; an allreduce overwrites `sent`
-    attached: set[int] = field(default_factory=set)  # parameters with a sharded `.grad`, to which the mean is added
+    attached_indices: set[int] = field(default_factory=set)  # of parameters whose sharded `.grad` is added to
 
 
 class GradientReducer:
@@ -120,11 +121,12 @@ class GradientReducer:
         self._bucket_by_index: dict[int, _Bucket] = {}
         self._in_flight: deque[_BucketTransfer] = deque()
         self._next_bucket = 0
-        self._backward = -1  # ID of the backward pass whose gradients are reduced
+        self._backward_id = -1  # ID of the backward pass whose gradients are reduced
         self._is_active = self._reduces_next_backward = self._accumulates = False
         self._computed_order: list[int] = []
         self._computed_indices: set[int] = set()
         self._used_indices: set[int] = set()
+        # The trainable parameters that received no gradient on this rank in the last backward pass that must use all.
         self.missing_names: list[str] = []
         self._handles = [
             register_gradient_hook(parameter, _create_gradient_hook(weakref.ref(self), index))
@@ -136,7 +138,7 @@ class GradientReducer:
     # --- ownership ---
 
     def select_trained_parameters(self) -> None:
-        """Select the parameters that currently require grad for reduction. All ranks call it."""
+        """Select, for reduction, the parameters that currently require grad. All ranks call it."""
         self._trainable_indices = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._gradient_order, self._has_buckets = None, False
 
@@ -152,7 +154,10 @@ class GradientReducer:
         return divide_runs(sizes, self._communicator.size, self._settings.other_bytes // largest)
 
     def assign(self, parameter: nn.Parameter, shards: list[ParameterShard]) -> None:
-        """Set the owners of the elements of `parameter`. All ranks call it with the same shards."""
+        """Set the owners of the elements of `parameter`. All ranks call it with the same shards.
+
+        Raises ModelError if `parameter` does not belong to the model, or if its gradient is already sharded.
+        """
         index = self._index_by_id.get(id(parameter))
         if index is None:
             raise ModelError(
@@ -202,7 +207,7 @@ class GradientReducer:
                 close(parameter.dtype)
         for dtype in list(open_buckets):
             close(dtype)
-        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameters}
+        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameter_indices}
         self._has_buckets = True
 
     def _create_bucket(self, bucket_index: int, parameters: list[int]) -> _Bucket:
@@ -255,11 +260,12 @@ class GradientReducer:
         """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
 
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
-        completes them, and parameters may be unused.
+        completes them. The current pass may then leave parameters unused.
 
-        With `find_unused_parameters`, a pass that reaches no parameter reduces zeros if `output`, the output of the
-        model from which the pass comes, depends on no parameter, because other ranks may use parameters. Otherwise, and
-        if the output no longer exists, it reduces nothing, because it computes gradients of the inputs.
+        `output` is an output of the model that the pass has reached, or None if it no longer exists. With
+        `find_unused_parameters`, a pass that reaches no parameter nevertheless reduces zeros, because other ranks may
+        use parameters, if `output` depends on no parameter and the pass accumulates the gradient of another leaf.
+        Otherwise, such a pass reduces nothing, because it only computes gradients of the inputs.
         """
         self._reduces_next_backward, self._accumulates = False, accumulates
         reached: set[int] | None = None
@@ -275,13 +281,15 @@ class GradientReducer:
                 return
         if not self._has_buckets:
             self._create_buckets()
-        self._backward, self._is_active, self._next_bucket = current_backward(), True, 0
+        self._backward_id, self._is_active, self._next_bucket = current_backward(), True, 0
         self._in_flight.clear()
         self._computed_order, self._computed_indices, self._used_indices = [], set(), set()
         self.missing_names = []
         for bucket in self._buckets:
             bucket.num_missing = (
-                len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
+                len(bucket.parameter_indices)
+                if reached is None
+                else len(reached.intersection(bucket.parameter_indices))
             )
         self._reducer_group.expect_backward()
         end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward)
@@ -372,13 +380,13 @@ class GradientReducer:
             raise
         if self._reducer_group.waits_on_stream and work is not None:
             self._reducer_group.add_work(work)
-        attached = {index for index in bucket.parameters if self._is_attached(index)}
+        attached = {index for index in bucket.parameter_indices if self._is_attached(index)}
         self._in_flight.append(_BucketTransfer(bucket, work, sent, received, attached))
 
     def _take_values(self, bucket: _Bucket) -> dict[int, Tensor]:
         """Return the local gradients of `bucket` by parameter, as 1-D tensors, and remove them from `.grad`."""
         values = {}
-        for index in bucket.parameters:
+        for index in bucket.parameter_indices:
             parameter, gradient = self._parameters[index], self._gradients[index]
             value, unreduced = parameter.grad, gradient.unreduced
             gradient.unreduced = None
@@ -398,7 +406,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def _finish(self, transfer: _BucketTransfer) -> None:
-        """Wait for a bucket, and store its mean over ranks in the shards of this rank, or add it to their gradients."""
+        """Wait for a bucket, and write the mean over ranks of this rank's elements to the sharded gradients, or add it
+        to the gradients that `.grad` contained before."""
         self._reducer_group.wait_for_ranks(transfer.work)
         bucket, size = transfer.bucket, self._communicator.size
         width = 2 if bucket.mean.is_complex() else 1
@@ -408,7 +417,7 @@ class GradientReducer:
         else:
             start = sum(bucket.splits[: self._communicator.rank]) * width
             values_by_rank = (transfer.sent[start : start + count],)
-        is_new = not transfer.attached
+        is_new = not transfer.attached_indices
         target = bucket.mean if is_new else torch.empty_like(bucket.mean)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
         is_half = values_by_rank[0].dtype in HALF_DTYPES
@@ -426,18 +435,18 @@ class GradientReducer:
             return
         for index, own_elements in self._own_shards(bucket, target):
             local = self._gradients[index].local
-            if index in transfer.attached:
+            if index in transfer.attached_indices:
                 local += own_elements
             else:
                 local.copy_(own_elements)
 
     def _finish_backward(self) -> None:
         """Reduce the remaining buckets at the end of the backward pass, and set the `.grad` of the used parameters."""
-        if not self._is_active or (current_backward() not in (-1, self._backward)):
+        if not self._is_active or (current_backward() not in (-1, self._backward_id)):
             return
         self._is_active = False
         if not self._computed_order and not self._finds_unused:
-            return  # torch.autograd.grad
+            return  # torch.autograd.grad, which accumulates no gradients
         if not (self._finds_unused or self._accumulates):
             self.missing_names = [
                 self._names[index] for index in self._trainable_indices if index not in self._computed_indices
@@ -447,7 +456,7 @@ class GradientReducer:
                 self._send(self._buckets[self._next_bucket])
             while self._in_flight:
                 self._finish(self._in_flight.popleft())
-            used = self._used_on_any_rank()
+            used = self._exchange_used_indices()
         for index in self._trainable_indices:
             if index in used:
                 gradient = self._gradients[index]
@@ -463,7 +472,7 @@ class GradientReducer:
         else:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
-    def _used_on_any_rank(self) -> set[int]:
+    def _exchange_used_indices(self) -> set[int]:
         """Return the indices of the parameters that received a gradient on any rank. Without `find_unused_parameters`,
         return the indices of all trainable parameters, and do not communicate."""
         if not self._finds_unused:
@@ -484,11 +493,11 @@ class GradientReducer:
         del self._group, self._settings, self._reducer_group
 
 
-def _create_gradient_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
+def _create_gradient_hook(weak_reducer: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
     """Return a hook without a reference to the parameter, which would keep a deleted model in memory."""
 
     def on_gradient(_: Tensor) -> None:
-        if (live_reducer := reducer()) is not None:
-            live_reducer.add_gradient(index)
+        if (reducer := weak_reducer()) is not None:
+            reducer.add_gradient(index)
 
     return on_gradient

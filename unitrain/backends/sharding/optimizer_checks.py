@@ -23,8 +23,8 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model and for an optimizer
     that is already sharded with another setting. With `shard="state"` and "gradients", also raises ModelError for
     LBFGS, whose update of one parameter depends on others, for a parameter with gaps in its memory, and for an
-    optimizer whose state dict methods do not call their hooks. With `shard="parameters"`, raises ModelError unless the
-    optimizer is an elementwise optimizer of torch.optim.
+    optimizer whose state dict methods do not call the registered hooks. With `shard="parameters"`, raises ModelError
+    unless the optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
@@ -65,8 +65,8 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _check_state_dict_methods(optimizer: Optimizer) -> None:
-    """Raise ModelError unless `state_dict` and `load_state_dict` call their hooks, which exchange the state of all
-    ranks."""
+    """Raise ModelError unless `state_dict` and `load_state_dict` call the registered hooks, which exchange the state of
+    all ranks."""
     kind, called = type(optimizer), set[str]()
     methods = [
         name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(Optimizer, name)

@@ -38,7 +38,7 @@ def replace_parameters(optimizer: Optimizer, sharded_parameters: ShardedParamete
 
 
 def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
-    """Shard the state of rank 0's `optimizer`, which has sharded parameters. All ranks call it.
+    """Shard rank 0's optimizer state across all ranks. `optimizer` has sharded parameters. All ranks call it.
 
     The state of each parameter is broadcast separately, except DTensors, whose rows each rank already has. A second
     call for the same optimizer only broadcasts the settings of its parameter groups.
@@ -60,20 +60,20 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
         complete = {key: None if key in shards else value for key, value in entry.items()}
         entry = broadcast_with_tensors(communicator, complete)
         entry = {key: shards.get(key) if value is None else value for key, value in entry.items()}
-        optimizer.state[parameters[index]] = _select(parameters[index], entry, communicator)
+        optimizer.state[parameters[index]] = _select_own_rows(parameters[index], entry, communicator)
 
 
 class ShardedStepHooks:
     """Hooks with which each step of `optimizer` updates plain tensors: the shards of this rank.
 
-    Outside `step`, the parameters in the optimizer's groups are DTensors. A step on plain tensors avoids their dispatch
-    overhead. `optimizer.state` always contains plain tensors: the rows of this rank.
+    Outside `step`, the parameters in the optimizer's groups are DTensors. A step on plain tensors avoids the dispatch
+    overhead of DTensors. `optimizer.state` always contains plain tensors: the rows of this rank.
     """
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
         self._communicator = communicator
         self._local_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        self._distributed_groups: list[list[nn.Parameter]] | None = None  # during a step: the parameters outside it
+        self._distributed_groups: list[list[nn.Parameter]] | None = None  # during a step: parameters before the step
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
         add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))
@@ -124,10 +124,10 @@ class ShardedStepHooks:
         for index in sorted(key for key in state if isinstance(key, int)):
             parameter = parameters[index]
             if isinstance(parameter, DTensor):
-                state[index] = {key: self._complete(parameter, value) for key, value in state[index].items()}
+                state[index] = {key: self._state_dict_value(parameter, value) for key, value in state[index].items()}
         return {**state_dict, "state": state}
 
-    def _complete(self, parameter: DTensor, value: Any) -> Any:
+    def _state_dict_value(self, parameter: DTensor, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local_shard(parameter).shape:
             return value
         if keeps_shards():
@@ -149,7 +149,7 @@ class ShardedStepHooks:
         # torch raises an error for groups of different lengths.
         for key, parameter in zip(saved, _parameters_of(optimizer), strict=False):
             if isinstance(state.get(key), dict):
-                state[key] = _select(parameter, state[key], self._communicator)
+                state[key] = _select_own_rows(parameter, state[key], self._communicator)
         return {**state_dict, "state": state}
 
 
@@ -157,7 +157,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _select(parameter: nn.Parameter, entry: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
+def _select_own_rows(parameter: nn.Parameter, entry: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     """Return the state `entry` of `parameter`, restricted to this rank's rows. `entry` contains complete tensors or
     DTensors.
     """

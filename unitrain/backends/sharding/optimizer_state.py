@@ -78,7 +78,8 @@ def shard_optimizer_state(
 
 
 def sharded_state(optimizer: Optimizer) -> ShardedState | None:
-    """Return the hooks that shard the state of `optimizer`, or None if it is not sharded by them."""
+    """Return the hooks that shard the state of `optimizer`, or None if `shard_optimizer_state` was not called for
+    it."""
     return _sharded_states.get(optimizer)
 
 
@@ -130,7 +131,7 @@ class ShardedState:
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
         self._has_local_state_dicts = False  # whether state dicts contain only the state of this rank's shards
-        self._complete_groups: list[list[nn.Parameter]] | None = None  # during a step: the parameters outside it
+        self._complete_groups: list[list[nn.Parameter]] | None = None  # during a step: parameters before the step
         # (address of the parameter, view) by parameter and start of the shard.
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._pending_broadcasts: list[Callable[[], None]] = []
@@ -148,7 +149,7 @@ class ShardedState:
         optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
 
     def belongs_to(self, communicator: Communicator, reducer: GradientReducer | None) -> bool:
-        """Return whether the state is sharded across the ranks of `communicator`, like the gradients of `reducer`."""
+        """Return whether the state is sharded across the ranks of `communicator`, with the gradients of `reducer`."""
         return self._communicator is communicator and self._reducer is reducer
 
     def local_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -177,8 +178,8 @@ class ShardedState:
         return own_shard is not None and own_shard.shard.start == 0
 
     def check_state_shape(self, parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
-        """Raise ModelError if loaded state `key` of `shape` does not fit `parameter`. The error is the same on every
-        rank."""
+        """Raise ModelError if a loaded tensor, the state `key` of `parameter`, has an unsuitable `shape`. The error is
+        the same on every rank."""
         if self._is_elementwise:
             _check_shape(parameter, key, shape)
 
@@ -229,7 +230,8 @@ class ShardedState:
                     self._own_shards[parameter] = _OwnShard(parameter, local, shard)
 
     def _assigned_shards(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
-        """Return the shards of the gradient of `parameter`, or None if the optimizer cannot use them for its state."""
+        """Return the shards of the gradient of `parameter`, or None if there are none or if the optimizer cannot use
+        them for its state."""
         shards = None if self._reducer is None else self._reducer.shards_of(parameter)
         return shards if shards is None or self._is_elementwise or len(shards) == 1 else None
 
@@ -248,8 +250,8 @@ class ShardedState:
             for index, parameter in enumerate(parameters)
             for shard in self._shards[parameter]
         ]
-        # `step` of an elementwise optimizer is called once per batch. Others may count the calls, so they get one
-        # batch.
+        # `step` of an elementwise optimizer is called once per batch. Other optimizers may count the calls, so they get
+        # a single batch.
         limit = _BATCH_BYTES if self._is_elementwise else 2**62
         self._batches = []
         for batch_shards in iterate_batches(shards, [parameter.element_size() for parameter in parameters], limit):
@@ -305,7 +307,7 @@ class ShardedState:
             self._enter_batch(optimizer, batch)
             step_without_hooks(optimizer)
             self._exit_batch(optimizer, batch)
-            self._broadcast(batch)
+            self._start_batch_broadcast(batch)
         if self._batches:
             self._enter_batch(optimizer, self._batches[-1])
 
@@ -317,7 +319,7 @@ class ShardedState:
         self._is_stepping = False
         if self._batches:
             self._exit_batch(optimizer, self._batches[-1])
-            self._broadcast(self._batches[-1])
+            self._start_batch_broadcast(self._batches[-1])
         self._restore(optimizer)
         waits, self._pending_broadcasts = self._pending_broadcasts, []
         for wait in waits:
@@ -379,7 +381,7 @@ class ShardedState:
         own_shards = chain.from_iterable(batch.own_shards_by_group.values())
         return (own_shard for own_shard in own_shards if not own_shard.is_whole)
 
-    def _broadcast(self, batch: _Batch) -> None:
+    def _start_batch_broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
         updated = [
             (self._view(parameter, shard), shard.owner)
@@ -408,7 +410,7 @@ class ShardedState:
             if all(entry is None for entry in entries):
                 continue
             self._check_storage_order(parameter)
-            state[index] = entries[0] if len(entries) == 1 else _join(parameter, entries, shards)
+            state[index] = entries[0] if len(entries) == 1 else _join_entries(parameter, entries, shards)
         return {**state_dict, "state": state}
 
     def _select_own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -472,7 +474,8 @@ def _check_shape(parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> Non
 
 
 def _start_broadcasts(communicator: Communicator, shards: list[tuple[Tensor, int]]) -> Callable[[], None]:
-    """Start to broadcast each tensor in `shards` in place from its root, and return a function that waits for all."""
+    """Start to broadcast each tensor in `shards` in place from its root, and return a function that waits for all
+    broadcasts. Without SupportsAsyncBroadcasts, complete the broadcasts before returning."""
     if isinstance(communicator, SupportsAsyncBroadcasts):
         return communicator.start_broadcasts(shards)
     with torch.no_grad():
@@ -481,7 +484,9 @@ def _start_broadcasts(communicator: Communicator, shards: list[tuple[Tensor, int
     return lambda: None
 
 
-def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], shards: list[ParameterShard]) -> dict[Any, Any]:
+def _join_entries(
+    parameter: nn.Parameter, entries: list[dict[Any, Any]], shards: list[ParameterShard]
+) -> dict[Any, Any]:
     """Return the complete state of `parameter`, joined from the `entries` of the ranks that own its `shards`."""
     joined = {}
     keys = [list(entry or ()) for entry in entries]

@@ -30,8 +30,8 @@ class ParameterCollectives:
     Args:
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        counts: the number of collectives of each kind that all models of the backend have started, for the numbers in
-            error messages.
+        counts_by_kind: the number of collectives of each kind that all models of the backend have started. Error
+            messages number the collectives accordingly.
         check: called with every tensor before its collective, or None.
 
     `gathered_blocks` lists the blocks whose parameters were gathered since the last `start_recording`. `on_gather` is
@@ -43,11 +43,11 @@ class ParameterCollectives:
         monitor: FailureMonitor,
         *,
         waits_on_stream: bool,
-        counts: Counter[str],
+        counts_by_kind: Counter[str],
         check: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
-        self._counts = counts
+        self._counts_by_kind = counts_by_kind
         self.gathered_blocks: list[int] = []
         self.on_gather: Callable[[int], object] | None = None
 
@@ -56,29 +56,29 @@ class ParameterCollectives:
         self.gathered_blocks, self.on_gather = [], on_gather
 
     def begin_gather(self, block: int) -> None:
-        """Record that the parameters of `block` are gathered next."""
+        """Record that the parameters of the block with index `block` are gathered next, and call `on_gather`."""
         self.gathered_blocks.append(block)
         if self.on_gather is not None:
             self.on_gather(block)
 
-    def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
-        """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` must be the view of
-        this rank's elements of `output`. Return None if the current stream waits for the result.
+    def gather(self, output: Tensor, local_tensor: Tensor) -> dist.Work | None:
+        """Start to gather every rank's `local_tensor`, [elements], into `output`, [ranks * elements]. `local_tensor`
+        must be the view of this rank's elements of `output`. Return None if the current stream waits for the result.
         """
-        phase, size = self._record(GATHER, own), dist.get_world_size()
+        phase, size = self._begin_collective(GATHER, local_tensor), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
             parts = output.view(torch.uint8).view(size, -1)
             return self._start_monitored(
                 phase, lambda: [dist.broadcast(part, root, async_op=True) for root, part in enumerate(parts)]
             )
-        return self._start_monitored(phase, lambda: [dist.all_gather_single(output, own, async_op=True)])
+        return self._start_monitored(phase, lambda: [dist.all_gather_single(output, local_tensor, async_op=True)])
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
         """Sum `complete`, [ranks * elements], over ranks, and write this rank's shard to `output`, [elements].
 
         `complete` may be overwritten. On GPUs, the current stream waits for the result.
         """
-        phase = self._record(REDUCE, complete)
+        phase = self._begin_collective(REDUCE, complete)
         if complete.device.type == "cpu":
             work = self._start_monitored(phase, lambda: [dist.all_reduce(complete, async_op=True)])
         else:
@@ -88,9 +88,9 @@ class ParameterCollectives:
         if complete.device.type == "cpu":
             output.copy_(complete.view(dist.get_world_size(), -1)[dist.get_rank()])
 
-    def _record(self, kind: str, tensor: Tensor) -> GradientPhase:
-        phase = GradientPhase(kind, self._counts[kind])
-        self._counts[kind] += 1
+    def _begin_collective(self, kind: str, tensor: Tensor) -> GradientPhase:
+        phase = GradientPhase(kind, self._counts_by_kind[kind])
+        self._counts_by_kind[kind] += 1
         self._monitor.record(phase)
         if self.check is not None:
             self.check(tensor)

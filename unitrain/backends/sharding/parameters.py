@@ -2,8 +2,8 @@
 
 Each rank stores a shard of every parameter, its gradient and its optimizer state. The parameters of a block are
 all-gathered before its forward and backward pass and freed afterwards; its gradients are reduced in its backward pass.
-Only the parameters of the root block remain in memory between a forward pass with gradients and its backward pass,
-unless some parameters already have gradients.
+Between a forward pass with gradients and its backward pass, only the parameters of the root block remain in memory, or
+none if some parameters already have gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unitrain.backends.sharding.forward_passes import register_participant
 from unitrain.backends.sharding.fsdp_compat import (
     count_recorded_blocks,
     discard_recorded_blocks,
-    fsdp_parameters,
+    fsdp_parameter_records,
     is_fsdp_initialized,
     release_fsdp_groups,
     support_norms_of_any_order,
@@ -102,7 +102,7 @@ class ShardedParameters:
         # The indices of the blocks, in the order in which a forward pass gathered their parameters. The list is empty
         # before the first forward pass, and shared by the copies of the model.
         self._gather_order: list[int] = []
-        self._num_blocks_before_forward = 0  # the blocks that FSDP had recorded when the current forward pass started
+        self._num_blocks_before_forward = 0  # number of blocks recorded by FSDP when the current forward pass started
         register_participant(model, self)
 
     @property
@@ -116,7 +116,7 @@ class ShardedParameters:
         return current if former is not None and former() is parameter else parameter
 
     def share_gather_order(self, original: ShardedParameters) -> None:
-        """Use the recorded order of the blocks of `original`. This model is a copy of its model."""
+        """Share the recorded order of the blocks with `original`, whose model is the original of this copy."""
         self._gather_order = original._gather_order
 
     def free_complete_parameters(self) -> None:
@@ -133,7 +133,7 @@ class ShardedParameters:
         return bool(self._gather_order)
 
     def announce_next_forward(self) -> None:
-        """Announce each block that the next forward pass gathers to the ranks that follow its order."""
+        """In the next forward pass, announce each block before it is gathered, to the ranks that follow its order."""
         self._announces_next_forward = True
 
     @disable_compile
@@ -151,12 +151,12 @@ class ShardedParameters:
         self._gather_order[:] = gathered
 
     def _announced_blocks(self) -> Iterator[int]:
-        """Yield the blocks that other ranks gather in a forward pass that they announce."""
+        """Yield the indices of the blocks that other ranks announce in their forward pass."""
         while (index := self._announce(-1)) < len(self.blocks):
             yield index
 
     def reset_after_exception(self) -> None:
-        """Discard the state of a forward or backward pass that raised an exception."""
+        """Discard the state of the last forward or backward pass if it raised an exception."""
         if is_fsdp_initialized(self.model) and was_fsdp_interrupted(self.model):
             self.root.reset_iter_state()
 
@@ -179,8 +179,8 @@ class ShardedParameters:
         return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
     def _announce(self, index: int) -> int:
-        """Return the index of the block that is gathered next, or the number of blocks at the end of a forward pass.
-        All ranks call it. Ranks that run the forward pass pass the index, the others pass -1."""
+        """Exchange and return the index of the block that is gathered next, or the number of blocks at the end of a
+        forward pass. All ranks call it: the ranks that run the forward pass with this value, the others with -1."""
         return int(self._communicator.allreduce(torch.tensor(index), "max"))
 
     @disable_compile
@@ -193,7 +193,8 @@ class ShardedParameters:
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
-            # Otherwise the next backward pass would gather other blocks than on ranks that only took part in this pass.
+            # Otherwise, the next backward pass would gather different blocks on the ranks that only took part in this
+            # forward pass.
             discard_recorded_blocks(self.model, self._num_blocks_before_forward)
             self._gather_order[:] = self.collectives.gathered_blocks
             if self.collectives.on_gather is not None:
@@ -203,7 +204,7 @@ class ShardedParameters:
         if not self._gather_order:
             self._gather_order[:] = self.collectives.gathered_blocks
         if self._has_gradients():
-            # Otherwise model.parameters() would return the complete parameters of the root block, which have no
+            # Otherwise, model.parameters() would return the complete parameters of the root block, which have no
             # gradient, so clipping and model.zero_grad() before the backward pass would omit these gradients.
             self.free_complete_parameters()
 
@@ -232,13 +233,13 @@ class ShardedModel(nn.Module, WrappedModel):
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: self._is_accumulating)
         self._key, self._num_freeze_changes = f"sharded_parameters/{next(_model_numbers)}", 0
-        self._used_names: set[str] | None = set()  # names, until the first backward pass has been checked
+        self._used_names: set[str] | None = set()  # None after the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
 
     def add_copy(self, sharded_parameters: ShardedParameters) -> None:
-        """Register `sharded_parameters`, whose model is a copy of the user's model. `leave_group` also releases its
-        process group."""
+        """Register `sharded_parameters`, whose model is a copy of the user's model. `leave_group` also releases the
+        process groups of the copy."""
         sharded_parameters.share_gather_order(self.sharded_parameters)
         self._copies.append(sharded_parameters)
 
@@ -253,13 +254,13 @@ class ShardedModel(nn.Module, WrappedModel):
         if has_gradients:
             self._check_trainable_parameters()
             if self._buffer_broadcaster is not None:
-                if self._broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
+                if self._broadcasts_buffers:  # otherwise an earlier forward pass of this step has broadcast them
                     self._buffer_broadcaster.broadcast()
                 self._broadcasts_buffers = not self._is_accumulating
         output = self.module(*inputs, **kwargs)
         if has_gradients and (tensors := tensors_requiring_grad(output)):
             if self._used_names is not None and not self._handles:
-                self._record_used_parameters()
+                self._register_usage_hooks()
             forward = self._monitor.loop_counters.count_forward()
             for tensor in tensors:
                 tensor.register_hook(lambda gradient: self._begin_backward(forward))
@@ -267,8 +268,8 @@ class ShardedModel(nn.Module, WrappedModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients over several backward passes. Each pass reduces its gradients, so each rank stores only
-        its shard.
+        """Context manager in which backward passes accumulate gradients. Each pass also reduces its gradients, so each
+        rank stores only its shard.
         """
         was_accumulating, self._is_accumulating = self._is_accumulating, True
         self._gradient_tracker.track()
@@ -278,10 +279,11 @@ class ShardedModel(nn.Module, WrappedModel):
             self._is_accumulating = was_accumulating
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if the last backward pass was inside `no_sync`.
+        """Raise ModelError if the last backward pass before the step was inside `no_sync`, or if a parameter of
+        `optimizer` has a gradient and belongs to no distributed model.
 
-        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Also
-        free the complete parameters of the root block. Does not communicate.
+        Re-raises another rank's ModelError if the report of that error has arrived. Also frees the complete parameters
+        of the root block. Does not communicate.
         """
         if not self._has_left_group:
             self._monitor.raise_reported_model_error()
@@ -337,24 +339,27 @@ class ShardedModel(nn.Module, WrappedModel):
         if not self._is_accumulating:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
             if self._used_names is not None:
-                end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
+                end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._check_first_backward)
 
-    def _record_used_parameters(self) -> None:
+    def _register_usage_hooks(self) -> None:
         """Register hooks that record the names of the parameters that receive a gradient.
 
-        Call it after the first forward pass, because the complete parameters do not exist earlier.
+        Call it after the first forward pass, because the complete parameters do not exist before.
         """
         # Not `named_parameters()`: the parameters of the root block are currently the complete ones.
         names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
         for block in self.sharded_parameters.blocks:
-            for record in fsdp_parameters(block):  # type: ignore[arg-type]
+            for record in fsdp_parameter_records(block):  # type: ignore[arg-type]
                 complete, name = unsharded_parameter(record), names.get(id(record.sharded_param))
                 if complete is not None and complete.requires_grad and name is not None:
                     hook = _create_recorder(name, self._used_names)
                     self._handles.append(complete.register_post_accumulate_grad_hook(hook))
 
-    def _find_unused_parameters(self) -> None:
-        """Raise ModelError on every rank if the first backward pass left a parameter unused on any rank."""
+    def _check_first_backward(self) -> None:
+        """Raise ModelError on every rank if the first backward pass left a parameter unused on any rank.
+
+        A rank calls it at the end of each reducing backward pass until a pass has used parameters.
+        """
         if self._used_names is None:
             return
         pairs = zip(self._names, self._all_parameters, strict=True)

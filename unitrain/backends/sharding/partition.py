@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Elements [start, stop), in storage order, of the parameter with `index`. Rank `owner` updates them."""
+    """Elements [start, stop), in storage order, of the parameter with index `index`. Rank `owner` updates them."""
 
     index: int
     start: int
@@ -29,14 +29,14 @@ class ParameterShard:
     owner: int
 
 
-def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
+def divide_elements(sizes: Sequence[int], num_ranks: int) -> list[ParameterShard]:
     """Return shards such that each rank owns a contiguous range with about the same number of elements.
 
     `sizes` are the element counts of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have a
     single owner. A rank owns at most one shard of a tensor.
     """
     total = sum(sizes)
-    limits = [total * rank // ranks for rank in range(1, ranks)]
+    limits = [total * rank // num_ranks for rank in range(1, num_ranks)]
     shards, first = list[ParameterShard](), 0
     for index, size in enumerate(sizes):
         cuts = [0]
@@ -46,7 +46,7 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
         for start, stop in zip(cuts, [*cuts[1:], size], strict=True):
             middle = first + (start + stop) / 2
             owner = sum(limit <= middle for limit in limits)
-            if start and shards[-1].owner == owner:  # the alignment has moved a cut away from the end of the tensor
+            if start and shards[-1].owner == owner:  # the aligned cut does not separate two owners
                 shards[-1] = replace(shards[-1], stop=stop)
             else:
                 shards.append(ParameterShard(index, start, stop, owner))
@@ -54,7 +54,7 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
     return shards
 
 
-def divide_runs(sizes: Sequence[int], ranks: int, min_elements: int) -> list[ParameterShard]:
+def divide_runs(sizes: Sequence[int], num_ranks: int, min_elements: int) -> list[ParameterShard]:
     """Return the shards of `divide_elements` for each run of consecutive tensors with at least `min_elements` elements,
     from the last tensor to the first. The last run may have fewer elements.
 
@@ -67,17 +67,17 @@ def divide_runs(sizes: Sequence[int], ranks: int, min_elements: int) -> list[Par
         if index == 0 or run_elements >= min_elements:
             shards += [
                 replace(shard, index=run[shard.index])
-                for shard in divide_elements([sizes[position] for position in run], ranks)
+                for shard in divide_elements([sizes[position] for position in run], num_ranks)
             ]
             run, run_elements = [], 0
     return shards
 
 
-def divide_tensors(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
+def divide_tensors(sizes: Sequence[int], num_ranks: int) -> list[ParameterShard]:
     """Return one shard per tensor. Tensors are assigned, in descending order of size, to the rank with the fewest
     elements.
     """
-    elements = [0] * ranks
+    elements = [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = elements.index(min(elements))
@@ -88,8 +88,8 @@ def divide_tensors(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
 def iterate_batches(
     shards: Sequence[ParameterShard], element_bytes: Sequence[int], limit_bytes: int
 ) -> Iterator[list[ParameterShard]]:
-    """Yield lists of shards with about `limit_bytes` per rank, or fewer at the end. `element_bytes[i]` is the number of
-    bytes per element of the parameter with index i.
+    """Yield lists of shards with about `limit_bytes` bytes per rank, or less at the end. `element_bytes[i]` is the
+    number of bytes per element of the parameter with index i.
 
     All ranks compute the same lists, so they can broadcast them in this order.
     """

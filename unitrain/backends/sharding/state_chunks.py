@@ -40,7 +40,7 @@ class StateKey:
 
 @dataclass
 class OwnState:
-    """The portion of an optimizer's state that one rank writes.
+    """The portion of an optimizer's state that this rank writes.
 
     `keys` maps the names of the tensors in `chunks` to their locations. `values` contains all other values, by
     index and key.
@@ -123,7 +123,8 @@ def _chunks_of_sharded(sharded: ShardedState, parameter: nn.Parameter, name: str
 
 
 def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters, as in `Optimizer.state_dict()["param_groups"]`. Does not communicate."""
+    """Return the parameter groups as in `Optimizer.state_dict()["param_groups"]`: hyperparameters and parameter
+    indices. Does not communicate."""
     sharded = sharded_state(optimizer)
     state_dict = optimizer.state_dict() if sharded is None else sharded.local_state_dict(optimizer)
     groups: list[dict[str, Any]] = state_dict["param_groups"]

@@ -51,7 +51,7 @@ def state_dicts_of_shards() -> Iterator[None]:
 def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
     """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
 
-    Inside `state_dicts_on_rank`, the result is a CPU tensor on that rank, and None on the other ranks.
+    Inside `state_dicts_on_rank`, the result is a CPU tensor on rank `root`, and None on the other ranks.
     """
     if rows.dtype in DTYPES:
         complete = communicator.allgather(rows.detach()).view(shape)
@@ -64,8 +64,8 @@ def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> 
 
 
 def gather_complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
-    """Return the complete tensor on every rank: gathered, if `tensor` is a shard, otherwise `tensor`. All ranks call
-    it."""
+    """Return the complete tensor on every rank: if `tensor` is a DTensor, gather its shards, otherwise return `tensor`.
+    All ranks call it."""
     rows = local_shard(tensor)
     if rows is tensor:
         return tensor

@@ -130,13 +130,13 @@ def _balanced_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> lis
     return chunks
 
 
-def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
-    """Return the row of `tensor` at byte `position`, where the rows of rank `limit` begin, or None if the tensor is not
-    divided."""
+def _row_at(tensor: Tensor, position: int, rank: int, size: int) -> int | None:
+    """Return the row of `tensor` at byte `position`, where the rows of `rank` begin, or the end of the tensor if `rank`
+    is `size`. Return None if the tensor is not divided."""
     if not tensor.ndim or tensor.nbytes < _MIN_DIVIDED_BYTES:
         return None
     rows = tensor.shape[0]
-    return rows if limit == size else min(max(position * rows // tensor.nbytes, 0), rows)
+    return rows if rank == size else min(max(position * rows // tensor.nbytes, 0), rows)
 
 
 def _select_rows(chunk: TensorChunk, start: int, stop: int) -> TensorChunk:
@@ -149,18 +149,19 @@ def _select_rows(chunk: TensorChunk, start: int, stop: int) -> TensorChunk:
 
 @dataclass(frozen=True)
 class _LocalChunk:
-    """The local elements of a DTensor. This rank is number `replica` of `replicas` ranks with the same elements."""
+    """The local elements of a DTensor. `replica_index` is the index of this rank among the `num_replicas` ranks that
+    have the same elements."""
 
     chunk: TensorChunk
-    replica: int
-    replicas: int
+    replica_index: int
+    num_replicas: int
 
 
 def _own_chunks_of_distributed(name: str, tensor: Any) -> list[TensorChunk]:
     local = _local_chunk(name, tensor)
     if local is None:
         return []
-    chunk, replica, replicas = local.chunk, local.replica, local.replicas
+    chunk, replica, replicas = local.chunk, local.replica_index, local.num_replicas
     if not chunk.data.numel():
         # Tensors without elements are written once, so that they exist in the checkpoint.
         is_first = replica == 0 and not any(chunk.offsets) and not prod(chunk.shape)
