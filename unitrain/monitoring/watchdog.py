@@ -69,7 +69,7 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
-        # The first store is used by the watchdog thread only, and the second by all other threads.
+        # Only the watchdog thread uses `_thread_store`. All other threads use `_store`.
         self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_TIMEOUT_SECONDS)
         self._store = FailureStore(rendezvous.store, self._rank, _STORE_TIMEOUT_SECONDS)
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
