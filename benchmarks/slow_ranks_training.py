@@ -120,7 +120,7 @@ def measure_cost(sync_point: SyncPoint, repetitions: int = 50) -> float:
     started = time.thread_time()
     for _ in range(repetitions):
         evidence._last_reading_time = -1e9
-        *_, row = evidence.take_recent()
+        *_, row = evidence.take_recent_measurements()
         detector.add([[0.2, 1.0, 0.1, 0.1]] * 2, 100, [row, row])
         evidence.end_observation(100, is_any_suspected=False, is_suspected=False)
     return 1e6 * (time.thread_time() - started) / repetitions

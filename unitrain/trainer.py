@@ -335,7 +335,7 @@ class Trainer(LoggingMethods):
         epoch, first_sample = progress.epoch + 1, progress.sample
         self._begin_epoch(shard)
         self._timer.start()
-        self._run_metrics.begin("training")
+        self._run_metrics.begin_category("training")
         self._sync_point.start_timing(progress.step)
         run_micro_batch = trainer_model.MicroBatchRunner(self.model, self._forward_backward, self._run_metrics.flops)
         # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
@@ -382,7 +382,7 @@ class Trainer(LoggingMethods):
         running_loss = self._running_loss
         losses = {"train_loss": running_loss.reduce_epoch_mean(epoch, progress.step)} if running_loss.steps else {}
         seconds = self._timer.stop()
-        self._run_metrics.begin("other")
+        self._run_metrics.begin_category("other")
         if self._run.end_epoch_if_complete(shard):
             running_loss.start_epoch()
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
@@ -506,7 +506,7 @@ class Trainer(LoggingMethods):
         values = {"loss": self._running_loss.pop_mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         tokens = self._running_loss.count_since_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
-        values |= self._run_metrics.take_logger_metrics(self._timer.samples_per_second(), tokens)
+        values |= self._run_metrics.take_logger_metrics(self._timer.take_samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)
         memory = self._run_metrics.record_sync_point(values)
         self._run.record_steps({"step": step, **values, **memory, **self._sync_point.slow_ranks()})

@@ -36,9 +36,9 @@ from unitrain.optim.ema import WeightAverage
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.reproducibility_settings import (
-    report_differences,
-    report_different_processes,
     reproducibility_settings,
+    warn_of_differences,
+    warn_of_different_processes,
 )
 from unitrain.progress.training_progress import TrainingProgress
 from unitrain.regular_files import replace_file
@@ -107,7 +107,7 @@ class TrainingRun:
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
         if self._config.logical_ranks is not None:
-            report_different_processes(self._backend)
+            warn_of_different_processes(self._backend)
         resume_path = self._checkpointer.prepare()
         restored = resume_path is not None and self._restore(resume_path, *parts, required=False)
         if restored and self._restored_training is not None:
@@ -387,7 +387,7 @@ class TrainingRun:
         if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded_checkpoint), average.model)
         if config.logical_ranks is not None:
-            report_differences(training.get("preconditions", {}), self._backend, str(path))
+            warn_of_differences(training.get("preconditions", {}), self._backend, str(path))
         self._restored_training = training
         states = training.get("generators", [])
         self._rng_states = states[self._backend.rank] if len(states) == self._backend.size else None

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
-from unitrain.checkpoint.files import list_digest, read_tensors
+from unitrain.checkpoint.files import file_list_digest, read_tensors
 from unitrain.cli import unitrain
 from unitrain.errors import CheckpointError
 
@@ -283,7 +283,7 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
     assert (again.exit_code, "already exists. Use another file name." in again.output) == (1, True)
     lacking = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
     assert lacking.exit_code == 1
-    assert "has no averaged weights: its run has no ema_decay." in lacking.output
+    assert "has no averaged weights, because its run had no ema_decay." in lacking.output
     missing = ckpt("consolidate", run, tmp_path / "nowhere" / "x.safetensors")
     assert (missing.exit_code, "cannot be written: No such file or directory." in missing.output) == (1, True)
     assert not list(tmp_path.glob(".*"))
@@ -319,7 +319,7 @@ def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, comm
     (checkpoint / name).write_bytes(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["files_sha256"] = list_digest(manifest["files"])
+    manifest["files_sha256"] = file_list_digest(manifest["files"])
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     done = ckpt(command, checkpoint, *([tmp_path / "m.safetensors"] if command == "consolidate" else []))
     assert isinstance(done.exception, SystemExit)

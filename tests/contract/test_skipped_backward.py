@@ -56,7 +56,7 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 
 TEXT = {
     "skips": r"before the end of backward #\d+, rank 0 had run \d+ optimizer steps and rank 1 had run \d+\. One",
-    "continues": r"rank 0 had run 0 forwards without a backward and rank 1 had run 1\. One",
+    "continues": r"rank 0 had run 0 forward passes without a backward pass and rank 1 had run 1\. One",
     "adds": r"gradients that are not reduced over ranks: 2 parameters, weight, bias\. Call",
 }
 

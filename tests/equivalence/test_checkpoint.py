@@ -467,7 +467,9 @@ def test_failure_of_rank_0_raises_on_all_ranks_with_its_cause_on_rank_0() -> Non
 def test_run_raises_if_all_checkpoints_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
-    with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest, {message}"):
+    with pytest.raises(
+        CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest one, {message}"
+    ):
         trainer(tmp_path, max_epochs=1, resume=True)
 
 

@@ -302,7 +302,7 @@ def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
             if self.how == "signal":
                 signal.raise_signal(signal.SIGUSR1)
                 deadline = time.monotonic() + 30
-                while trainer._stopping._preemption.received is None:  # a thread receives it
+                while trainer._stopping._preemption.received_signal is None:  # a thread receives it
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
             elif self.how == "stop":
@@ -418,7 +418,7 @@ def test_invalid_logged_values_are_rejected() -> None:
         (torch.zeros(5, 5, dtype=torch.int64), r"shape \[5, 5\] and torch.int64"),
         ([[1.0]], "a list"),
     ):
-        with pytest.raises(TensorError, match=rf"^An image to log is a tensor .* got {found}\. Log one image"):
+        with pytest.raises(TensorError, match=rf"^An image to log must be a tensor .* got {found}\. Log one image"):
             made.log_image("image", image)  # type: ignore[arg-type]
 
 

@@ -436,7 +436,9 @@ def test_corrupt_best_checkpoint_is_reported(tmp_path: Path) -> None:
     made.fit(data(), data())
     (weights,) = tmp_path.glob("step-*/model.safetensors")
     weights.write_bytes(weights.read_bytes() + b"\0")
-    message = r"None of the 1 checkpoints in .* with a result 'val_loss' is valid; in the best, model.safetensors has"
+    message = (
+        r"None of the 1 checkpoints in .* with a result 'val_loss' is valid; in the best one, model.safetensors has"
+    )
     with pytest.raises(CheckpointError, match=message):
         made.load_weights("best")
 

@@ -127,10 +127,10 @@ with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     with (folder / f"started-{rank}").open("a") as started:
         started.write("x")
     end = time.monotonic() + 60
-    while preemption.received is None and time.monotonic() < end:
+    while preemption.received_signal is None and time.monotonic() < end:
         time.sleep(0.02)
     time.sleep(1)  # as long as a checkpoint takes
-    (folder / f"saved-{rank}").write_text(str(preemption.received))
+    (folder / f"saved-{rank}").write_text(str(preemption.received_signal))
 sys.exit(75)
 """
 
@@ -396,9 +396,9 @@ with PreemptionHandler(["SIGTERM"]) as preemption:
         os.waitpid(child, 0)
         os.kill(os.getpid(), signal.SIGTERM)
         end = time.monotonic() + 30
-        while preemption.received is None and time.monotonic() < end:
+        while preemption.received_signal is None and time.monotonic() < end:
             time.sleep(0.01)
-        print(preemption.received, flush=True)
+        print(preemption.received_signal, flush=True)
 os._exit(0)
 """
 
@@ -415,9 +415,9 @@ with PreemptionHandler(["SIGTERM"]) as preemption:
     print("ready", flush=True)
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        if preemption.received:
-            print(preemption.received, flush=True)
-            preemption.received = preemption.received
+        if preemption.received_signal:
+            print(preemption.received_signal, flush=True)
+            preemption.received_signal = preemption.received_signal
             time.sleep(0.05)
 """
 
@@ -448,12 +448,12 @@ def test_user_signal_handlers_are_kept() -> None:
         with PreemptionHandler(["SIGUSR1", "SIGUSR2"]) as preemption:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
-            assert (heard, preemption.received) == ([signal.SIGUSR1], None)
+            assert (heard, preemption.received_signal) == ([signal.SIGUSR1], None)
             os.kill(os.getpid(), signal.SIGUSR2)
             limit = time.monotonic() + 30
-            while preemption.received is None and time.monotonic() < limit:
+            while preemption.received_signal is None and time.monotonic() < limit:
                 time.sleep(0.01)
-            assert preemption.received == "SIGUSR2"
+            assert preemption.received_signal == "SIGUSR2"
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -31,7 +31,7 @@ class KillOnce(unitrain.Callback):
             os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
             # A thread records SIGTERM. The ranks exchange signals at the end of the epoch, after the next step.
             deadline = time.monotonic() + 30
-            while trainer._stopping._preemption.received is None and time.monotonic() < deadline:
+            while trainer._stopping._preemption.received_signal is None and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 with unitrain.init(device="cpu") as backend:

@@ -124,7 +124,7 @@ def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) 
         for name in ("../run/training.pt", "/etc/passwd"):
             manifest = tmp_path / "run" / "step-000000006" / "manifest.json"
             manifest.write_text(manifest.read_text().replace('"model/rank-00000.safetensors"', f'"{name}"'))
-            assert files.find_corruption(manifest.parent) == f"its manifest has an unknown file {name!r}"
+            assert files.find_corruption(manifest.parent) == f"its manifest lists an unknown file {name!r}"
             manifest.write_text(manifest.read_text().replace(f'"{name}"', '"model/rank-00000.safetensors"'))
         content = json.loads(manifest.read_text())
         del content["files"]["model/rank-00001.safetensors"]

@@ -131,14 +131,14 @@ folder, count = Path(sys.argv[1]), int(sys.argv[2])
 with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     (folder / f"started-{name}").touch()
     end = time.monotonic() + 60
-    while preemption.received is None and time.monotonic() < end:
+    while preemption.received_signal is None and time.monotonic() < end:
         time.sleep(0.02)
     (folder / f"received-{name}").touch()
     end = time.monotonic() + 30
     while len(list(folder.glob("received-*"))) < count and time.monotonic() < end:
         time.sleep(0.02)
     time.sleep(1)  # as long as a checkpoint takes
-    (folder / f"saved-{name}").write_text(preemption.received or "nothing")
+    (folder / f"saved-{name}").write_text(preemption.received_signal or "nothing")
 sys.exit(75)
 """
 BATCH = """#!/bin/bash

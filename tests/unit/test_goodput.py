@@ -78,7 +78,7 @@ def test_categories_of_an_attempt_add_up_to_its_time(clock: Clock) -> None:
     meter = GoodputMeter(AttemptStart(age_seconds=4.0, waiting_seconds=1.5))
     meter.continue_run([], 0)
     clock.now += 2
-    meter.begin("training")
+    meter.begin_category("training")
     clock.now += 10
     meter.count_steps(5, data_seconds=3.0)
     with meter.measure("checkpoint"):
@@ -87,12 +87,12 @@ def test_categories_of_an_attempt_add_up_to_its_time(clock: Clock) -> None:
     with suppress(KeyError), meter.measure("validation"):
         clock.now += 0.5
         raise KeyError  # as of a failed validation
-    meter.begin("other")
+    meter.begin_category("other")
     clock.now += 0.25
     meter.count_steps(7, data_seconds=100.0)  # at most the time of training
     seconds = {"startup": 6, "hosts": 1.5, "training": 7, "data": 7, "checkpoint": 1, "validation": 0.5, "other": 0.25}
     assert meter.seconds() == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | seconds)
-    record = meter.record(0, 2, "finished")
+    record = meter.attempt_record(0, 2, "finished")
     assert sum(record.seconds.values()) == pytest.approx(record.ended - record.started + 1.5)
     assert (record.started, record.ended, record.last_step) == (1e6 + 46, 1e6 + 67.75, 7)
 
@@ -103,7 +103,7 @@ def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
     earlier = attempt(1e6 - 100, 1e6 + 50 - 3 - 20, 12)
     meter = GoodputMeter(AttemptStart(age_seconds=3.0, waiting_seconds=8.0))
     meter.continue_run([earlier], 10)
-    meter.begin("training")
+    meter.begin_category("training")
     clock.now += 9
     meter.count_steps(13, data_seconds=0.0)
     clock.now += 6
@@ -111,7 +111,7 @@ def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
     assert meter.replayed_steps == 2
     seconds = {"startup": 3, "hosts": 8, "restart": 12, "replayed": 6, "training": 9}
     assert meter.seconds() == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | seconds)
-    record = meter.record(10, 2, "running")
+    record = meter.attempt_record(10, 2, "running")
     summary = GoodputSummary.of([earlier, record])
     assert summary.total_seconds == pytest.approx(record.ended - earlier.started)
     assert summary.goodput == pytest.approx((127 + 9) / summary.total_seconds)
@@ -229,7 +229,7 @@ def test_end_of_a_preempted_run_states_the_signal(tmp_path: Path) -> None:
         def on_step_end(self, trainer: Trainer) -> None:
             if trainer.progress.step == 4:
                 os.kill(os.getpid(), signal.SIGUSR1)
-                while trainer._stopping._preemption.received is None:  # a thread receives it
+                while trainer._stopping._preemption.received_signal is None:  # a thread receives it
                     time.sleep(0.01)
 
     with pytest.raises(Preempted):

@@ -17,7 +17,7 @@ from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
 from unitrain.errors import ModelError
 from unitrain.monitoring.deadlines import Deadline, Deadlines
-from unitrain.monitoring.flight_recorder import FlightRecorder, GradientPhase, ranks_without
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientPhase, ranks_without_phase
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.testing import RankGroup, compression, gradients, parameters
 
@@ -33,9 +33,9 @@ def test_rank_that_is_ahead_is_not_missing() -> None:
         for number in range(num_backwards):
             flight_recorder.record(GradientPhase("backward", number))
     records = {1: ahead.records(), 2: behind.records()}
-    assert ranks_without(GradientPhase("backward", 6), [1, 2, 3], records) == [2, 3]
-    assert ranks_without(GradientPhase("backward", 4), [1, 2, 3], records) == [3]
-    assert ranks_without(None, [1, 2], records) == [1, 2]
+    assert ranks_without_phase(GradientPhase("backward", 6), [1, 2, 3], records) == [2, 3]
+    assert ranks_without_phase(GradientPhase("backward", 4), [1, 2, 3], records) == [3]
+    assert ranks_without_phase(None, [1, 2], records) == [1, 2]
 
 
 def test_a_rank_before_a_phase_is_missing_if_another_model_had_a_phase_with_the_same_number() -> None:
@@ -45,8 +45,8 @@ def test_a_rank_before_a_phase_is_missing_if_another_model_had_a_phase_with_the_
         flight_recorder.record(discriminator)
     waiting.record(generator)
     records = {1: waiting.records(), 2: stopped.records()}
-    assert ranks_without(generator, [1, 2], records, waiting.position_of(generator)) == [2]
-    assert ranks_without(discriminator, [1, 2], records, waiting.position_of(discriminator)) == []
+    assert ranks_without_phase(generator, [1, 2], records, waiting.position_of(generator)) == [2]
+    assert ranks_without_phase(discriminator, [1, 2], records, waiting.position_of(discriminator)) == []
     assert waiting.position_of(GradientPhase("backward", 3)) is None
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from unitrain.progress.reproducibility_settings import (
-    report_differences,
-    report_different_processes,
     reproducibility_settings,
+    warn_of_differences,
+    warn_of_different_processes,
 )
 from unitrain.testing.fake_backend import FakeBackend
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -> None:
     saved = {**reproducibility_settings(CPU), "threads": 97, "torch": "1.0"}
-    report_differences(saved, FakeBackend(), "runs/first")
+    warn_of_differences(saved, FakeBackend(), "runs/first")
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(
         f"The run in 'runs/first' was computed with torch=1.0, but this process has torch={torch.__version__}: "
@@ -28,9 +28,9 @@ def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture)
 
 
 def test_equal_properties_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    report_differences(reproducibility_settings(CPU), FakeBackend(), "runs/first")
-    report_different_processes(FakeBackend(0, 3))
-    report_differences({"threads": 97}, FakeBackend(1, 2), "runs/first")  # only rank 0 reports
+    warn_of_differences(reproducibility_settings(CPU), FakeBackend(), "runs/first")
+    warn_of_different_processes(FakeBackend(0, 3))
+    warn_of_differences({"threads": 97}, FakeBackend(1, 2), "runs/first")  # only rank 0 reports
     assert not caplog.records
 
 
@@ -43,7 +43,7 @@ def test_equal_properties_are_not_reported(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_difference_is_reported_with_a_fix(name: str, fix: str, caplog: pytest.LogCaptureFixture) -> None:
-    report_differences({**reproducibility_settings(CPU), name: True}, FakeBackend(), "runs/first")
+    warn_of_differences({**reproducibility_settings(CPU), name: True}, FakeBackend(), "runs/first")
     (record,) = caplog.records
     assert f"with {name}=True, but this process has {name}=" in record.getMessage()
     assert record.getMessage().endswith(fix)
@@ -53,7 +53,7 @@ def test_different_processes_are_reported(caplog: pytest.LogCaptureFixture) -> N
     def peers(operation: str, value: Any, rank: int) -> Any:
         return {**value, "threads": value["threads"] + rank}
 
-    report_different_processes(FakeBackend(0, 2, peers=peers))
+    warn_of_different_processes(FakeBackend(0, 2, peers=peers))
     (record,) = caplog.records
     threads = torch.get_num_threads()
     assert f"because threads differs between processes: [{threads}, {threads + 1}]" in record.getMessage()

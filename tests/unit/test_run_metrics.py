@@ -94,7 +94,7 @@ def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureF
     def fails(*shapes: Any) -> int:
         raise AssertionError
 
-    assert measurement._with_error_handling("aten.new", fails)() == 0
+    assert measurement._wrap_formula("aten.new", fails)() == 0
     assert measurement._uncounted_operations == {"aten.new"}
 
 

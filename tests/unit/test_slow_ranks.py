@@ -19,7 +19,7 @@ from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes, 
 from unitrain.progress.network_evidence import ConnectionCounters, ConnectionReader
 from unitrain.progress.rank_evidence import RankEvidence
 from unitrain.progress.slow_causes import CAUSES, RankFigures, describe_figures, find_cause
-from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler, StragglerDetector
+from unitrain.progress.stragglers import EVIDENCE, TRAINING, RankBaseline, Straggler, StragglerDetector
 from unitrain.progress.timing import LoopTimer
 
 STEPS = 100
@@ -50,7 +50,7 @@ def observe(
         rows = [[STEPS * value for value in figures] for figures in ranks]
         evidence = [[*row[len(TRAINING) :], *before] for row, before in zip(rows, earlier, strict=True)]
         assert detector.add([row[: len(TRAINING)] for row in rows], STEPS, evidence) == STEPS
-    return detector.slow
+    return detector.stragglers
 
 
 @pytest.mark.parametrize("cause", SLOW)
@@ -122,21 +122,21 @@ def test_longer_steps_with_the_same_phases_on_all_ranks_are_not_reported_at_firs
 def test_a_single_slow_observation_is_not_reported() -> None:
     detector = StragglerDetector()
     assert not observe(detector, [WAITING, SLOW["forward"]], [NORMAL] * 2, times=1)
-    assert detector.suspected == {1}
+    assert detector.suspected_ranks == {1}
     assert not observe(detector, [NORMAL] * 2, [NORMAL] * 2, times=1)
-    assert detector.suspected == set()
+    assert detector.suspected_ranks == set()
 
 
 def test_earlier_figures_exclude_slow_observations_until_these_are_permanent() -> None:
-    earlier = EarlierFigures()
+    earlier = RankBaseline()
     for number in range(3):
         assert earlier.median() == UNKNOWN
-        earlier.add(NORMAL._replace(data=0.001 * number), is_slow=False)
+        earlier.add(NORMAL._replace(data=0.001 * number), is_any_rank_slow=False)
     assert earlier.median() == NORMAL._replace(data=0.001)
     for _ in range(59):
-        earlier.add(SLOW["forward"], is_slow=True)
+        earlier.add(SLOW["forward"], is_any_rank_slow=True)
     assert earlier.median() == NORMAL._replace(data=0.001)
-    earlier.add(SLOW["forward"], is_slow=True)
+    earlier.add(SLOW["forward"], is_any_rank_slow=True)
     assert earlier.median() == SLOW["forward"]
 
 
@@ -299,7 +299,7 @@ def test_connection_counters_are_read_without_changing_the_connection(monkeypatc
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     reader = ConnectionReader()
-    reader._search()
+    reader._find_connections()
     client.setblocking(True)
     reader.read()
     received = threading.Thread(target=lambda: accepted.recv(1 << 20, socket.MSG_WAITALL))
@@ -342,7 +342,7 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
     timer.start()
     evidence = RankEvidence(timer)
-    evidence.take_recent()
+    evidence.take_recent_measurements()
     monkeypatch.setattr(evidence._cpu, "read", lambda: CpuSeconds(run_queue=1.0, throttled=0.9))
     for number in range(STEPS):
         clock[0] += 0.02 + (0.03 if number % 3 == 0 else 0.0)
@@ -350,7 +350,7 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
     timer._recent_steps.clear()
     timer._recent_steps.append({"compute": 0.018, "forward": 0.01, "wait": 0.001, "update": 0.001})
     evidence._last_reading_time = -1e9
-    seconds, steps, row = evidence.take_recent()
+    seconds, steps, row = evidence.take_recent_measurements()
     assert steps == STEPS
     assert seconds[TRAINING.index("compute")] == pytest.approx(1.8 + 0.9)  # of the 1.02 s of stalls
     found = dict(zip(EVIDENCE, row, strict=False))
@@ -390,7 +390,7 @@ def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
     timer.start()
     evidence = RankEvidence(timer)
-    evidence.take_recent()
+    evidence.take_recent_measurements()
     monkeypatch.setattr(evidence._cpu, "read", CpuSeconds)
     for _ in range(STEPS):
         clock[0] += 0.04
@@ -400,7 +400,7 @@ def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPa
     timer._recent_steps.append({"compute": 0.018, "wait": 0.001, "update": 0.001})
     timer._recent_copies.append([(Event(0.0), Event(0.03))])  # type: ignore[list-item]
     evidence._last_reading_time = -1e9
-    seconds, *_ = evidence.take_recent()
+    seconds, *_ = evidence.take_recent_measurements()
     assert seconds[TRAINING.index("data")] == pytest.approx(2.0)  # the steps took 40 ms, of which 20 ms are measured
 
 
@@ -417,7 +417,7 @@ def test_evidence_is_read_rarely_but_at_the_end_of_an_observation(
     reads = 0
     for _ in range(1000):  # 10 s
         if evidence._is_reading_due(observed_seconds):
-            evidence._read()
+            evidence._read_counters()
             reads += 1
         clock[0] += 0.01
     assert reads == pytest.approx(10 / interval, rel=0.1)

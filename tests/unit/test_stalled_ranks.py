@@ -1,4 +1,4 @@
-"""StalledRanks: ranks that wait for each other in different operations are detected, and no others."""
+"""StallDetector: ranks that wait for each other in different operations are detected, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.errors import CollectiveTimeoutError
 from unitrain.monitoring.failure_store import FailureStore
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.monitoring.stalled_ranks import StalledRanks
+from unitrain.monitoring.stalled_ranks import StallDetector
 
 
 class Job:
@@ -25,7 +25,7 @@ class Job:
         self.now, self.store = 0.0, HashStore()
         self.recorders = [FlightRecorder() for _ in range(size)]
         self._ranks = [
-            StalledRanks(recorder, rank, size, lambda: self.now) for rank, recorder in enumerate(self.recorders)
+            StallDetector(recorder, rank, size, lambda: self.now) for rank, recorder in enumerate(self.recorders)
         ]
 
     def wait_in(self, rank: int, operation: CollectiveCall | GradientPhase) -> None:
@@ -37,7 +37,7 @@ class Job:
         for _ in range(round(seconds * 2)):
             self.now += 0.5
             for member in reversed(self._ranks):  # rank 0 reads what the others have written
-                if (failure := member.find_mismatch(self.store)) is not None:  # type: ignore[arg-type]
+                if (failure := member.publish_and_compare(self.store)) is not None:  # type: ignore[arg-type]
                     return str(failure)
         return None
 

@@ -109,7 +109,7 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned. If the run is resumed from a checkpoint with this state, the
-        Trainer's constructor calls it on every rank."""
+        Trainer's constructor calls this method on every rank."""
 
 
 class Callbacks:
@@ -136,8 +136,8 @@ class Callbacks:
     def call(self, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:
         """Call `hook` of every callback that overrides it.
 
-        An exception other than UnitrainError is raised as a CallbackError. After an exception, the hooks of the other
-        callbacks are not called, except for `on_fit_end`.
+        An exception other than UnitrainError is raised as a CallbackError. After an exception, the remaining callbacks
+        are not called, except that `on_fit_end` is called for all callbacks.
         """
         callbacks = self._callbacks_by_hook[hook]
         if hook != "on_fit_end":
@@ -183,12 +183,12 @@ class Callbacks:
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Return (name, callback) pairs. From its second occurrence on, a class name is followed by a number."""
-        counts: dict[str, int] = {}
+        counts_by_class: dict[str, int] = {}
         named_callbacks = []
         for callback in self._callbacks:
-            kind = type(callback).__name__
-            counts[kind] = counts.get(kind, 0) + 1
-            named_callbacks.append((kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback))
+            class_name = type(callback).__name__
+            counts_by_class[class_name] = count = counts_by_class.get(class_name, 0) + 1
+            named_callbacks.append((class_name if count == 1 else f"{class_name} {count}", callback))
         return named_callbacks
 
 

@@ -30,7 +30,7 @@ class GradientWatch(Callback):
         self._overflows = 0
 
     def on_fit_start(self, trainer: RunningTrainer) -> None:
-        """Start to count consecutive overflows."""
+        """Reset the count of consecutive overflows."""
         self._overflows = 0
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
@@ -58,9 +58,10 @@ class GradientWatch(Callback):
             name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")
         }
         first, value = next(iter(non_finite.items()))
+        losses = _gather_and_describe_losses(trainer)
         raise NonFiniteGradientError(
             f"The gradient of {first!r} is {value} in step {trainer.progress.step + 1}. {len(non_finite)} of "
-            f"{len(gradients)} parameters have gradients that are not finite, and {_describe_losses(trainer)}. Check "
+            f"{len(gradients)} parameters have gradients that are not finite, and {losses}. Check "
             "the data of that step, lower the learning rate, or find the operation with "
             "torch.autograd.set_detect_anomaly(True)."
         )
@@ -70,9 +71,9 @@ def _named_parameters(trainer: RunningTrainer) -> list[tuple[str, nn.Parameter]]
     return list(trainer.backend.unwrap(trainer.model).named_parameters())
 
 
-def _describe_losses(trainer: RunningTrainer) -> str:
-    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it, except with local
-    steps."""
+def _gather_and_describe_losses(trainer: RunningTrainer) -> str:
+    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it, except with
+    `local_sgd`, where it does not communicate."""
     if trainer.config.local_sgd is not None:  # the gradients of the other ranks may be finite
         is_finite = bool(trainer.last_loss.isfinite())
         return f"the loss was {'finite' if is_finite else 'not finite'} on rank {trainer.backend.rank}"

@@ -23,8 +23,8 @@ class MemorySnapshot(Callback):
     last `max_entries` events. The snapshot is also written if an exception, such as torch.OutOfMemoryError, ends the
     run while it is recorded.
 
-    torch records no history for CPUs: rank 0 then logs a warning, and nothing is written. Use
-    `Profiler(profile_memory=True)` or `unitrain memory` there. Raises ConfigError if no folder is set or the folder
+    torch records no history for CPUs: on CPUs, rank 0 logs a warning, and nothing is written. Use
+    `Profiler(profile_memory=True)` or `unitrain memory` instead. Raises ConfigError if no folder is set or the folder
     cannot be created.
     """
 

@@ -20,10 +20,10 @@ class Profiler(Callback):
 
     The trace of rank 3 is `rank-3.json.gz` in `folder`, by default `profile` in the output folder. Open it in
     https://ui.perfetto.dev or chrome://tracing. Timestamps are from the clock of each rank's host. `rank-3.txt`
-    contains a table of the `table_rows` operators that took most time, sorted by their own time on the GPU or on the
-    CPU; 0 omits it. With `print_table`, rank 0 also prints its table to standard error. `options` are passed to
-    torch.profiler.profile, for example `with_stack` and `profile_memory`. Raises ConfigError if no folder is set or the
-    folder cannot be created.
+    contains a table of the `table_rows` operators with the longest self time on the GPU or, without a GPU, on the CPU;
+    `table_rows=0` omits the file. With `print_table`, rank 0 also prints its table to standard error. `options` are
+    passed to torch.profiler.profile, for example `with_stack` and `profile_memory`. Raises ConfigError if no folder is
+    set or the folder cannot be created.
     """
 
     def __init__(

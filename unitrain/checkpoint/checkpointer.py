@@ -36,7 +36,8 @@ from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
-# Parts of the training state that only rank 0 returns, because they may be much larger than the model.
+# Entries of the training state that `load_checkpoint` returns on rank 0 only, because they may be much larger than the
+# model.
 _RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_SGD)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
@@ -48,7 +49,7 @@ class CheckpointContents:
     """State of a run after `step` optimizer steps, which `Checkpointer.save` writes without modifying it.
 
     `average` is the state of the averaged weights, or None. Only rank 0's `training` state and `manifest` values are
-    saved, except that a sharded checkpoint contains the state of local steps of every rank.
+    saved, except that a sharded checkpoint contains the local SGD state of every rank.
     """
 
     step: int
@@ -62,11 +63,11 @@ class CheckpointContents:
 class Checkpointer:
     """Saves and loads the checkpoints of a run. All ranks must call every method, except those that do not communicate.
 
-    Rank 0 accesses the files; the files of sharded checkpoints are accessed by all ranks. The Checkpointer manages the
+    Only rank 0 accesses the files, but all ranks access those of sharded checkpoints. The Checkpointer manages the
     output folder: its lock, the background writer, and the retention of checkpoints. Without an output folder, nothing
-    is saved. `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint is
-    written to disk. The methods that communicate raise CheckpointError on every rank if a file access fails, except for
-    checkpoints in memory, where a failure is logged.
+    is saved. `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint has
+    been written to disk. The methods that communicate raise CheckpointError on every rank if a file access fails,
+    except for checkpoints in memory, where a failure is logged.
     """
 
     def __init__(
@@ -148,13 +149,13 @@ class Checkpointer:
 
         In the sharded format, every rank writes a portion of the state. With `async_checkpoints`, this method returns
         as soon as the previous checkpoint is written and the state is copied to host memory. Raises CheckpointError on
-        every rank if writing the previous checkpoint failed.
+        every rank if writing the previous checkpoint failed or, without `async_checkpoints`, if writing this one fails.
         """
         if self._writer is None:
             return
         if in_memory:
             assert self._memory is not None
-            self._memory.save(lambda writer: self._save(writer, state))
+            self._memory.call_with_writer(lambda writer: self._save(writer, state))
             return
         self._last_save_time = time.monotonic()
         self._save(self._writer, state)
@@ -204,8 +205,8 @@ class Checkpointer:
     def wait_for_memory(self) -> None:
         """Wait until the last checkpoint in memory is written, without waiting for the disk.
 
-        The Trainer calls it before each optimizer step. When a rank completes a step, the previous checkpoint in memory
-        is then complete, so a restart repeats at most the steps of one interval.
+        The Trainer calls this method before each optimizer step. Therefore, when a rank completes a step, the previous
+        checkpoint in memory is complete, and a restart repeats at most the steps of one interval.
         """
         if self._memory is not None:
             self._memory.wait()
@@ -253,7 +254,8 @@ class Checkpointer:
             output_folder.record_job(folder)
             return True
 
-        # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
+        # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts periodically whether it
+        # holds the lock.
         task = f"write to output folder '{folder}'"
         while not self._communicator.broadcast_object(
             run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
@@ -262,8 +264,8 @@ class Checkpointer:
 
     @contextmanager
     def release_folder_at_end(self) -> Iterator[None]:
-        """Context manager that releases the lock at its end, or later in a thread, when pending checkpoints are
-        written. Does not communicate.
+        """Context manager that releases the lock at its end or, if a checkpoint is still being written, later in a
+        thread. Does not communicate.
         """
         try:
             yield
@@ -277,7 +279,8 @@ class Checkpointer:
             self._lock.release()
 
     def store_batch_size(self, fit_index: int, batch_size: ElasticBatchSize) -> None:
-        """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks."""
+        """Store the batch size of the `fit` call with index `fit_index`, for later attempts with different numbers of
+        ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder
@@ -293,8 +296,8 @@ class Checkpointer:
     def find_best(self) -> Path:
         """Wait until the last checkpoint is written, and return the best checkpoint according to `keep_best`.
 
-        Raises ConfigError if `keep_best` or the output folder is not set, and CheckpointError if no checkpoint has a
-        finite value of this result.
+        Raises ConfigError if `keep_best` or the output folder is not set, and CheckpointError if no valid checkpoint
+        has a finite value of this result.
         """
         name, folder = self._config.keep_best, self.folder
         if name is None or folder is None:
@@ -306,7 +309,7 @@ class Checkpointer:
 
         def find(check: Callable[[Path], str | None]) -> Path:
             reasons: list[str] = []
-            # From the best checkpoint to the first valid one, because verifying all of them may take minutes.
+            # Stop at the first valid checkpoint, because verifying all of them may take minutes.
             for path in self._retention.sort_by_result(files.list_checkpoints(folder)):
                 if (reason := check(path)) is None:
                     return path
@@ -315,7 +318,7 @@ class Checkpointer:
             if reasons:
                 raise CheckpointError(
                     f"None of the {len(reasons)} checkpoints in '{folder}' with a result {name!r} is valid; in the "
-                    f"best, {reasons[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
+                    f"best one, {reasons[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
                 )
             raise CheckpointError(
                 f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
@@ -338,11 +341,12 @@ def load_checkpoint(
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
     All ranks call it. The result is None if there is no checkpoint and `required` is False. It is equal on all ranks,
-    except that only rank 0 returns the state of gradient compression and of local steps, because this state may be much
+    except that only rank 0 returns the state of gradient compression and of local SGD, because this state may be much
     larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and
     `distributed_optimizer` broadcast them later. With `defers_optimizer_state`, only the hyperparameters of the
     optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises CheckpointError on every rank
-    if no checkpoint is valid, or if the checkpoint does not match the model, optimizer or scheduler.
+    if all checkpoints are corrupt, if there is none and `required` is True, or if the checkpoint does not match the
+    model, optimizer or scheduler.
     """
     checkpoint = find_checkpoint(path, communicator, required=required)
     if checkpoint is None:
@@ -391,7 +395,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
     """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
 
-    Each rank verifies a part of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
+    Each rank verifies some of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
     checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a newer format.
     """
 

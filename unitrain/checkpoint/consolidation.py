@@ -13,7 +13,8 @@ from unitrain.errors import CheckpointError
 
 
 def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
-    """Write the weights of the valid checkpoint `path`, or their average, to the new safetensors file `file`.
+    """Write the weights of the valid checkpoint `path`, or its averaged weights if `average` is True, to the new
+    safetensors file `file`.
 
     Tensors of a sharded checkpoint are read and written one at a time. Tied parameters are written once, and the
     metadata maps their other names to the name in the file, as `safetensors.torch.save_model` does. Raises
@@ -25,7 +26,7 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         unfinished.unlink(missing_ok=True)
-        written = _write(path, unfinished, average=average)
+        written = _write_model(path, unfinished, average=average)
         unfinished.rename(file)
     except CheckpointError:  # a subclass of OSError
         raise
@@ -36,7 +37,7 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
     return written
 
 
-def _write(path: Path, file: Path, *, average: bool) -> WrittenFile:
+def _write_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
     is_sharded = sharded_files.is_sharded(path)
     if is_sharded:
         folder = sharded_files.AVERAGE_FOLDER if average else sharded_files.MODEL_FOLDER
@@ -51,7 +52,7 @@ def _write(path: Path, file: Path, *, average: bool) -> WrittenFile:
             files.save_model_file(training["average"]["model"], file)
     if not file.exists():
         raise CheckpointError(
-            f"Checkpoint '{path}' has no averaged weights: its run has no ema_decay. Leave --average out."
+            f"Checkpoint '{path}' has no averaged weights, because its run had no ema_decay. Leave --average out."
             if average
             else f"Checkpoint '{path}' contains no weights: its model has neither parameters nor buffers."
         )

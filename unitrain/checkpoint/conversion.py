@@ -31,9 +31,9 @@ _DDP_PREFIX = "module."
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint of another program: its model, and other state if present. `kind` describes the format."""
+    """A checkpoint of another program: its model, and other state if present."""
 
-    kind: str
+    format_name: str
     model: dict[str, Tensor]
     optimizer: dict[str, Any] | None
     scheduler: dict[str, Any] | None
@@ -62,20 +62,23 @@ def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
 
 
 def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
-    parts = {str(name).lower(): value for name, value in loaded.items()}
-    model = _first_present(parts, _MODEL_KEYS)
+    entries = {str(name).lower(): value for name, value in loaded.items()}
+    model = _first_present(entries, _MODEL_KEYS)
     if not (isinstance(model, dict) and _is_state_dict(model)):
         raise CheckpointError(
             f"'{path}' does not contain the state dictionary of a model under a known key. Its keys are: "
             f"{', '.join(map(str, loaded))}. "
             'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
         )
-    is_lightning = "pytorch-lightning_version" in parts
-    epoch, step = _parse_number(_first_present(parts, _EPOCH_KEYS)), _parse_number(_first_present(parts, _STEP_KEYS))
-    kind = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
-    optimizer = _single_state(path, _first_present(parts, _OPTIMIZER_KEYS))
-    scheduler = _single_state(path, _first_present(parts, _SCHEDULER_KEYS))
-    return ForeignCheckpoint(kind, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
+    is_lightning = "pytorch-lightning_version" in entries
+    epoch, step = (
+        _parse_number(_first_present(entries, _EPOCH_KEYS)),
+        _parse_number(_first_present(entries, _STEP_KEYS)),
+    )
+    format_name = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
+    optimizer = _single_state(path, _first_present(entries, _OPTIMIZER_KEYS))
+    scheduler = _single_state(path, _first_present(entries, _SCHEDULER_KEYS))
+    return ForeignCheckpoint(format_name, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
 
 
 def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
@@ -91,8 +94,8 @@ def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
             f"'{folder}' has neither model.safetensors nor pytorch_model.bin, which Accelerate's save_state "
             "writes. Pass the path of a file in the folder."
         )
-    parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
-    optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
+    files = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
+    optimizer, scheduler = (_load(file) if file.exists() else None for file in files.values())
     return ForeignCheckpoint("Accelerate folder", _strip_ddp_prefix(model), optimizer, scheduler, None, None)
 
 
@@ -126,8 +129,8 @@ def _strip_ddp_prefix(model: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(model)
 
 
-def _first_present(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((parts[name] for name in names if name in parts), None)
+def _first_present(entries: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((entries[name] for name in names if name in entries), None)
 
 
 def _single_state(path: Path, contents: Any) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ A checkpoint written by rank 0 is a folder `step-000000123` with these files:
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of these two files, versions, step, epoch, results, configuration and run ID
-    config.yaml         the text `Trainer(config_text=...)`, if there is one; without a digest
+    config.yaml         the text passed as `Trainer(config_text=...)`, if there is one; the manifest has no digest of it
 
 `sharded_files` describes the checkpoints written by all ranks.
 
@@ -89,12 +89,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
+def find_corruption(path: Path, first_file: int = 0, stride: int = 1) -> str | None:
     """Return the reason why checkpoint `path` is corrupt, or None if all checked files are present and match their
     digests.
 
     All files are checked by default. Several processes can divide the files of a sharded checkpoint: this call checks
-    every `stride`-th file, starting with index `first`.
+    every `stride`-th file, starting with index `first_file`.
     """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -103,11 +103,11 @@ def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
         if match and "step" in manifest and manifest["step"] != int(match[1]):
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
         if (unknown := next((name for name in files if not _FILE_NAME_PATTERN.fullmatch(name)), None)) is not None:
-            return f"its manifest has an unknown file {unknown!r}"
-        if "ranks" in manifest and manifest["files_sha256"] != list_digest(files):
+            return f"its manifest lists an unknown file {unknown!r}"
+        if "ranks" in manifest and manifest["files_sha256"] != file_list_digest(files):
             return "the list of files in its manifest has changed since it was written"
         names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
-        for name in names[first::stride]:
+        for name in names[first_file::stride]:
             if (size := (path / name).stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {size} bytes instead of {files[name]['bytes']}"
             if sha256(path / name) != files[name]["sha256"]:
@@ -120,13 +120,13 @@ def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
 def find_newest_valid(
     path_or_folder: Path, *, required: bool, check: Callable[[Path], str | None] = find_corruption
 ) -> Path | None:
-    """Return the checkpoint `path_or_folder`, or the newest valid checkpoint in folder `path_or_folder`; None if there
+    """Return `path_or_folder` if it is a checkpoint, or else the newest valid checkpoint in this folder; None if there
     is none.
 
-    `check` returns the reason why a checkpoint is corrupt, or None. It is called from the newest checkpoint to the
-    first valid one. Logs skipped checkpoints, and a warning if a different run wrote the next older checkpoint. Raises
-    CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a
-    newer format.
+    `check` returns the reason why a checkpoint is corrupt, or None. It is called for each checkpoint, newest first,
+    until a checkpoint is valid. Logs a warning for each skipped checkpoint, and if a different run wrote the next older
+    checkpoint. Raises CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a
+    checked one has a format that this version cannot read.
     """
     candidates = (
         [path_or_folder]
@@ -143,8 +143,8 @@ def find_newest_valid(
         _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)
     if candidates:
         raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest, {reasons[0]}. "
-            "Restore the files from a copy, or start again in another output_dir."
+            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest one, "
+            f"{reasons[0]}. Restore the files from a copy, or start again in another output_dir."
         )
     if required:
         raise CheckpointError(f"There is no checkpoint in '{path_or_folder}'. Give the output_dir of an earlier run.")
@@ -154,7 +154,8 @@ def find_newest_valid(
 def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
     """Log a warning if `path` and the next older one of `checkpoints` with a manifest were written by different runs.
 
-    Only neighbors are compared, so that a run which continues deliberately from a copied checkpoint warns once.
+    Only these two checkpoints are compared, so that a run which continues deliberately from a copied checkpoint warns
+    once.
     """
     older = next(
         (checkpoint for checkpoint in checkpoints if checkpoint.name < path.name and read_manifest(checkpoint)), None
@@ -180,7 +181,8 @@ def _read_origin(path: Path) -> tuple[Any, Any]:
 
 
 def _check_format(path: Path) -> None:
-    """Raise CheckpointError if the checkpoint has a newer format. Skipping it would resume from an older checkpoint."""
+    """Raise CheckpointError if the checkpoint has a newer format. If it were skipped, the run would resume from an
+    older checkpoint."""
     written = read_manifest(path).get("format")
     if isinstance(written, int) and written > _NEWEST_FORMAT:
         raise CheckpointError(
@@ -205,8 +207,8 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     it was written.
 
     `manifest_fields` are JSON values for the manifest, in addition to versions and digests. Raises CheckpointError for
-    state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of torch.save and safetensors are
-    not converted.
+    state that `torch.load(..., weights_only=True)` rejects. OSError and the errors of torch.save and safetensors are
+    raised unchanged.
     """
     if has_position(target, manifest_fields) and find_corruption(target) is None:
         return False
@@ -250,7 +252,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest to folder `staging_folder` and flush it to disk. `files` are the sizes and digests by name.
 
-    The field CONFIG, if there is one, is written to a file of this name instead.
+    The field CONFIG, if there is one, is written to a separate file with this name.
     """
     manifest_fields = dict(manifest_fields)
     if (text := manifest_fields.pop(CONFIG, None)) is not None:
@@ -265,9 +267,10 @@ def write_manifest(
 def publish(staging_folder: Path, target: Path) -> None:
     """Rename the complete folder `staging_folder` to `target`, replacing an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
-    # `target` may be corrupt or a dangling link, or written at the last step of an epoch without the results.
+    # An existing `target` is corrupt, a dangling link, or a checkpoint that was written at the last step of an epoch
+    # before its results were known.
     if os.path.lexists(target):
-        if _exchange(staging_folder, target):
+        if _exchange_names(staging_folder, target):
             flush(target.parent)
             remove(staging_folder)
             return
@@ -278,7 +281,7 @@ def publish(staging_folder: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def _exchange_names(first: Path, second: Path) -> bool:
     """Exchange the names of two folders in one operation, so that a kill cannot lose both. Return False if the system
     or the file system, such as NFS, does not support it.
     """
@@ -289,7 +292,7 @@ def _exchange(first: Path, second: Path) -> bool:
     return status == 0
 
 
-def list_digest(files: dict[str, Any]) -> str:
+def file_list_digest(files: dict[str, Any]) -> str:
     """Return the SHA-256 digest of the entry "files" of a manifest.
 
     The digest detects missing entries of a sharded checkpoint, whose number of files is not fixed.
@@ -300,15 +303,17 @@ def list_digest(files: dict[str, Any]) -> str:
 class _Weights:
     """Implements the module methods that safetensors calls to save and load shared tensors without duplicates.
 
-    Complex tensors are read and written as real ones. `load_state_dict` loads into `model`; `names` are the names of
-    the complex tensors in the file.
+    Complex tensors are read and written as real ones. `load_state_dict` loads into `model`; `complex_tensors` are the
+    names of the complex tensors in the file.
     """
 
-    def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
-        self._state, self._model, self._names = state, model, names
+    def __init__(
+        self, state: dict[str, Tensor], model: nn.Module | None = None, complex_tensors: Container[str] = ()
+    ) -> None:
+        self._state, self._model, self._complex_tensors = state, model, complex_tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        return _separate_parts(
+        return _copy_partial_views(
             {
                 name: torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
                 for name, value in self._state.items()
@@ -318,10 +323,10 @@ class _Weights:
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
         """Load the tensors into the model."""
         assert self._model is not None
-        return load_state(self._model, _restore_complex(state, self._names), strict=strict)
+        return load_state(self._model, _restore_complex(state, self._complex_tensors), strict=strict)
 
 
-def _separate_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_partial_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `state` with copies of all views whose storage is not completely covered by a tensor in `state`.
 
     safetensors rejects such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Identical views share
@@ -334,10 +339,10 @@ def _separate_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if not value.numel() or _storage_of(value) in covered:
             separate[name] = value
             continue
-        part = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if part not in copies:
-            copies[part] = value.detach().clone(memory_format=torch.contiguous_format)
-        separate[name] = copies[part]
+        view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if view not in copies:
+            copies[view] = value.detach().clone(memory_format=torch.contiguous_format)
+        separate[name] = copies[view]
     return separate
 
 

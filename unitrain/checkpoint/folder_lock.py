@@ -1,4 +1,4 @@
-"""Lock on an output folder, so that one job at a time writes to it.
+"""Lock on an output folder, so that only one job at a time writes to it.
 
 The lock is a `flock` on the file `.lock` in the folder. The kernel releases it when the process terminates, so a killed
 job does not block the next one. Linux NFS clients forward the lock to the server, which releases the locks of an
@@ -36,7 +36,8 @@ _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _log = logging.getLogger(__name__)
-# Locks held by this process: file descriptor, and number of calls of `FolderLock.acquire` that are not yet released.
+# Locks held by this process: the file descriptor, and the number of calls of `FolderLock.acquire` that `release` has
+# not undone yet.
 _held_locks: dict[Path, tuple[int, int]] = {}
 _held_locks_mutex = threading.Lock()
 
@@ -202,7 +203,7 @@ def _describe_holder(holder: dict[str, Any]) -> str:
 
 @functools.cache
 def _close_in_forks() -> None:
-    """Close the lock files in forked processes, such as DataLoader workers, which may outlive this process."""
+    """Make forked processes, such as DataLoader workers, which may outlive this process, close the lock files."""
     os.register_at_fork(after_in_child=_close_all)
 
 

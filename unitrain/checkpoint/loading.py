@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 SHARDED = "sharded"
 """Key in the training state that `load` returns: the path of a sharded checkpoint."""
 LOCAL_SGD = "local_sgd"
-"""Key in the training state: the state of local steps."""
+"""Key in the training state: the state of local SGD."""
 
 
 def load(
@@ -56,7 +56,7 @@ def load(
     try:
         _load_model(path, model)
         if (state := training.pop("optimizer")) is not None:
-            _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
+            _check_hyperparameters(path, state["param_groups"], optimizer, has_scheduler=scheduler is not None)
             if is_sharded:
                 training[SHARDED] = str(path)
                 stored = {} if defers_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
@@ -143,17 +143,17 @@ def _check_classes(
     path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
     """Raise CheckpointError if the checkpoint contains the state of a different optimizer or scheduler class."""
-    for part, name in class_names(optimizer, scheduler).items():
-        if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
+    for role, name in class_names(optimizer, scheduler).items():
+        if saved_classes.get(role) is not None and name is not None and saved_classes[role] != name:
             raise CheckpointError(
-                f"Checkpoint '{path}' has the state of {saved_classes[part]}, but the {part} of this run is {name}. "
-                f"Use {saved_classes[part]}, or start a new run from the weights: "
+                f"Checkpoint '{path}' has the state of {saved_classes[role]}, but the {role} of this run is {name}. "
+                f"Use {saved_classes[role]}, or start a new run from the weights: "
                 f"trainer.load_weights('{path}')."
             )
 
 
-def _check_settings(
-    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
+def _check_hyperparameters(
+    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, has_scheduler: bool
 ) -> None:
     """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint; log a
     warning if values differ.
@@ -176,8 +176,12 @@ def _check_settings(
         for name in saved_settings:
             # With a scheduler, compare only the initial learning rate, because the scheduler may have changed other
             # settings.
-            compared_name = "initial_lr" if scheduled and name == "lr" else name
-            if name in ("params", "initial_lr") or (scheduled and name != "lr") or compared_name not in saved_settings:
+            compared_name = "initial_lr" if has_scheduler and name == "lr" else name
+            if (
+                name in ("params", "initial_lr")
+                or (has_scheduler and name != "lr")
+                or compared_name not in saved_settings
+            ):
                 continue
             saved_value = saved_settings[compared_name]
             current_value = current_settings.get(compared_name, current_settings.get(name))

@@ -1,7 +1,7 @@
 """Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts on this host resumes.
 
 With asynchronous writing, the checkpoint of a step is written during the next step, and is complete before the
-optimizer updates the parameters. With an interval of n steps, a restart repeats at most n completed steps.
+optimizer step of that next step. Therefore, with an interval of n steps, a restart repeats at most n completed steps.
 
 Checkpoints in memory have the format of checkpoints on disk, and are written to a folder in shared memory, which
 remains when the processes of an attempt end (`bootstrap.memory_folder`). Only the newest one is kept. If they cannot be
@@ -39,12 +39,12 @@ class MemoryCheckpoints:
 
     @classmethod
     def create(cls, config: TrainConfig, communicator: Communicator, *, is_sharded: bool) -> MemoryCheckpoints | None:
-        """Return the checkpoints in memory of a run. Does not communicate.
+        """Return the MemoryCheckpoints of a run, or None. Does not communicate.
 
-        Return None if the run keeps none, if the launcher does not restart its job on this host, if /dev/shm is not
-        usable (with a warning), or if ranks on several hosts, which do not share memory, would write portions of the
-        same checkpoint (`is_sharded`). In the first attempt of the job, the folder contains at most the checkpoints of
-        earlier runs in this job.
+        Return None if the run keeps no checkpoints in memory, if the launcher does not restart its job on this host, if
+        /dev/shm is not usable (with a warning), or if ranks on several hosts, which do not share memory, would write
+        portions of the same checkpoint (`is_sharded`). In the first attempt of the job, the folder contains at most the
+        checkpoints of earlier runs in this job.
         """
         root = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None:
@@ -75,10 +75,10 @@ class MemoryCheckpoints:
         """Return the newest valid checkpoint in memory if it is newer than the valid ones in `disk_folder`, else None.
         All ranks call it.
 
-        Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
-        otherwise remain the newest ones. Checkpoints in memory that belong to a different run than the checkpoints in
-        `disk_folder` are ignored. The result of rank 0 is returned on every rank, so that all ranks resume at the same
-        step.
+        If `continues` is False, a new run starts: remove the checkpoints of an earlier run with the same output folder,
+        which would otherwise remain the newest ones. Checkpoints in memory that belong to a different run than the
+        checkpoints in `disk_folder` are ignored. The result of rank 0 is returned on every rank, so that all ranks
+        resume at the same step.
         """
         wait_for_earlier_writer(self._folder, self._communicator)
 
@@ -108,12 +108,13 @@ class MemoryCheckpoints:
             self._disable(error)
         return None
 
-    def save(self, save: Callable[[CheckpointWriter], None]) -> None:
-        """Call `save` with the writer of these checkpoints. After a failure, no more checkpoints are written."""
+    def call_with_writer(self, function: Callable[[CheckpointWriter], None]) -> None:
+        """Call `function` with the writer of these checkpoints. After a CheckpointError, which is logged, no more
+        checkpoints are written to memory."""
         if self._writer is None:
             return
         try:
-            save(self._writer)
+            function(self._writer)
         except CheckpointError as error:  # raised on every rank
             self._disable(error)
 
@@ -124,7 +125,7 @@ class MemoryCheckpoints:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written."""
-        self.save(CheckpointWriter.wait)
+        self.call_with_writer(CheckpointWriter.wait)
 
     def _disable(self, error: CheckpointError) -> None:
         self._writer = None

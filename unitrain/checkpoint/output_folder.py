@@ -1,4 +1,5 @@
-"""File access with synchronized errors, and the file `.job` in the output folder, which records the folder's job.
+"""File access with errors that all ranks raise, and the file `.job` in the output folder, which records the job that
+owns the folder.
 
 `unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt resumes the
 run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps when its number
@@ -72,8 +73,8 @@ def find_on_rank_zero(
     """Run `find` on rank 0, and return its result on every rank. All ranks call it.
 
     The argument of `find` is a function that returns the reason why a checkpoint is corrupt, or None. Each rank
-    verifies a part of the files of a sharded checkpoint. Rank 0 verifies other checkpoints, which may take longer than
-    the timeout of a collective. Raises CheckpointError like `run_on_rank_zero`.
+    verifies some of the files of a sharded checkpoint. Rank 0 alone verifies other checkpoints; meanwhile, it
+    broadcasts at intervals, so that the other ranks do not time out. Raises CheckpointError like `run_on_rank_zero`.
     """
 
     def check(checkpoint: Path) -> str | None:
@@ -121,7 +122,7 @@ def _find_corruption_on_rank_zero(checkpoint: Path, communicator: Communicator) 
 def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
     """Return the reason why `checkpoint` is corrupt, or None, on every rank. All ranks call it.
 
-    Each rank verifies a part of the files.
+    Each rank verifies some of the files.
     """
     corruption_by_rank = communicator.allgather_object(
         files.find_corruption(checkpoint, communicator.rank, communicator.size)
@@ -157,13 +158,13 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
 
 def belongs_to_this_job(folder: Path) -> bool:
     """Return whether an earlier attempt of this job started the run in `folder`."""
-    return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
+    return environment.job_id() is not None and _read_job_file(folder).get("job") == environment.job_id()
 
 
 def record_job(folder: Path) -> None:
     """Record this job as the owner of the run in `folder` if the job has an ID. A restarted job keeps its ID."""
     if environment.job_id() is not None and not belongs_to_this_job(folder):
-        _write(folder, [])
+        _write_job_file(folder, [])
 
 
 def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
@@ -171,22 +172,25 @@ def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
 
     If this job has no ID, return the stored batch sizes of any job.
     """
-    stored = _read(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
+    stored = (
+        _read_job_file(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
+    )
     return [ElasticBatchSize(*batch) for batch in stored]
 
 
 def store_batch_size(folder: Path, fit_index: int, batch_size: ElasticBatchSize) -> None:
-    """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks.
+    """Store the batch size of the `fit` call with index `fit_index`, for later attempts with different numbers of
+    ranks.
 
     Does nothing if it is already stored.
     """
     record_job(folder)
     batches = stored_batch_sizes(folder)
     if fit_index == len(batches):
-        _write(folder, [*batches, batch_size])
+        _write_job_file(folder, [*batches, batch_size])
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_job_file(folder: Path) -> dict[str, Any]:
     try:
         read = json.loads(read_regular_file(folder / _JOB_FILE, _MAX_JOB_FILE_BYTES))
     except FileNotFoundError:
@@ -200,8 +204,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _is_batch_size(batch: Any) -> bool:
-    fields = len(ElasticBatchSize._fields)
-    return isinstance(batch, list) and len(batch) == fields and all(isinstance(size, int) for size in batch)
+    num_fields = len(ElasticBatchSize._fields)
+    return isinstance(batch, list) and len(batch) == num_fields and all(isinstance(size, int) for size in batch)
 
 
 def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
@@ -211,5 +215,5 @@ def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
     )
 
 
-def _write(folder: Path, batches: list[ElasticBatchSize]) -> None:
+def _write_job_file(folder: Path, batches: list[ElasticBatchSize]) -> None:
     replace_file(folder / _JOB_FILE, json.dumps({"job": environment.job_id(), "batches": batches}))

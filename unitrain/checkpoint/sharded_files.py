@@ -6,11 +6,12 @@ A checkpoint is a folder `step-000000123`:
     optimizer/rank-00000.safetensors   chunks of the optimizer state, named state.PARAMETER.KEY
     optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
     average/rank-00000.safetensors     chunks of the averaged weights, with `ema_decay`
-    local_sgd/rank-00000.pt            the rank's weights, optimizer state and error, with `local_sgd`
+    local_sgd/rank-00000.pt            the rank's weights, optimizer state and compression error, with `local_sgd`
     training.pt                        all other state, and the hyperparameters of the optimizer
     manifest.json                      size and sha256 of the files above, sha256 of this list, number of ranks,
                                        names of tied tensors, versions, step, epoch, results, configuration and run ID
-    config.yaml                        the text `Trainer(config_text=...)`, if there is one; without a digest
+    config.yaml                        the text passed as `Trainer(config_text=...)`, if there is one; the manifest has
+                                       no digest of it
 
 `tensor_files` describes the safetensors files. The ranks write to a folder with a temporary name. Each rank then writes
 a report with the sizes and digests of its files. When the reports of all ranks exist, rank 0 writes the manifest and
@@ -46,8 +47,8 @@ from unitrain.checkpoint.files import (
     MANIFEST,
     MODEL,
     TRAINING,
+    file_list_digest,
     flush,
-    list_digest,
     publish,
     read_manifest,
     save_object,
@@ -74,8 +75,8 @@ class StateShard:
 
     `chunks` contains the chunks of tensors, by folder. `keys` maps each optimizer tensor to its parameter index and
     state key. `values` contains the values of the optimizer state that are not tensors. `tied` maps the names of tied
-    tensors, by folder, to the names under which they are stored. `local_state` is the state of this rank with local
-    steps, with tensors in host memory.
+    tensors, by folder, to the names under which they are stored. `local_state` is this rank's local SGD state, with
+    tensors in host memory.
     """
 
     chunks: dict[str, list[TensorChunk]]
@@ -117,7 +118,8 @@ def collect_shard(
 
 
 def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor once, and the names under which tied parameters are stored."""
+    """Return the tensors without duplicates, and the other names of tied tensors, mapped to the names under which they
+    are stored."""
     first: dict[Any, str] = {}
     stored, tied = {}, {}
     for name, tensor in tensors.items():
@@ -173,7 +175,7 @@ def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) 
 
 def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str, WrittenFile]:
     written: dict[str, WrittenFile] = {}
-    keys = {name: [place.index, place.key] for name, place in shard.keys.items()}
+    keys = {name: [state_key.index, state_key.key] for name, state_key in shard.keys.items()}
     for name, chunks in shard.chunks.items():
         folder = staging_folder / name
         folder.mkdir(exist_ok=True)
@@ -204,8 +206,9 @@ def commit(
 ) -> bool:
     """Write the remaining files of the checkpoint, and publish it when all ranks have written their files.
 
-    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned_event` is set, a rank failed,
-    or all ranks have stopped writing after the main thread of this process ended.
+    Only rank 0 calls it. `size` is the number of ranks. Return False if the checkpoint is incomplete, because
+    `abandoned_event` is set, a rank failed, or all ranks have stopped writing after the main thread of this process
+    ended.
     """
     staging_folder = staging_path(target)
     save_object(plain_state(training), staging_folder / TRAINING)
@@ -220,7 +223,7 @@ def commit(
         files |= report["files"]
         _report_path(staging_folder, rank).unlink()
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
-    fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": list_digest(files)}
+    fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": file_list_digest(files)}
     write_manifest(staging_folder, 2, fields, files)
     for name in (*shard.chunks, *([LOCAL_FOLDER] if shard.local_state else []), "."):
         flush(staging_folder / name)
@@ -297,7 +300,7 @@ def open_tensors(path: Path, folder: str) -> StoredTensors:
 
 
 def read_local_states(path: Path) -> list[dict[str, Any]]:
-    """Return the states of all ranks with local steps in sharded checkpoint `path`, in rank order."""
+    """Return the local SGD states of all ranks in sharded checkpoint `path`, in rank order."""
     names = [name for name in read_manifest(path)["files"] if name.startswith(f"{LOCAL_FOLDER}/")]
     return [torch.load(path / name, map_location="cpu", weights_only=True) for name in sorted(names)]
 

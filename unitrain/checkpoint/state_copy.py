@@ -27,8 +27,8 @@ def copy_to_host(state: StateT) -> StateT:
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
     other types are not copied, because `plain_state` has already copied them. Tensors that share a storage also share
     it in the copy, so tied parameters remain tied and are copied once. Exceptions: a view of less than half of its
-    storage shares its copy only with identical views, and subclasses of Tensor and sparse tensors are copied
-    separately.
+    storage, or with the conjugate or negative bit, shares its copy only with identical views. Subclasses of Tensor and
+    sparse tensors are copied separately.
     """
     copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
@@ -36,15 +36,15 @@ def copy_to_host(state: StateT) -> StateT:
 
 
 def _copy(value: Any, copied: dict[Any, Any]) -> Any:
-    kind = type(value)
+    value_type = type(value)
     if isinstance(value, Tensor):
         return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
     if isinstance(value, dict):
         # Pass a dict, because Counter would count the elements of a list of pairs.
         inner = {key: _copy(item, copied) for key, item in value.items()}
-        return kind(inner) if kind in _MAPPINGS else inner
-    if kind in (list, tuple):
-        return kind(_copy(inner, copied) for inner in value)
+        return value_type(inner) if value_type in _MAPPINGS else inner
+    if value_type in (list, tuple):
+        return value_type(_copy(inner, copied) for inner in value)
     return value
 
 
@@ -56,10 +56,10 @@ def _copy_tensor(tensor: Tensor, copied: dict[Any, Any]) -> Tensor:
     flags = tensor.is_conj(), tensor.is_neg()
     # Only `to` keeps these flags. A small view of a large tensor is copied without the rest of the tensor.
     if any(flags) or storage.nbytes() > 2 * tensor.nbytes:
-        part = (storage.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
-        if part not in copied:
-            copied[part] = tensor.detach().to("cpu", copy=True)
-        copy: Tensor = copied[part]
+        view = (storage.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
+        if view not in copied:
+            copied[view] = tensor.detach().to("cpu", copy=True)
+        copy: Tensor = copied[view]
         return copy
     key = (storage.device, storage.data_ptr())
     if key not in copied:
@@ -101,7 +101,7 @@ def _plain(value: Any, path: str) -> Any:
 def _save_and_load(value: Any, path: str) -> Any:
     """Return the copy of a value that results from saving and loading it. Raises CheckpointError if this fails.
 
-    It succeeds for rare types: subclasses of Tensor, and classes that the user registered in torch.
+    It succeeds for rare types, such as subclasses of Tensor and classes that the user registered in torch.
     """
     file = io.BytesIO()
     try:

@@ -56,9 +56,9 @@ def write_chunks(
     Return the files by name. Complex tensors are written as the real tensors of torch.view_as_real.
     """
     files: list[list[TensorChunk]] = []
-    count: dict[str, int] = {}
+    last_file_index: dict[str, int] = {}
     for chunk in chunks:
-        file_index = count[chunk.name] = count.get(chunk.name, -1) + 1
+        file_index = last_file_index[chunk.name] = last_file_index.get(chunk.name, -1) + 1
         if file_index == len(files):
             files.append([])
         files[file_index].append(chunk)
@@ -114,7 +114,10 @@ def _as_real(chunk: TensorChunk) -> _RealChunk:
 
 
 class _TensorWriter:
-    """Writes a new safetensors file, and computes its digest. Tensors are written in the order of `layout`."""
+    """Writes a new safetensors file, and computes its digest. Tensors are written in the order of `layout`.
+
+    `written` is set at the end of the `with` block, unless an exception ended it.
+    """
 
     written: WrittenFile
 
@@ -176,7 +179,8 @@ class _StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files. For complex numbers, `shape` has an additional last dimension 2 and `dtype` is real."""
+    """A tensor that is stored in files. For complex numbers, `shape` has an additional last dimension of size 2, and
+    `dtype` is real."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -189,7 +193,7 @@ class StoredTensor:
         return self.shape[:-1] if self.is_complex else self.shape
 
     @property
-    def kind(self) -> str:
+    def dtype_name(self) -> str:
         """The dtype in the notation of safetensors, such as "F32"; "C64" for complex numbers of 64 bits."""
         return f"C{16 * self.dtype.itemsize}" if self.is_complex else _DTYPE_NAMES[self.dtype]
 
@@ -273,7 +277,7 @@ class StoredTensors:
 
 
 class _OpenFiles:
-    """The files of one `read`, which are opened once."""
+    """Context manager that opens each file at most once, and closes all of them at its end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, dict[str, BinaryIO]()

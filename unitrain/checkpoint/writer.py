@@ -1,7 +1,7 @@
 """Writing checkpoints in a background thread, and removing old ones.
 
 With asynchronous writing, training waits until the previous checkpoint is written and the state is copied to host
-memory, but does not wait until this checkpoint is written.
+memory, but does not wait until the new checkpoint is written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints to keep, as in the settings of the same names in TrainConfig: all if `keep_last` is None."""
+    """Selects the checkpoints to keep, with the settings of the same names in TrainConfig. If `keep_last` is None, all
+    checkpoints are kept."""
 
     keep_last: int | None
     keep_every_epochs: int | None = None
@@ -60,9 +61,9 @@ class Retention:
         return [path for path in reversed(valid) if path not in kept_checkpoints]
 
     def sort_by_result(self, checkpoints: list[Path]) -> list[Path]:
-        """Return those of `checkpoints`, which are sorted newest first, that have a finite result named `keep_best`.
+        """Return the checkpoints with a finite result named `keep_best`, the best one first.
 
-        The best one is first. Among equal results, newer checkpoints come first.
+        `checkpoints` must be sorted, newest first. Among equal results, newer checkpoints come first.
         """
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
         value_by_path = {
@@ -78,7 +79,7 @@ class Retention:
         # `sorted` keeps the order of equal results.
         return sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.keep_best_mode == "max")
 
-    def apply(self, newest: Path) -> None:
+    def remove_obsolete(self, newest: Path) -> None:
         """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""
         for path in self.obsolete_checkpoints(newest):
             removed = path.with_name(f".{path.name}.unfinished")
@@ -89,11 +90,11 @@ class Retention:
     def _milestones(self, checkpoints: list[Path]) -> list[Path]:
         if self.keep_every_epochs is None:
             return []
-        places = [(path, files.read_manifest(path)) for path in checkpoints]
+        manifests = [(path, files.read_manifest(path)) for path in checkpoints]
         return [
             path
-            for path, progress in places
-            if not progress.get("sample") and self._is_milestone(progress.get("epoch", 1))
+            for path, manifest in manifests
+            if not manifest.get("sample") and self._is_milestone(manifest.get("epoch", 1))
         ]
 
     def _is_milestone(self, epoch: Any) -> bool:
@@ -137,13 +138,13 @@ _NO_PENDING_WRITE = _PendingWrite()
 def _wait_until_written(folder: Path, pending_write: _PendingWrite, communicator: Communicator) -> None:
     """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks call it.
 
-    The wait has no timeout, because a large model may take long, but a long wait is logged.
+    The wait has no timeout, because writing a large model may take long, but a long wait is logged.
     """
     start_time, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
     while True:
         # Writing may take longer than the collective timeout, so the ranks exchange their state periodically.
-        own = [pending_write.is_running_after_wait(), pending_write.error is not None]
-        is_running, has_failed = communicator.allreduce(torch.tensor(own, dtype=torch.int32), "max").tolist()
+        flags = [pending_write.is_running_after_wait(), pending_write.error is not None]
+        is_running, has_failed = communicator.allreduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
         if not is_running:
             return
         if has_failed:
@@ -161,7 +162,8 @@ def _wait_until_written(folder: Path, pending_write: _PendingWrite, communicator
 class CheckpointWriter:
     """Writes one checkpoint at a time, then removes obsolete ones. All ranks call `save`, `save_sharded` and `wait`.
 
-    `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint is written.
+    `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint has been
+    written.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class CheckpointWriter:
     ) -> None:
         self._folder, self._communicator = folder, communicator
         self._retention, self._asynchronous, self._on_written = retention, asynchronous, on_written
-        self._is_busy = False
+        self._has_unawaited_write = False
         self.current_write = _NO_PENDING_WRITE
         """The last checkpoint that this process started to write."""
 
@@ -200,9 +202,9 @@ class CheckpointWriter:
                 start_time = time.monotonic()
                 if files.write(target, *state, manifest):
                     self._report_written(step, target, start_time)
-                self._retention.apply(target)
+                self._retention.remove_obsolete(target)
 
-            self._start(target, state, copy_state, write)
+            self._start_writing(target, state, copy_state, write)
         self._wait_if_synchronous()
 
     def save_sharded(self, step: int, shard: StateShard, training: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -221,16 +223,16 @@ class CheckpointWriter:
             staging_folder.mkdir()
             return secrets.token_hex(8)
 
-        def call(action: Callable[[], str | None]) -> Any:
+        def run_and_broadcast(action: Callable[[], str | None]) -> Any:
             task = f"write checkpoint '{target}'"
             result = run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, action)
             return self._communicator.broadcast_object(result)
 
-        token = call(lambda: None if files.has_position(target, manifest) else prepare())
-        if token is None:  # the checkpoint exists, unless it is corrupt
+        token = run_and_broadcast(lambda: None if files.has_position(target, manifest) else prepare())
+        if token is None:  # there is a checkpoint of this position, which may be corrupt
             if find_corruption_on_all_ranks(target, self._communicator) is None:
                 return
-            token = call(prepare)
+            token = run_and_broadcast(prepare)
         self.current_write = pending_write = _PendingWrite()
 
         def copy_state() -> tuple[StateShard, dict[str, Any]]:
@@ -243,16 +245,16 @@ class CheckpointWriter:
                 event = pending_write.abandoned_event
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned_event=event):
                     self._report_written(step, target, start_time)
-                    self._retention.apply(target)
+                    self._retention.remove_obsolete(target)
 
-        self._start(target, (shard, training), copy_state, write)
+        self._start_writing(target, (shard, training), copy_state, write)
         self._wait_if_synchronous()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
-        if not self._is_busy:
+        if not self._has_unawaited_write:
             return
-        pending_write, self._is_busy = self.current_write, False
+        pending_write, self._has_unawaited_write = self.current_write, False
         _wait_until_written(self._folder, pending_write, self._communicator)
         error, pending_write.error = pending_write.error, None
         raise_on_all_ranks(self._communicator, error)
@@ -274,16 +276,16 @@ class CheckpointWriter:
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
     def _report_written(self, step: int, target: Path, start_time: float) -> None:
-        """Report a checkpoint that is written."""
+        """Report a checkpoint that has been written."""
         if self._on_written is not None:
             self._on_written(step, target, time.monotonic() - start_time)
 
     def _wait_if_synchronous(self) -> None:
-        self._is_busy = True
+        self._has_unawaited_write = True
         if not self._asynchronous:
             self.wait()
 
-    def _start(
+    def _start_writing(
         self, target: Path, state: StateT, copy_state: Callable[[], StateT], write: Callable[[StateT], None]
     ) -> None:
         """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by
@@ -310,7 +312,8 @@ class CheckpointWriter:
         _writers[files.real_path(self._folder)] = self
 
     def _to_checkpoint_error(self, error: Exception, task: str, fix: str) -> CheckpointError:
-        """Return `error`, or a CheckpointError "Cannot `task`: ... `fix`" that it caused if it has another class."""
+        """Return `error` if it is a CheckpointError, otherwise a CheckpointError "Cannot `task`: ... `fix`" with this
+        cause."""
         if isinstance(error, CheckpointError):
             return error
         where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""

@@ -118,7 +118,7 @@ def show(checkpoint: Path) -> None:
     manifest = files.read_manifest(path)
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
     for name, tensor in sorted(sharded_files.open_model(path).tensors.items()):
-        click.echo(f"{name}  {tensor.kind} {list(tensor.original_shape)}")
+        click.echo(f"{name}  {tensor.dtype_name} {list(tensor.original_shape)}")
 
 
 @ckpt.command()
@@ -182,10 +182,12 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
         raise CheckpointError(f"'{target}' already exists. Use another folder.")
-    files.write(target, model, training, {**progress, "converted_from": f"{foreign_checkpoint.kind} {source}"})
+    files.write(target, model, training, {**progress, "converted_from": f"{foreign_checkpoint.format_name} {source}"})
     parts = [
         f"{len(model)} tensors",
         *(part for part in ("optimizer", "scheduler") if getattr(foreign_checkpoint, part)),
     ]
-    click.echo(f"{foreign_checkpoint.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")
+    click.echo(
+        f"{foreign_checkpoint.format_name}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}"
+    )
     click.echo(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)')

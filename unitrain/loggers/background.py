@@ -55,7 +55,7 @@ class BackgroundLogger:
             self._calls.put((method, arguments))
 
     def finish(self, status: Status) -> float:
-        """Queue the logger's `finish`, and return the deadline for `wait` (time.monotonic())."""
+        """Queue the logger's `finish`, and return the deadline for `wait`, in seconds of time.monotonic()."""
         self._is_finishing = True
         atexit.unregister(self._finish_at_exit)
         self.call("finish", status)

@@ -29,17 +29,17 @@ class CSVLogger(Logger):
         self._path = select_folder(self, self.folder, output_dir) / "metrics.csv"
 
     def start(self, run_info: RunInfo) -> None:
-        """Remove the rows after `run_info.step`, or all rows if it is 0."""
+        """Remove the rows after `run_info.step`, or all rows if `run_info.step` is 0."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
         self._write(row for row in rows if run_info.step and int(row["step"]) <= run_info.step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append a row."""
-        new = [name for name in values if name not in self._columns]
-        if new:
+        new_columns = [name for name in values if name not in self._columns]
+        if new_columns:
             _, rows = self._read()
-            self._columns += new
+            self._columns += new_columns
             self._write(rows)
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})

@@ -27,7 +27,7 @@ def check_image(image: Tensor) -> None:
     )
     if not is_image or not (image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)):
         raise TensorError(
-            f"An image to log is a tensor [height, width], [channels, height, width] or [height, width, channels], "
+            "An image to log must be a tensor [height, width], [channels, height, width] or [height, width, channels], "
             f"uint8 or floating point between 0 and 1, with 1, 3 or 4 channels; got {found}. "
             "Log one image at a time: trainer.log_image(name, images[0])."
         )
@@ -50,7 +50,8 @@ def to_pixels(image: Tensor) -> NDArray[Any]:
 
 
 def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (counts, edges) of 64 equal bins over the finite `values`. Complex values count by their magnitude.
+    """Return (counts, edges) of 64 bins of equal width over the finite `values`. Of complex values, the magnitudes are
+    counted.
 
     Raises TensorError if `values` is not a tensor.
     """

@@ -34,7 +34,7 @@ class JSONLinesLogger(Logger):
         self._path = select_folder(self, self.folder, output_dir) / "metrics.jsonl"
 
     def start(self, run_info: RunInfo) -> None:
-        """Remove the rows after `run_info.step`, or all rows if it is 0."""
+        """Remove the rows after `run_info.step`, or all rows if `run_info.step` is 0."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         drop_rows_after(run_info.step or -1, self._path)
 

@@ -63,7 +63,7 @@ class Logger:
         """Log a table. Cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """Finish the run with `status`: complete, stopped early or failed with an exception.
+        """Finish the run with `status`: finished, stopped early, or failed with an exception.
 
         This is the last call, unless `start` is called again to log further results.
         """
@@ -99,8 +99,8 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
 class ServiceRun:
     """The run ID at a tracking service and the last logged step per metric, saved in `folder`.
 
-    Tracking services cannot remove values. If a resumed run repeats steps, the first values remain and are not logged
-    again. Without a `folder`, nothing is saved.
+    Tracking services cannot remove values. If a resumed run repeats steps, the values that were logged first remain,
+    and the values of the repeated steps are not logged. If `folder` is None, nothing is saved.
     """
 
     def __init__(self, name: str, folder: Path | None, step: int) -> None:

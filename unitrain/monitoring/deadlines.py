@@ -25,15 +25,15 @@ class Deadline:
         self.is_done, self.describe = is_done, describe
 
     def cancel(self) -> None:
-        """Remove the deadline."""
+        """Cancel the deadline, as if the work were done."""
         self.is_done = _always_true
 
 
 class Deadlines:
     """Deadlines of unfinished work. The training thread adds deadlines, and the watchdog thread checks them.
 
-    The host may be several backward passes ahead of a GPU. Each timer starts when the watchdog detects that all earlier
-    work is done, so later work does not extend the deadline of work that never completes.
+    The host may be several backward passes ahead of a GPU. The timer of a deadline starts when the watchdog detects
+    that all earlier work is done, so later work does not extend the deadline of work that never completes.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +91,7 @@ class ShutdownWaitDetector:
 class DataDeadline:
     """Time limit for the main thread's waits for batches from DataLoader workers.
 
-    Timeouts between ranks do not detect a job in which every rank waits for a hung worker. This limit does.
+    This limit also detects that every rank waits for a hung worker, which timeouts of collectives do not detect.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -116,7 +116,7 @@ class FailureStore:
         """Request the current status of `ranks`, and return the statuses of the ranks that respond."""
         try:
             request = self.messages.add(_REQUESTS, 1)
-        except dist.DistError:  # as in `_collect`
+        except dist.DistError:  # rank 0's process has exited or does not respond
             return {}
         return self._collect(f"{_REQUESTED_STATUS}/{request}", ranks, while_waiting)
 

@@ -1,4 +1,4 @@
-"""Writes the flight recorder of this rank to a file in torch's format.
+"""Write the flight recorder of this rank to a file in torch's format.
 
 torch's analyzer compares the files of all ranks: `python -m torch.distributed.flight_recorder.fr_trace FOLDER`. The
 files have the format of ProcessGroupNCCL's flight recorder, but describe the collectives of every backend.
@@ -19,7 +19,7 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, Fli
 _log = logging.getLogger(__name__)
 # The main thread and the watchdog thread may write the file at the same time.
 _lock = threading.Lock()
-# Limit of the time for which a failure waits for the file system.
+# Maximum time for which the report of a failure waits for the file system.
 _WRITE_SECONDS = 5.0
 _late_writers: list[threading.Thread] = []  # threads whose write has exceeded the limit
 
@@ -41,8 +41,8 @@ _OPERATIONS = {
 def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
     """Write the recorder of `rank` to the folder in UNITRAIN_FLIGHT_RECORD_DIR. Do nothing if the variable is not set.
 
-    An error of the file system is logged, because the caller reports a more important failure. If the file system does
-    not respond, the call returns after 5 s with a warning, and later calls do nothing until the write has ended.
+    An error of the file system is only logged, because the caller reports a more important failure. If the file system
+    does not respond, the call returns after 5 s with a warning, and later calls do nothing until the write has ended.
     """
     folder = environment.flight_record_folder()
     if folder is None or any(thread.is_alive() for thread in _late_writers):
@@ -105,11 +105,11 @@ def flight_record_entries(recorder: FlightRecorder) -> list[dict[str, Any]]:
 def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
     operation = entry.operation
     is_collective = isinstance(operation, CollectiveCall)
-    kind = operation.operation if isinstance(operation, CollectiveCall) else operation.kind
+    name = operation.operation if isinstance(operation, CollectiveCall) else operation.kind
     sizes: list[list[int]] = [[]]  # unknown
     dtypes = [""]
-    # Ranks pass objects of different sizes to the collectives of objects.
-    if isinstance(operation, CollectiveCall) and operation.dtype is not None and not kind.endswith("_object"):
+    # Ranks may pass objects of different sizes to collectives of objects.
+    if isinstance(operation, CollectiveCall) and operation.dtype is not None and not name.endswith("_object"):
         # The first dimension of an allgather may differ between ranks.
         shape = operation.shape[1:] if operation.operation == "allgather" else operation.shape
         sizes, dtypes = [list(shape)], [dtype_name(operation.dtype)]
@@ -121,7 +121,7 @@ def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
         "collective_seq_id": sequence_number,
         "p2p_seq_id": 0,
         "op_id": sequence_number,
-        "profiling_name": f"{_LIBRARY}:{_OPERATIONS.get(kind, 'all_reduce')}",
+        "profiling_name": f"{_LIBRARY}:{_OPERATIONS.get(name, 'all_reduce')}",
         "time_created_ns": entry.time_ns,
         "input_sizes": sizes,
         "output_sizes": sizes,
@@ -133,5 +133,5 @@ def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
         "retired": state == "completed",
         "timeout_ms": 0,
         "is_p2p": False,
-        "frames": [{"name": str(operation) if is_collective else kind, "filename": entry.file, "line": entry.line}],
+        "frames": [{"name": str(operation) if is_collective else name, "filename": entry.file, "line": entry.line}],
     }

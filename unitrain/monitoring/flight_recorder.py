@@ -29,7 +29,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class CollectiveCall:
     """One rank's arguments of collective number `number`.
 
-    `shape` is [bytes] for objects. `is_rejected` is True if this rank's arguments are invalid.
+    `operation` is the name of the collective, `op` the reduction ("" if there is none), and `root` the root rank (-1 if
+    there is none). `shape` is [bytes] for objects. `is_rejected` is True if this rank's arguments are invalid.
     """
 
     number: int
@@ -47,9 +48,9 @@ class CollectiveCall:
 
     @property
     def fingerprint(self) -> int:
-        """Hash below 2**63 that is equal on two ranks if and only if their calls match.
+        """Hash below 2**63 that is equal on two ranks if their calls match, and different otherwise.
 
-        For allgather, dim 0 may differ, and for objects the number of bytes.
+        Calls of allgather may differ in dim 0, and calls for objects in the number of bytes.
         """
         if self.operation in ("broadcast_object", "allgather_object"):
             arguments: tuple[object, ...] = ()
@@ -177,7 +178,7 @@ class FlightRecorder:
 
     @property
     def latest_operation(self) -> str:
-        """Name of the latest operation."""
+        """Name of the latest operation, or "the first operation" if none is recorded."""
         return str(self._entries[-1].operation) if self._entries else "the first operation"
 
     @property
@@ -226,7 +227,7 @@ def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
 
 
 def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> list[str]:
-    """Return the latest records of each rank as lines of text if they differ between ranks, else []."""
+    """Return the latest records of each rank as lines of text if the records differ between ranks, otherwise []."""
     keys: dict[int, str] = {}
     if all(
         keys.setdefault(record.position, record.key) == record.key
@@ -240,13 +241,13 @@ def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) 
     return lines
 
 
-def ranks_without(
+def ranks_without_phase(
     phase: GradientPhase | None,
     ranks: Sequence[int],
     records_by_rank: Mapping[int, Sequence[FlightRecord]],
     position: int | None = None,
 ) -> list[int]:
-    """Return the `ranks` without `phase` among their latest records, or all `ranks` if it is None.
+    """Return those of `ranks` whose latest records do not contain `phase`, or all `ranks` if `phase` is None.
 
     The records of a rank that has started `phase` and then a few later operations still contain `phase`. `position` is
     the position of `phase` in the records, which distinguishes it from a phase of another model with the same number.

@@ -55,7 +55,7 @@ class LoopCounters:
         num_backwards = self._latest[0] + 1
         if num_backwards == 1:
             self._forwards_before_training = self._forwards - self._used_forwards
-        # Another thread reads these attributes, so each is replaced by an immutable tuple in one assignment.
+        # Another thread reads `_latest` and `_history`, so each assignment stores one complete, immutable tuple.
         forwards = self._forwards - self._forwards_before_training
         latest = (num_backwards, self._steps, forwards, forwards - self._used_forwards)
         self._latest = self._history[num_backwards % _MAX_KEPT] = latest
@@ -98,8 +98,8 @@ class CountedForward:
 
 
 def _describe_difference(rank_zero_counts: LoopCounts, local_counts: LoopCounts, rank: int) -> str | None:
-    # Neither difference alone is an error: a rank may use several forward passes in one backward pass, or leave one
-    # unused.
+    # Only a difference in both counts of forward passes is an error: a rank may use several forward passes in one
+    # backward pass, or leave a forward pass unused.
     has_skipped = (
         rank_zero_counts.forwards != local_counts.forwards
         and rank_zero_counts.unused_forwards != local_counts.unused_forwards
@@ -110,13 +110,13 @@ def _describe_difference(rank_zero_counts: LoopCounts, local_counts: LoopCounts,
         quantity, counts = "optimizer steps", (rank_zero_counts.steps, local_counts.steps)
     else:
         quantity, counts = (
-            "forwards without a backward",
+            "forward passes without a backward pass",
             (rank_zero_counts.unused_forwards, local_counts.unused_forwards),
         )
     number = local_counts.backwards - 1  # backward passes are numbered from 0, as in the flight recorder
     return (
         f"The ranks are not in the same step: before the end of backward #{number}, rank 0 had run "
-        f"{counts[0]} {quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of "
-        "different steps are averaged. Run every backward on every rank, with a loss of (output * 0).sum() if a rank "
-        "has no data, and other forwards inside torch.no_grad()."
+        f"{counts[0]} {quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward pass, so "
+        "gradients of different steps are averaged. Run every backward pass on every rank, with a loss of "
+        "(output * 0).sum() if a rank has no data, and run other forward passes inside torch.no_grad()."
     )

@@ -23,7 +23,7 @@ from unitrain.monitoring.flight_recorder import (
     FlightRecorder,
     GradientPhase,
     describe_differences,
-    ranks_without,
+    ranks_without_phase,
 )
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks
@@ -123,11 +123,12 @@ class FailureMonitor:
         """
         if self._watchdog is None:
             return None
-        return self._watchdog.set_deadline(is_done, partial(self._describe_timeout, phase))
+        return self._watchdog.set_deadline(is_done, partial(self._diagnose_timeout, phase))
 
     def raise_cause_of(self, error: BaseException) -> None:
-        """Re-raise another rank's ModelError if it caused `error`."""
-        if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
+        """Re-raise another rank's ModelError if it caused `error`. Waits up to two seconds for the report of that
+        ModelError."""
+        if self._watchdog is not None and (cause := self._watchdog.wait_for_cause_of(error)) is not None:
             raise cause from error
 
     def raise_reported_model_error(self) -> None:
@@ -141,7 +142,8 @@ class FailureMonitor:
             self._watchdog.report_failure(error)
 
     def report_unless_shared(self, error: BaseException, key: str, ranks: Collection[int]) -> None:
-        """Report `error` like `report_failure`, unless all of `ranks` call this with the same `key` within two seconds.
+        """Report `error` like `report_failure`, unless all of `ranks` call this method with the same `key` within two
+        seconds.
 
         Use it for an error after which the other ranks wait forever, unless they raise the error too. `key` must be
         different for each error, and the same on all of `ranks`.
@@ -164,17 +166,18 @@ class FailureMonitor:
     def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
-            raise CollectiveTimeoutError(self._describe_timeout(phase)) from None  # the transport does not name ranks
+            raise CollectiveTimeoutError(self._diagnose_timeout(phase)) from None  # the transport does not name ranks
         self.raise_cause_of(error)
 
     def stop(self) -> None:
-        """Stop monitoring after a normal exit. Ranks need not stop at the same time."""
+        """Stop monitoring at a normal shutdown. Ranks need not stop at the same time."""
         if self._watchdog is not None:
             self._watchdog.stop()
         supervisor_client.report_shutdown()
 
-    def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
-        """Return the error text for the timeout of the latest operation, or of an earlier `phase`.
+    def _diagnose_timeout(self, phase: GradientPhase | None = None) -> str:
+        """Find the missing ranks, and return the error text for the timeout of the latest operation, or of an earlier
+        `phase`.
 
         The ranks exchange their statuses via the rendezvous store, which also works while the backend is stuck.
         """
@@ -201,7 +204,7 @@ class FailureMonitor:
             statuses = self._watchdog.request_statuses(missing_ranks)
         records = {other: status.records for other, status in statuses.items()}
         position = None if phase is None else self._recorder.position_of(phase)
-        missing_ranks = ranks_without(phase, missing_ranks, records, position)
+        missing_ranks = ranks_without_phase(phase, missing_ranks, records, position)
         names = ", ".join(map(str, missing_ranks)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
         if not missing_ranks:
@@ -221,7 +224,7 @@ class FailureMonitor:
 
 
 def _poll(work: dist.Work) -> None:
-    """Return when `work` is done, or after a few milliseconds."""
+    """Poll until `work` is done, but for at most a few milliseconds."""
     # `Work` subclasses that are implemented in Python poll in their own `wait`.
     if type(work) is not dist.Work or work.is_completed():
         return

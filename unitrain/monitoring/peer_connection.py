@@ -67,7 +67,7 @@ class PeerConnection:
         return self._socket.fileno()
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Limit the time that `send` and `receive` may block; None removes the limit."""
+        """Limit the time for which `send` and `receive` may block; None removes the limit."""
         self._socket.settimeout(seconds)
 
     def enable_keepalive(self, idle_seconds: int, interval_seconds: int, probes: int) -> None:
@@ -78,14 +78,15 @@ class PeerConnection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
     def send(self, message: str) -> None:
-        """Send a line of text. Do nothing if the connection is closed, because `receive` reports that."""
+        """Send a line of text. Errors are ignored, because `receive` reports a closed connection."""
         with suppress(OSError):
             self._socket.sendall(f"{message}\n".encode())
 
     def receive(self) -> str | DisconnectReason:
         """Return the next message, or the reason why the connection was closed.
 
-        A timeout counts as UNREACHABLE, and a line of more than _MAX_MESSAGE_BYTES as a closed connection.
+        A timeout counts as UNREACHABLE. A line of more than _MAX_MESSAGE_BYTES counts as a connection that the peer has
+        closed.
         """
         while b"\n" not in self._received:
             try:
@@ -102,7 +103,7 @@ class PeerConnection:
         return self._latest_message
 
     def send_final_message(self) -> None:
-        """Announce a normal exit of this process."""
+        """Send `final_message`, which announces the exit of this process."""
         self.send(self.final_message)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class RankStatus:
         if is_waiting:
             operation = flight_recorder.latest_operation
             return cls(Activity.WAITING_FOR_RANKS, location, operation, stack=lines, records=records)
-        for frame in reversed(stack):  # a batch may be loaded inside a backward pass
+        for frame in reversed(stack):  # innermost first, because a batch may be loaded inside a backward pass
             if (worker := awaited_worker(frame)) is not None:
                 return cls(Activity.WAITING_FOR_DATA, location, worker=worker, stack=lines, records=records)
             if is_in_backward(frame):
@@ -155,7 +155,8 @@ class RankStatus:
 def format_statuses(
     statuses: Mapping[int, RankStatus], records_by_rank: Mapping[int, Sequence[FlightRecord]]
 ) -> list[str]:
-    """Return the statuses as lines of text, with equal ones grouped, and the records of all ranks if they differ."""
+    """Return the statuses as lines of text, with equal statuses grouped, and the records of all ranks if the records
+    differ."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, status in statuses.items():
         stack = status.stack if status.shows_stack else []

@@ -16,7 +16,7 @@ from types import FrameType
 
 from unitrain.torch_compat import awaited_loader_iterator, next_batch_number, worker_of_next_batch
 
-_UNITRAIN_FOLDER = f"{Path(__file__).parent.parent}/"  # with a slash, because "unitrain_experiments/" is not part of it
+_UNITRAIN_FOLDER = f"{Path(__file__).parent.parent}/"  # with a slash, so that "unitrain_experiments/" does not match
 _LIBRARY_FOLDERS = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # Folders of packages in any environment. A virtual environment can also use the packages of the system.
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
@@ -48,7 +48,7 @@ def call_site(frame: FrameType) -> str:
 
 def user_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame of the user's code (neither unitrain nor a library), starting at `frame`, or the
-    outermost frame.
+    outermost frame if there is none.
     """
     while (caller := frame.f_back) is not None and not _is_user_file(frame.f_code.co_filename):
         frame = caller
@@ -63,7 +63,7 @@ def user_position(stack: Sequence[FrameType]) -> int:
 
 
 def describe_line(file: str, line: int) -> str:
-    """Return "train.py:41: code"."""
+    """Return a line of code as "train.py:41: code"."""
     code = linecache.getline(file, line).strip()
     return f"{Path(file).name}:{line}" + (f": {code}" if code else "")
 
@@ -87,7 +87,7 @@ def is_in_backward(frame: FrameType) -> bool:
 
 
 def awaited_worker(frame: FrameType) -> str | None:
-    """Return the DataLoader worker that `frame` waits for, and its activity if known, or None if it does not wait.
+    """Return the DataLoader worker that `frame` waits for, with its activity if known, or None if it waits for none.
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
@@ -120,7 +120,7 @@ def is_unitrain_frame(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_UNITRAIN_FOLDER)
 
 
-@cache  # every backward pass calls it, and a program has few source files
+@cache  # every backward pass calls this function, and a program has few source files
 def _is_user_file(file: str) -> bool:
     is_library = file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
     return not is_library and not any(folder in file for folder in _PACKAGE_FOLDERS)

@@ -18,13 +18,13 @@ _FIRST_INTERVAL_SECONDS = 0.5
 _KEY = "stalled"
 
 
-class StalledRanks:
+class StallDetector:
     """Compares the latest operations of all ranks while every rank waits for others.
 
-    The watchdog thread of each rank calls `find_mismatch`. A rank that waits in the same operation for two seconds
-    writes its flight records to the store; only then, rank 0 reads and compares them, so ranks that make progress
-    exchange nothing. Equal positions in the flight records must have equal keys on all ranks. If they differ while
-    every rank waits, the wait cannot end.
+    The watchdog thread of each rank calls `publish_and_compare`. A rank that has waited in the same operation for two
+    seconds writes its flight records to the store. Rank 0 reads and compares the records only while it waits, too, so
+    ranks that make progress exchange nothing. Equal positions in the flight records must have equal keys on all ranks.
+    If they differ while every rank waits, the wait cannot end.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class StalledRanks:
         self._is_published = False
         self._next_comparison, self._interval_seconds = 0.0, _FIRST_INTERVAL_SECONDS
 
-    def find_mismatch(self, store: MessageStore) -> Failure | None:
-        """Return a failure that describes the difference and names a rank that differs, or None. Only rank 0 finds
-        one."""
+    def publish_and_compare(self, store: MessageStore) -> Failure | None:
+        """Publish this rank's latest operations if it is stalled, and, on rank 0, compare those of all ranks. Return a
+        failure that describes the difference and names a rank that differs, or None. Ranks other than 0 return None."""
         now, operation_count = self._clock(), self._recorder.operation_count
         if operation_count != self._operation_count:
             self._operation_count, self._start_time = operation_count, now
@@ -67,11 +67,11 @@ class StalledRanks:
 
 def describe_stall(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> Failure | None:
     """Return a failure for the first position at which the records differ, or None if there is none."""
-    by_position: dict[int, dict[int, FlightRecord]] = {}
+    records_by_position: dict[int, dict[int, FlightRecord]] = {}
     for rank, records in records_by_rank.items():
         for record in records:
-            by_position.setdefault(record.position, {})[rank] = record
-    for _, ranks_at_position in sorted(by_position.items()):
+            records_by_position.setdefault(record.position, {})[rank] = record
+    for _, ranks_at_position in sorted(records_by_position.items()):
         counts = Counter(record.key for record in ranks_at_position.values())
         if len(counts) == 1:
             continue
@@ -79,8 +79,8 @@ def describe_stall(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> Fai
         for rank, record in ranks_at_position.items():
             ranks_by_text.setdefault(record.text, []).append(rank)
         operations = "; ".join(f"{format_ranks(ranks)} in {text}" for text, ranks in ranks_by_text.items())
-        usual = max(counts, key=counts.__getitem__)
-        rank = next(rank for rank, record in ranks_at_position.items() if record.key != usual)
+        most_common_key = max(counts, key=counts.__getitem__)
+        rank = next(rank for rank, record in ranks_at_position.items() if record.key != most_common_key)
         return Failure(
             rank,
             f"{CollectiveMismatchError.__name__}: The ranks wait for each other in different operations: {operations}. "

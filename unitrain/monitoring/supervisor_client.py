@@ -1,9 +1,9 @@
 """A rank's connection to the supervisor: the `unitrain launch` process that restarts its job.
 
-Through this connection, the supervisor detects failures of the rank's process or host. It requests a checkpoint and
-an exit when the job's hosts change, and terminates the remaining ranks of a failed attempt. A background thread
-receives its messages, so training is not delayed. Standby ranks of the next attempt connect early, and wait until the
-supervisor starts them.
+Through this connection, the supervisor detects failures of the rank's process or host. It requests a checkpoint and an
+exit when the job's hosts change, and terminates the remaining ranks of a failed attempt. A background thread receives
+the supervisor's messages, so training is not delayed. Standby ranks of the next attempt connect early, and wait until
+the supervisor starts them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _ATTEMPT_TIMEOUT_SECONDS = 2.0
 class AttemptInfo:
     """An attempt of a supervised job.
 
-    `number` counts from 1. `age_seconds` is the time since the start of the attempt, which includes the start of the
-    launcher, and `waiting_seconds` the preceding time of waiting for hosts. `reason` states why the job was restarted.
+    `number` counts from 1. `age_seconds` is the time since the start of the attempt, which begins before its launcher
+    is started. `waiting_seconds` is the time for which the supervisor waited for hosts before the attempt. `reason`
+    states why the job was restarted.
     """
 
     number: int
@@ -70,7 +71,7 @@ class _SupervisorClient:
         threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
 
     def _run(self) -> None:
-        is_requested = False
+        is_exit_requested = False
         while isinstance(message := self.connection.receive(), str):
             if message == START:
                 self.is_started.set()
@@ -85,7 +86,7 @@ class _SupervisorClient:
                 continue
             if message == EXIT:
                 break
-            is_requested = True
+            is_exit_requested = True
             self._wait_for_signal_handler()
             os.kill(self._pid, signal.SIGTERM)
         if message == EXIT:
@@ -95,7 +96,7 @@ class _SupervisorClient:
             os._exit(0)
         # The launcher and its ranks must terminate with the supervisor. Leave this rank time for a last checkpoint.
         print_to_stderr([f"unitrain: stopping rank {self._rank} because unitrain launch has ended"])
-        if not is_requested:
+        if not is_exit_requested:
             os.kill(self._pid, signal.SIGTERM)
         remove_abandoned_folder()
         time.sleep(_LAST_CHECKPOINT_SECONDS)
@@ -116,7 +117,7 @@ _client: _SupervisorClient | None = None
 def connect(rank: int, *, is_standby: bool = False) -> None:
     """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects.
 
-    With `is_standby`, the rank counts as running only after the second call, in which its script calls `unitrain.init`.
+    With `is_standby`, the rank counts as running only after the second call, which `unitrain.init` makes.
     """
     global _client
     address = environment.get_variable(environment.SUPERVISOR_VARIABLE)
@@ -146,8 +147,9 @@ def wait_for_start() -> bool:
     return _client.is_started.wait()
 
 
-def attempt_info() -> AttemptInfo | None:
-    """Return the attempt to which this process belongs, or None if no supervisor has described it. Rank 0 only."""
+def wait_for_attempt_info() -> AttemptInfo | None:
+    """Return the attempt to which this process belongs, or None if no supervisor describes it within two seconds. Only
+    rank 0 calls it."""
     if _client is None or not _client.has_attempt.wait(_ATTEMPT_TIMEOUT_SECONDS) or _client.attempt is None:
         return None
     seconds_since_receipt = time.monotonic() - _client.attempt_received_at

@@ -35,7 +35,7 @@ from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 from unitrain.monitoring.stack_inspection import awaited_batch
-from unitrain.monitoring.stalled_ranks import StalledRanks
+from unitrain.monitoring.stalled_ranks import StallDetector
 from unitrain.processes import print_to_stderr, replace_parent_death_signal
 
 _PERIOD_SECONDS = 0.5
@@ -69,14 +69,15 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
-        # The first store is used by the watchdog thread only, and the second by all other threads.
+        # Only the watchdog thread uses `_thread_store`. All other threads use `_store`.
         self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_TIMEOUT_SECONDS)
         self._store = FailureStore(rendezvous.store, self._rank, _STORE_TIMEOUT_SECONDS)
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
-        # The watchdog thread detects the exit of the launcher itself, and leaves time for a checkpoint.
+        # Instead of a parent-death signal, the watchdog thread detects the exit of such a launcher, and leaves time for
+        # a checkpoint.
         has_no_cleanup = self._launcher in _LAUNCHERS_WITHOUT_CLEANUP
         self._parent_death_signal = replace_parent_death_signal(0) if has_no_cleanup else 0
         self._stop_event, self._failure_known_event = threading.Event(), threading.Event()
@@ -84,7 +85,7 @@ class Watchdog:
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
-        self._stalled_ranks = StalledRanks(flight_recorder, self._rank, self._size)
+        self._stall_detector = StallDetector(flight_recorder, self._rank, self._size)
         self._shutdown_wait_detector = ShutdownWaitDetector(_PERIOD_SECONDS)
         self._collected_statuses: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
@@ -100,7 +101,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stop the watchdog; ranks need not stop at the same time.
 
-        It first reports the shutdown, so that a rank that still waits for this rank can name the cause in its failure
+        The shutdown is reported first, so that a rank that still waits for this rank can name the cause in its failure
         report.
         """
         self._report_shutdown("it called shutdown() or left its `with unitrain.init()` block")
@@ -135,7 +136,7 @@ class Watchdog:
         error_class, _, text = self._first_failure.error.partition(": ")
         return ModelError(text) if error_class == ModelError.__name__ else None
 
-    def cause_of(self, error: BaseException) -> ModelError | None:
+    def wait_for_cause_of(self, error: BaseException) -> ModelError | None:
         """Return another rank's ModelError if it caused `error`, or None. Waits up to two seconds for the report of
         that failure.
         """
@@ -246,14 +247,14 @@ class Watchdog:
         """
         if self._first_failure is not None:
             return False
-        own_name = f"{self._rank}/{threading.get_ident()}"
+        reporter_name = f"{self._rank}/{threading.get_ident()}"
         try:
-            self._first_failure, reporter = self._store.report_failure(failure, own_name)
+            self._first_failure, reporter = self._store.report_failure(failure, reporter_name)
         except dist.DistError:  # rank 0's process has exited, and the store with it
             self._first_failure = self._first_failure or failure
-            reporter = own_name if self._first_failure == failure else ""
+            reporter = reporter_name if self._first_failure == failure else ""
         self._failure_known_event.set()
-        return reporter == own_name
+        return reporter == reporter_name
 
     def _format_report(self, statuses: Mapping[int, RankStatus]) -> list[str]:
         records = {rank: status.records for rank, status in statuses.items()}
@@ -270,7 +271,7 @@ class Watchdog:
         """
         if threading.current_thread() is not self._thread:
             return None
-        return partial(self._thread_store.answer_requests, self._requested_status)
+        return partial(self._thread_store.answer_requests, self._write_record_and_get_status)
 
     def _has_shut_down(self, rank: int) -> bool:
         with contextlib.suppress(dist.DistError):
@@ -287,8 +288,8 @@ class Watchdog:
         return complete
 
     def _resume_stopped(self, ranks: Sequence[int]) -> list[int]:
-        """Resume the processes of `ranks` on this host that are stopped by SIGSTOP. Return the ranks whose processes
-        exist.
+        """Send SIGCONT to the processes of `ranks` on this host, because SIGSTOP may have stopped them. Return the
+        ranks whose processes received the signal.
 
         A stopped process does not react to the launcher's SIGTERM, so the launcher would wait for its timeout before it
         sends SIGKILL. A stopped process also keeps its GPU memory.
@@ -307,8 +308,8 @@ class Watchdog:
             return RankStatus(Activity.FAILED, detail=_first_line(self._error))
         return RankStatus.from_main_thread(self._flight_recorder)
 
-    def _requested_status(self) -> RankStatus:
-        """Return the status for another rank that has timed out, and write the flight recorder if this is enabled."""
+    def _write_record_and_get_status(self) -> RankStatus:
+        """Write the flight recorder if this is enabled, and return the status for another rank that has timed out."""
         self._write_flight_record()
         return self._status()
 
@@ -345,16 +346,16 @@ class Watchdog:
             if (deadline := self._deadlines.find_expired()) is not None:
                 self._handle_expired(deadline)
             if self._data_deadline.has_expired(awaited_batch(), self._flight_recorder.operation_count):
-                self._terminate_without_data()
+                self._terminate_if_waiting_for_data()
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
-        self._thread_store.answer_requests(self._requested_status)
+        self._thread_store.answer_requests(self._write_record_and_get_status)
         failure = self._thread_store.first_failure()
         if failure is not None:
             self._first_failure = failure
             return True
-        failure = self._compare_loops() or self._stalled_ranks.find_mismatch(self._thread_store.messages)
+        failure = self._compare_loops() or self._stall_detector.publish_and_compare(self._thread_store.messages)
         if failure is not None:
             self._publish_failure(failure)
         return failure is not None
@@ -398,8 +399,9 @@ class Watchdog:
         print_to_stderr([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)
 
-    def _terminate_without_data(self) -> None:
-        """Terminate the process, because its main thread waits for a DataLoader worker and cannot be interrupted."""
+    def _terminate_if_waiting_for_data(self) -> None:
+        """Terminate the process if its main thread still waits for a DataLoader worker, because this wait cannot be
+        interrupted."""
         status = self._status()
         if status.activity is not Activity.WAITING_FOR_DATA:  # the batch has arrived in the meantime
             return
@@ -437,11 +439,15 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._pid:
             self.report_failure(error)
-        first, own = self._first_failure, _first_line(error)
+        first, error_line = self._first_failure, _first_line(error)
         location = f", at {_raise_location(traceback)}" if traceback is not None else ""
         is_consequence = first is not None and first.rank != self._rank
-        text = f"rank {self._rank} of {self._size} ended with {own}{location}"
-        if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
+        text = f"rank {self._rank} of {self._size} ended with {error_line}{location}"
+        if (
+            is_consequence
+            and not self._has_reported
+            and (error_line == getattr(first, "error", "") or _is_consequence(error))
+        ):
             # The error's traceback would show a consequence of the failure instead of the cause, on every rank.
             print_to_stderr([f"unitrain: {text}; {first}"])
         else:

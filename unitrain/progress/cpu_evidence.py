@@ -1,6 +1,6 @@
-"""CPU time that a rank did not get, read from /proc and from the cgroups of the process.
+"""Time for which a rank waited for CPU cores, read from /proc and from the cgroups of the process.
 
-On systems other than Linux, and where a file is missing, the values read from these files are zero.
+If a file is missing, as on systems other than Linux, the values read from it are zero.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from typing import NamedTuple
 
 from unitrain.processes import usable_cores
 
-# Limits that keep the cost of a reading constant.
+# Limits that bound the time of a reading.
 _MAX_THREADS, _MAX_WORKERS, _MAX_PROCESSES = 64, 32, 4096
-# A thread delays the rank only if it uses at least this fraction of the CPU time of the rank's busiest thread.
+# The waits of a thread are ignored if it uses less than this fraction of the CPU time of the busiest thread, because
+# such a thread does not delay the rank.
 _MIN_BUSY_FRACTION = 0.25
+# Other processes on the rank's cores are named if they use at least this fraction of a core.
 _MIN_NEIGHBOR_CPU_FRACTION = 0.05
 _MAX_NAMED_NEIGHBORS = 2
 _PROC = Path("/proc")
 
 
 class CpuSeconds(NamedTuple):
-    """Seconds between two readings. `run_queue` is the time for which the most delayed busy thread was runnable but not
-    running, including time in which a CPU quota stopped it. `workers` is the same time for DataLoader workers.
-    `throttled` is the time in which a CPU quota stopped the process. `used` is the CPU time of the process divided by
-    the number of its cores.
+    """Changes of the CPU counters between two readings, in seconds.
+
+    `run_queue` is the time for which the most delayed busy thread was runnable but not running, including time in which
+    a CPU quota stopped it. `worker_run_queue` is the same time for DataLoader workers. `throttled` is the time in which
+    a CPU quota stopped the process. `used` is the CPU time of the process divided by the number of its cores.
     """
 
     run_queue: float = 0.0
-    workers: float = 0.0
+    worker_run_queue: float = 0.0
     throttled: float = 0.0
     used: float = 0.0
 
@@ -41,11 +44,11 @@ class CpuReader:
     """Reads the CPU counters of this process and of the child processes of the thread that creates this object."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_native_id()
-        self._threads: dict[str, tuple[int, int]] = {}
-        self._workers: dict[str, tuple[int, int]] = {}
-        self._throttled: dict[str, float] = {}
-        self._membership = ""
+        self._thread_id = threading.get_native_id()
+        self._thread_times: dict[str, tuple[int, int]] = {}
+        self._worker_times: dict[str, tuple[int, int]] = {}
+        self._throttled_seconds: dict[str, float] = {}
+        self._cgroup_membership = ""
         self._stat_files: list[str] = []
         self._process_seconds = time.process_time()
 
@@ -53,40 +56,47 @@ class CpuReader:
         """Return the seconds since the last call, or since the creation of this object."""
         threads = _read_schedstat(_list_thread_schedstat_files())
         workers = _read_schedstat(self._list_worker_schedstat_files())
-        run_queue, worker_wait = _longest_wait(self._threads, threads), _longest_wait(self._workers, workers)
-        self._threads, self._workers = threads, workers
+        run_queue, worker_wait = _longest_wait(self._thread_times, threads), _longest_wait(self._worker_times, workers)
+        self._thread_times, self._worker_times = threads, workers
         throttled = self._read_throttled()
         used, before = time.process_time(), self._process_seconds
         self._process_seconds = used
-        if threads:  # the quota is shared by all threads, and its counter adds their times
+        if threads:  # the counter of a cgroup is the sum of the throttled times of all its threads
             throttled = min(throttled, max(run_queue, worker_wait))
         return CpuSeconds(run_queue, worker_wait, throttled, (used - before) / len(usable_cores()))
 
     def quota_cores(self) -> float | None:
-        """Return the lowest CPU quota of the process's cgroups, in cores, or None without a quota."""
+        """Return the lowest CPU quota of the process's cgroups, in cores, or None if they have no quota."""
         self._find_stat_files()
         return min(filter(None, (_read_quota(Path(path).parent) for path in self._stat_files)), default=None)
 
     def _list_worker_schedstat_files(self) -> list[str]:
-        children = _read(f"/proc/self/task/{self._thread}/children").split()
+        children = _read(f"/proc/self/task/{self._thread_id}/children").split()
         return [f"/proc/{child}/schedstat" for child in children[:_MAX_WORKERS]]
 
     def _read_throttled(self) -> float:
-        """Return the longest time since the last call for which a cgroup of the process was stopped by its quota."""
+        """Return the seconds since the last call for which a CPU quota stopped the process (maximum over cgroups)."""
         self._find_stat_files()
-        before, self._throttled = self._throttled, {path: _read_throttled_seconds(path) for path in self._stat_files}
-        return max((seconds - before.get(path, seconds) for path, seconds in self._throttled.items()), default=0.0)
+        before, self._throttled_seconds = (
+            self._throttled_seconds,
+            {path: _read_throttled_seconds(path) for path in self._stat_files},
+        )
+        return max(
+            (seconds - before.get(path, seconds) for path, seconds in self._throttled_seconds.items()), default=0.0
+        )
 
     def _find_stat_files(self) -> None:
         membership = _read_all("/proc/self/cgroup")
-        if membership != self._membership:
-            self._membership = membership
+        if membership != self._cgroup_membership:
+            self._cgroup_membership = membership
             self._stat_files = find_cpu_stat_files(membership, _read_all("/proc/self/mountinfo"))
 
 
 def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
-    """Return the cpu.stat files of a process's cgroups and their parents that may have a CPU quota, given the contents
-    of /proc/self/cgroup and /proc/self/mountinfo, for cgroup versions 1 and 2.
+    """Return the paths of the cpu.stat files of a process's cgroups and of their parents, for cgroup versions 1 and 2.
+
+    Cgroups that cannot have a CPU quota are omitted. `membership` and `mounts` are the contents of /proc/self/cgroup
+    and /proc/self/mountinfo.
     """
     paths: list[str] = []
     for line in membership.splitlines():
@@ -97,10 +107,10 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
         for mount in mounts.splitlines():
             before, _, after = mount.partition(" - ")
             root, folder = before.split()[3:5]
-            kind, _, options = after.split(" ")[:3]  # the source, in between, may be empty
-            if kind != ("cgroup2" if is_v2 else "cgroup") or (not is_v2 and "cpu" not in options.split(",")):
+            file_system, _, options = after.split(" ")[:3]  # the second field, the mount source, may be empty
+            if file_system != ("cgroup2" if is_v2 else "cgroup") or (not is_v2 and "cpu" not in options.split(",")):
                 continue
-            # In a container, the mount shows only the subtree of the container.
+            # In a container, the mount contains only the subtree of the container's cgroup.
             inner = path.removeprefix(root) if root != "/" and path.startswith(root) else path
             own_cgroup = Path(folder, inner.lstrip("/"))
             cgroups = [own_cgroup, *(parent for parent in own_cgroup.parents if parent.is_relative_to(folder))]
@@ -125,7 +135,7 @@ def _read_quota(folder: Path) -> float | None:
         (_read(str(folder / "cpu.cfs_quota_us")), _read(str(folder / "cpu.cfs_period_us")))
     )
     numbers = text.split()
-    if len(numbers) != 2 or not numbers[0].isdigit():  # "max", or -1
+    if len(numbers) != 2 or not numbers[0].isdigit():  # no quota: "max", or -1
         return None
     return int(numbers[0]) / int(numbers[1])
 
@@ -148,7 +158,7 @@ def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> float:
-    """Return the longest time on a run queue between two readings, in seconds, of the busy threads in both of them."""
+    """Return the longest time on a run queue between two readings, in seconds, of the busy threads in both readings."""
     changes = [
         (ran - before[path][0], waited - before[path][1]) for path, (ran, waited) in now.items() if path in before
     ]
@@ -160,7 +170,8 @@ def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, 
 class ProcessTimes:
     """CPU seconds and names of other processes that last ran on this rank's cores, by process ID.
 
-    Child processes of this process, such as DataLoader workers, are not included.
+    `time` is the time of the reading (time.perf_counter()). Child processes of this process, such as DataLoader
+    workers, are not included.
     """
 
     time: float
@@ -184,8 +195,9 @@ class ProcessTimes:
         return cls(time.perf_counter(), seconds_and_names)
 
     def describe_since(self, before: ProcessTimes) -> str:
-        """Return at most two processes that used the most CPU time since `before`, such as "python (process 17) used
-        48% of a core". Processes that used less than 5 % of a core are omitted, so the text may be empty."""
+        """Return a text that names at most two processes, those that used the most CPU time since `before`, such as
+        "python (process 17) used 48% of a core". Processes that used less than 5 % of a core are omitted, so the text
+        may be empty."""
         elapsed = max(self.time - before.time, 1e-9)
         used = {
             pid: (seconds - before.seconds_and_names[pid][0]) / elapsed
@@ -209,8 +221,8 @@ def _read_all(path: str) -> str:
 
 
 def _read(path: str) -> str:
-    """Return the content of a short file; empty if it cannot be read. Of a file in /proc, the kernel returns at most
-    about 4 KiB at once."""
+    """Return the content of a short file; empty if it cannot be read. The content of a longer file in /proc is
+    truncated, because the kernel returns at most about 4 KiB per read."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

@@ -30,7 +30,7 @@ class ProgressDisplay:
     cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
-        """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs (None if not set)."""
+        """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs in total (None if not set)."""
 
     def show_message(self, text: str) -> None:
         """Show a message about the run."""
@@ -39,7 +39,7 @@ class ProgressDisplay:
         """Count a step with `samples` samples over all ranks, in epoch number `epoch` (from 1)."""
 
     def set_loss(self, value: float) -> None:
-        """Set the displayed loss, the latest mean over ranks."""
+        """Set the displayed loss: the mean over all ranks and the last logging interval."""
 
     def show_slow_ranks(self, description: str) -> None:
         """Show the `description` of slow ranks until a call with an empty description."""
@@ -60,7 +60,7 @@ class ProgressDisplay:
 
 
 class _TimedDisplay(ProgressDisplay, ABC):
-    """Base class of both displays: counts steps and limits the rate of updates."""
+    """Base class of the bar and of the lines: counts steps and limits the rate of updates."""
 
     interval_seconds = _LINE_INTERVAL_SECONDS
 
@@ -81,7 +81,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
         now = time.perf_counter()
         if now >= self._next_update_at:
             self._next_update_at = now + self.interval_seconds
-            self._show(epoch)
+            self._show_progress(epoch)
 
     def show_message(self, text: str) -> None:
         self._print_line(text)
@@ -102,14 +102,14 @@ class _TimedDisplay(ProgressDisplay, ABC):
         self._next_update_at = time.perf_counter() + self.interval_seconds
 
     @abstractmethod
-    def _show(self, epoch: int) -> None: ...
+    def _show_progress(self, epoch: int) -> None: ...
 
     def _print(self, *parts: str) -> None:
         for line in _wrap_parts(parts):
             self._print_line(line)
 
     def _print_line(self, text: str) -> None:
-        # Names of results and reasons for a stop may contain brackets, which are not markup of rich.
+        # Names of results and reasons for a stop may contain brackets, which rich must not interpret as markup.
         self._console.print(text, markup=False, emoji=False, highlight=False)
 
     def _epoch_text(self, epoch: int) -> str:
@@ -126,7 +126,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
 
 class _Lines(_TimedDisplay):
-    def _show(self, epoch: int) -> None:
+    def _show_progress(self, epoch: int) -> None:
         remaining_text = ""
         if self._steps is not None:
             seconds = (time.perf_counter() - self._start_time) / self._steps_done * (self._steps - self._steps_done)
@@ -161,7 +161,7 @@ class _Bar(_TimedDisplay):
         super().start(steps, epochs)
         self._task = self._bar.add_task("", total=steps, count="", loss="", speed="")
 
-    def _show(self, epoch: int) -> None:
+    def _show_progress(self, epoch: int) -> None:
         self._bar.update(
             self._task,
             description=self._epoch_text(epoch),
@@ -194,7 +194,8 @@ class _Bar(_TimedDisplay):
 
 
 def choose_display(style: ProgressStyle, rank: int) -> ProgressDisplay:
-    """Return the display of a rank. "auto" is a bar on a terminal, otherwise lines. Only rank 0 shows anything."""
+    """Return the display of `style` for `rank`. "auto" is a bar on a terminal, otherwise lines. Only rank 0 shows
+    anything."""
     if rank != 0 or style == "off":
         return ProgressDisplay()
     console = Console(stderr=True, soft_wrap=True)
@@ -222,7 +223,7 @@ def _open_terminal_of_launch() -> TextIO | None:
 
 
 def _wrap_parts(parts: Sequence[str]) -> list[str]:
-    """Wrap the parts into lines of at most 80 columns, indented after the first. Long parts are not split."""
+    """Join the parts into lines of at most 80 columns, indented after the first line. Longer parts are not split."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + 2 + len(part) <= _MAX_COLUMNS:

@@ -3,17 +3,17 @@
 Each line is one JSON object with the keys `time` (UTC, ISO 8601), `event`, `attempt` (from 1) and `step` (completed
 optimizer steps), and the keys of the event:
 
-    start        a `fit` call starts a run: ranks, nodes, backend, transport, device
-    restart      an attempt continues a run: like start, and reason, downtime_seconds
-    resize       an attempt has another number of ranks than the preceding one: ranks, previous_ranks
-    checkpoint   a checkpoint is completely written: path, write_seconds
+    start        a `fit` call starts: ranks, nodes, backend, transport, device
+    restart      the first `fit` call of an attempt continues a run: the keys of start, and reason, downtime_seconds
+    resize       an attempt has a different number of ranks than the preceding one: ranks, previous_ranks
+    checkpoint   a checkpoint has been written: path, write_seconds
     validation   a validation has finished: epochs (completed), seconds, results
     straggler    the slow ranks have changed: ranks, a list that is empty if there are none
-    failure      an attempt has failed: reason. The next attempt writes it if rank 0 was killed
+    failure      an attempt has failed: reason. If rank 0 was killed, the next attempt writes this event
     end          a `fit` call has finished or stopped: status, reason, goodput, seconds
 
-Within a run, rows are appended and never removed, so the steps that an attempt repeats may have several rows. A new run
-in the same folder removes the file. A line that was being written when the process was killed may be incomplete.
+Within a run, lines are appended and never removed, so the steps that an attempt repeats may have several lines. A new
+run in the same folder removes the file. A line that was being written when the process was killed may be incomplete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class EventLog:
         self.attempt = 1
 
     def open(self, *, is_new_run: bool) -> None:
-        """Remove the events of another run, or complete the last line of an attempt that was killed."""
+        """Remove the events of an earlier run if `is_new_run` is True. Otherwise, if an attempt was killed while it
+        wrote a line, add the missing newline."""
         if self._path is None:
             return
         try:
@@ -55,10 +56,10 @@ class EventLog:
                     if file.seek(0, 2) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n":
                         file.write(b"\n")
         except OSError as error:
-            self._report(error)
+            self._warn_once(error)
 
     def append(self, event: str, step: int, /, attempt: int | None = None, **values: Any) -> None:
-        """Append an event of this attempt, or of another `attempt`."""
+        """Append an event of attempt number `attempt`, by default this one. `values` are the keys of the event."""
         if self._path is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -67,9 +68,9 @@ class EventLog:
             with self._lock:
                 append_row(row, self._path)
         except OSError as error:
-            self._report(error)
+            self._warn_once(error)
 
-    def _report(self, error: OSError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         if not self._has_failed:
             _log.warning("'%s' cannot be written: %s. The run continues.", self._path, error)
         self._has_failed = True

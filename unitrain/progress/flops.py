@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and the peak FLOPs of GPUs, from which the model FLOPs utilization (MFU) is computed."""
+"""FLOPs of a micro-batch, and the peak FLOP/s of GPUs, from which the model FLOPs utilization (MFU) is computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ForwardBackward = Callable[[Any, MicroBatch], Loss]
 
 _log = logging.getLogger(__name__)
 
-# Peak FLOP/s of dense matrix multiplications in 16 bits, TF32 and FP32, by a part of the name that CUDA reports. The
-# first match counts. None: not supported by the hardware. Sources: the data sheets of the products; those of NVIDIA
-# state twice these values "with sparsity". FP32 is the rate of the CUDA cores.
-_GPUS: tuple[tuple[str, float, float | None, float], ...] = (
+# Peak FLOP/s of dense matrix multiplications in 16 bits, TF32 and FP32, by a part of the device name that torch.cuda
+# reports. The first entry that matches is used. None: not supported by the hardware. Sources: the data sheets of the
+# products; those of NVIDIA state twice these values "with sparsity". FP32 rates of NVIDIA GPUs are those of CUDA cores.
+_PEAK_RATES: tuple[tuple[str, float, float | None, float], ...] = (
     # NVIDIA Blackwell architecture technical brief, per GPU.
     ("GB200", 2500e12, 1250e12, 80e12),
     ("B200", 2250e12, 1125e12, 75e12),
@@ -57,17 +57,17 @@ _GPUS: tuple[tuple[str, float, float | None, float], ...] = (
     ("MI300X", 1307.4e12, 653.7e12, 163.4e12),
     ("MI250X", 191.5e12, None, 47.9e12),
 )
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def peak_flops(device_name: str, *, half: bool, tf32: bool) -> float | None:
-    """Return the peak FLOP/s of a GPU for matrix multiplications in 16 bits (`half`), otherwise in TF32 (`tf32`) or
-    FP32.
+    """Return the peak FLOP/s of a GPU for matrix multiplications: in 16 bits if `half` is True, or else in TF32 if
+    `tf32` is True, or else in FP32.
 
-    A GPU without TF32 uses FP32. Returns None for an unknown GPU.
+    If a GPU does not support TF32, the rate is that of FP32. Returns None for an unknown GPU.
     """
     words = device_name.replace("-", " - ").split()
-    for name, half_rate, tf32_rate, fp32_rate in _GPUS:
+    for name, half_rate, tf32_rate, fp32_rate in _PEAK_RATES:
         name_words = name.replace("-", " - ").split()
         starts = range(len(words) - len(name_words) + 1)
         if any(words[start : start + len(name_words)] == name_words for start in starts):
@@ -76,17 +76,18 @@ def peak_flops(device_name: str, *, half: bool, tf32: bool) -> float | None:
 
 
 def device_peak_flops(device: torch.device, model: nn.Module, config: TrainConfig) -> float | None:
-    """Return `config.peak_flops`, or else the peak FLOP/s of this device for the precision of the run, or None."""
+    """Return `config.peak_flops`, or else the peak FLOP/s of this device for the precision of the run (None if
+    unknown)."""
     if config.peak_flops is not None or device.type != "cuda":
         return config.peak_flops
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-    half = config.precision != "fp32" or dtype in _HALF
-    # The Trainer applies `config.tf32` later.
+    half = config.precision != "fp32" or dtype in _HALF_DTYPES
+    # The Trainer applies `config.tf32` only after this call.
     tf32 = torch.get_float32_matmul_precision() != "highest" if config.tf32 is None else config.tf32
     return peak_flops(torch.cuda.get_device_name(device), half=half, tf32=tf32)
 
 
-class _NoModules:
+class _NoModuleTracker:
     """Replaces the module tracker of FlopCounterMode, which would register hooks on all modules and tensors."""
 
     parents = ("Global",)
@@ -102,7 +103,7 @@ class FlopsMeasurement:
     """Counts the FLOPs of one micro-batch on this rank with torch's counter. `is_due` is True until they are counted.
 
     The micro-batch is part of the training, so nothing is computed twice, and the results do not change. Recomputed
-    activations are not counted. Without `is_enabled`, nothing is counted, and `is_due` is False.
+    activations are not counted. If `is_enabled` is False, nothing is counted, and `is_due` is False.
     """
 
     def __init__(self, *, is_enabled: bool) -> None:
@@ -113,12 +114,12 @@ class FlopsMeasurement:
 
     def with_counting(self, forward_backward: ForwardBackward) -> ForwardBackward:
         """Return a function that calls `forward_backward` and, if `is_due`, counts the FLOPs of the call."""
-        return partial(self._count, forward_backward) if self.is_due else forward_backward
+        return partial(self._run_and_count, forward_backward) if self.is_due else forward_backward
 
-    def _count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:
+    def _run_and_count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:
         counter: Any = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()
-        counter.flop_registry = {key: self._with_error_handling(key, formula) for key, formula in _formulas().items()}
+        counter.mod_tracker = _NoModuleTracker()
+        counter.flop_registry = {key: self._wrap_formula(key, formula) for key, formula in _formulas().items()}
         with counter:
             loss = forward_backward(batch, micro_batch)
         if not micro_batch.samples:
@@ -135,8 +136,9 @@ class FlopsMeasurement:
             )
         return loss
 
-    def _with_error_handling(self, key: Any, formula: Callable[..., int]) -> Callable[..., int]:
-        """Return `formula` without its exceptions, which would end the training. It returns 0 in a recomputation."""
+    def _wrap_formula(self, key: Any, formula: Callable[..., int]) -> Callable[..., int]:
+        """Return a function that calls `formula`. It returns 0 in a recomputation of activations, and if `formula`
+        raises an exception, which would otherwise end the training."""
 
         @wraps(formula)
         def count(*args: Any, **kwargs: Any) -> int:

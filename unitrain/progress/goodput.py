@@ -1,11 +1,11 @@
 """Goodput: the fraction of a run's wall-clock time, over all attempts, spent on training steps that were not lost.
 
-Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder at
-sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second. If the attempt is
-killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts, as `hosts`. The
-categories of all attempts therefore add up to the wall-clock time of the run, from the start of its first attempt,
-including a preceding wait for hosts, to its last record. `unitrain report` also uses this module, so it does not import
-torch.
+Rank 0 divides the time of an attempt into CATEGORIES, and writes the seconds of each category to `goodput.json` in the
+output folder at sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second.
+If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts,
+as `hosts`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start of its
+first attempt, or of the wait for hosts before this attempt, to the last record. This module does not import torch,
+because `unitrain report` also uses it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class GoodputSummary:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """The start of an attempt: its age in seconds, and the preceding seconds of waiting for hosts."""
+    """The start of an attempt: the seconds since then, and the seconds for which the job waited for hosts before."""
 
     age_seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -115,12 +115,12 @@ class AttemptStart:
 class GoodputMeter:
     """Divides the time of one attempt of a run into CATEGORIES. Used on rank 0; other ranks need not create it.
 
-    `begin` and `measure` switch the category. In the category "training", `count_steps` divides the time since its last
-    call into steps, replayed steps and waiting for data, so no timer runs in individual steps.
+    `begin_category` and `measure` switch the category. In the category "training", `count_steps` divides the time since
+    its last call into steps, replayed steps and waiting for data, so individual steps are not timed.
     """
 
     def __init__(self, start: AttemptStart) -> None:
-        # `seconds` may be read by the thread that serves the metrics.
+        # The thread that serves the metrics may call `seconds`.
         self._lock = threading.Lock()
         now = time.perf_counter()
         self._clock_offset = time.time() - now
@@ -128,7 +128,7 @@ class GoodputMeter:
         self._seconds: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
         self._category: Category = "startup"
         self._category_start_time = self._attempt_start_time
-        self._counted_seconds = 0.0  # seconds of training that `count_steps` has divided
+        self._counted_seconds = 0.0  # training seconds that `count_steps` has already divided
         self._step = self._max_earlier_step = 0
         self.replayed_steps = 0
 
@@ -137,24 +137,25 @@ class GoodputMeter:
         """The start of the attempt, in seconds since 1970."""
         return self._attempt_start_time + self._clock_offset
 
-    def continue_run(self, earlier: Sequence[AttemptRecord], step: int) -> None:
-        """Continue a run with these `earlier` attempts at `step`, and account for the time since the last of them.
+    def continue_run(self, earlier_attempts: Sequence[AttemptRecord], step: int) -> None:
+        """Continue the run of `earlier_attempts` at `step`, and count the time since the last of them. A new run has no
+        earlier attempts.
 
         The time after an attempt that finished the run is not part of the run.
         """
         with self._lock:
             self._step = step
-            self._max_earlier_step = max((attempt.last_step for attempt in earlier), default=0)
+            self._max_earlier_step = max((attempt.last_step for attempt in earlier_attempts), default=0)
             waited = self._start.waiting_seconds
-            if not earlier:
+            if not earlier_attempts:
                 self._seconds["hosts"] += waited
-            elif earlier[-1].status != "finished":
-                gap = max(0.0, self.started - earlier[-1].ended)
+            elif earlier_attempts[-1].status != "finished":
+                gap = max(0.0, self.started - earlier_attempts[-1].ended)
                 self._seconds["hosts"] += min(gap, waited)
                 self._seconds["restart"] += max(0.0, gap - waited)
 
-    def begin(self, category: Category) -> Category:
-        """Start `category`, and return the preceding one."""
+    def begin_category(self, category: Category) -> Category:
+        """Count the time from now on in `category`, and return the preceding category."""
         with self._lock:
             self._count_elapsed_time()
             previous, self._category = self._category, category
@@ -163,15 +164,15 @@ class GoodputMeter:
     @contextmanager
     def measure(self, category: Category) -> Iterator[None]:
         """Context manager that adds its duration to `category`."""
-        previous = self.begin(category)
+        previous = self.begin_category(category)
         try:
             yield
         finally:
-            self.begin(previous)
+            self.begin_category(previous)
 
     def count_steps(self, step: int, data_seconds: float) -> None:
-        """Divide the training time since the last call, in which the run reached `step` and waited for data for
-        `data_seconds`."""
+        """Divide the training time since the last call into steps, replayed steps and waiting for data. Since the last
+        call, the run has reached `step` and waited for data for `data_seconds`."""
         with self._lock:
             self._count_elapsed_time()
             before, self._step = self._step, step
@@ -193,11 +194,11 @@ class GoodputMeter:
             return dict(self._seconds)
 
     def loop_seconds(self) -> float:
-        """Return the seconds in the training loop until now, without checkpoints and validation."""
+        """Return the seconds in the training loop until now, excluding checkpoints and validation."""
         seconds = self.seconds()
         return seconds["training"] + seconds["replayed"] + seconds["data"]
 
-    def record(self, first_step: int, ranks: int, status: Status) -> AttemptRecord:
+    def attempt_record(self, first_step: int, ranks: int, status: Status) -> AttemptRecord:
         """Return the record of the attempt until now."""
         seconds = self.seconds()
         return AttemptRecord(
@@ -228,7 +229,7 @@ class GoodputFile:
         self.earlier_attempts: list[AttemptRecord] = []
 
     def load(self) -> None:
-        """Read the earlier attempts of the run. A corrupt file is ignored with a warning."""
+        """Read the earlier attempts of the run. A corrupt or unreadable file is ignored with a warning."""
         if self._folder is None:
             return
         try:
@@ -237,7 +238,7 @@ class GoodputFile:
             _log.warning("'%s' is ignored: %s", self._folder / GOODPUT_FILE, error)
 
     def write(self, attempt: AttemptRecord) -> None:
-        """Write the earlier attempts and this one."""
+        """Write the earlier attempts and `attempt`, the current one."""
         self._next_write_at = time.monotonic() + _MIN_RECORD_SECONDS
         if self._folder is None:
             return
@@ -258,7 +259,7 @@ class GoodputFile:
 def read_attempts(folder: Path) -> list[AttemptRecord]:
     """Return the attempts of the run in `folder`, oldest first; an empty list if there is no file.
 
-    Raises OSError, or ValueError if the file is corrupt.
+    Raises OSError if the file cannot be read, and ValueError if it is corrupt.
     """
     try:
         contents = json.loads(read_regular_file(folder / GOODPUT_FILE, _MAX_FILE_BYTES))

@@ -3,7 +3,7 @@
     run.jsonl       one row per start: configuration, backend, number of ranks, versions
     history.jsonl   one row per epoch: results, learning rate, and time per phase of the training loop
     steps.jsonl     one row per logging interval (about two seconds, or `log_every_n_steps` steps): mean loss, learning
-                    rate and throughput in the interval, and slow ranks with causes (`slow`), if any
+                    rate, throughput and other metrics of the interval, and slow ranks with causes (`slow`), if any
 
 Every row contains the current `step`, and `epochs`, the number of epochs trained so far. Within an epoch, `epochs` is
 fractional, or null if the length of the data is unknown. Lists named `*_seconds` have one value per rank.
@@ -20,7 +20,7 @@ STARTS, EPOCHS, STEPS = "run.jsonl", "history.jsonl", "steps.jsonl"
 
 
 class History:
-    """Appends rows to the files in `folder`. Rank 0 only."""
+    """Appends rows to the files in `folder`. Used on rank 0 only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,6 @@
-"""HTTP server of the metrics endpoint. Clients cannot use up the file descriptors, threads or memory of rank 0."""
+"""HTTP server of the metrics endpoint. Limits prevent clients from exhausting the file descriptors, threads or memory
+of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 Application = Callable[..., Iterable[bytes]]
 
-# Prometheus needs one connection. More connections than the limit are closed at once.
+# Prometheus needs one connection. Connections that exceed the limit are closed immediately.
 _MAX_CONNECTIONS = 32
 _RECEIVE_TIMEOUT_SECONDS = 10.0
 
@@ -66,4 +68,4 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._free_connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing if a client closes its connection, sends an invalid request, or reaches the timeout."""
+        """Do nothing, so that no traceback is printed if a client closes its connection or sends an invalid request."""

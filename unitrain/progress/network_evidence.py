@@ -11,22 +11,24 @@ import struct
 import time
 from typing import NamedTuple
 
-# Limit that keeps the cost of a reading constant. Reading a connection takes about 3 µs.
+# Maximum number of connections per reading. Reading a connection takes about 3 µs.
 _MAX_CONNECTIONS = 32
-# New connections are searched for after these intervals, which double, because most are made at the start of a run.
+# Interval between two searches for new connections. It doubles up to the maximum, because most connections are made at
+# the start of a run.
 _MIN_SEARCH_INTERVAL_SECONDS, _MAX_SEARCH_INTERVAL_SECONDS = 1.0, 32.0
 _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
 # Offsets in `struct tcp_info`: smoothed round-trip time in microseconds, number of retransmissions, acknowledged bytes.
-# At _BUSY_OFFSET, there are three times in microseconds: the time with unacknowledged data, the part of this time that
-# the receive window of the peer limited, and the part that the send buffer limited.
+# At _BUSY_OFFSET, there are three times in microseconds: the time in which data was unacknowledged, and of this time,
+# the time in which the receive window of the peer, or the send buffer, limited the transfer.
 _RTT_OFFSET, _RETRANSMISSIONS_OFFSET, _ACKNOWLEDGED_OFFSET, _BUSY_OFFSET = 68, 100, 120, 168
 
 
 class ConnectionCounters(NamedTuple):
     """Counters of a connection, or their change between two readings.
 
-    `network_limited_seconds` is the time for which unacknowledged data existed while neither the receiver nor the size
-    of the send buffer delayed it.
+    `peer` is the IP address of the other host. `network_limited_seconds` is the time in which data was unacknowledged,
+    and neither the receive window of the peer nor the send buffer limited the transfer. `sent_bytes` counts
+    acknowledged bytes.
     """
 
     peer: str
@@ -60,10 +62,10 @@ class ConnectionReader:
 
     def read(self) -> ConnectionCounters | None:
         """Return the change of the counters since the last call, for the connection that the network limited for the
-        longest time; None without connections.
+        longest time; None if there are no connections.
         """
         if time.monotonic() >= self._next_search_time:
-            self._search()
+            self._find_connections()
         earlier_counters, self._connections = self._connections, {}
         changes = []
         for descriptor, earlier in earlier_counters.items():
@@ -76,7 +78,7 @@ class ConnectionReader:
             changes.append(counters.since(earlier))
         return max(changes, key=lambda change: change.network_limited_seconds, default=None)
 
-    def _search(self) -> None:
+    def _find_connections(self) -> None:
         self._next_search_time = time.monotonic() + self._search_interval_seconds
         self._search_interval_seconds = min(2 * self._search_interval_seconds, _MAX_SEARCH_INTERVAL_SECONDS)
         try:
@@ -95,7 +97,8 @@ class ConnectionReader:
 
 
 def read_connection(descriptor: int, peer: str | None = None) -> ConnectionCounters | None:
-    """Return the counters of the TCP connection of a file descriptor, or None if it does not lead to another host.
+    """Return the counters of the TCP connection to another host at a file descriptor, or None if there is no such
+    connection or the kernel does not provide the counters.
 
     `peer` is the address of the other host if it is known. The functions of libc are called directly, because a socket
     object would apply `socket.setdefaulttimeout` to the connection.
@@ -110,8 +113,9 @@ def read_connection(descriptor: int, peer: str | None = None) -> ConnectionCount
     (rtt,) = struct.unpack_from("=I", info, _RTT_OFFSET)
     (retransmissions,) = struct.unpack_from("=I", info, _RETRANSMISSIONS_OFFSET)
     (acknowledged,) = struct.unpack_from("=Q", info, _ACKNOWLEDGED_OFFSET)
-    busy, by_receiver, by_buffer = struct.unpack_from("=QQQ", info, _BUSY_OFFSET)
-    return ConnectionCounters(peer, (busy - by_receiver - by_buffer) / 1e6, acknowledged, retransmissions, rtt / 1e6)
+    busy, receiver_limited, buffer_limited = struct.unpack_from("=QQQ", info, _BUSY_OFFSET)
+    network_limited_seconds = (busy - receiver_limited - buffer_limited) / 1e6
+    return ConnectionCounters(peer, network_limited_seconds, acknowledged, retransmissions, rtt / 1e6)
 
 
 def _find_remote_peer(descriptor: int) -> str | None:
@@ -129,8 +133,8 @@ def _read_address(descriptor: int, function: str) -> str | None:
     if family == socket.AF_INET:
         return str(ipaddress.IPv4Address(address.raw[4:8]))
     if family == socket.AF_INET6:
-        long = ipaddress.IPv6Address(address.raw[8:24])
-        return str(long.ipv4_mapped or long)
+        ipv6_address = ipaddress.IPv6Address(address.raw[8:24])
+        return str(ipv6_address.ipv4_mapped or ipv6_address)
     return None
 
 

@@ -18,27 +18,27 @@ _DUPLICATE_SIGNAL_SECONDS = 3.0
 
 
 class PreemptionHandler:
-    """Context manager that records the first of `signals` in `received`; a later signal terminates the process.
+    """Context manager that records the first of `signals` in `received_signal`; a later signal terminates the process.
 
     Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
     and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
-    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals that the user handles or ignores are not
-    handled. DataLoader workers that start later ignore all `signals`. Outside the main thread, where Python does not
-    allow handlers, the context manager does nothing.
+    blocked in a collective, so a background thread, which `signal.set_wakeup_fd` wakes, records the signal. Signals
+    that the user handles or ignores are left unchanged. DataLoader workers that start later ignore all `signals`.
+    Outside the main thread, where Python does not allow handlers, the context manager does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
         self._signals = [signal.Signals[name] for name in signals]
         preemption_signals.update(self._signals)
-        self.received: str | None = None
+        self.received_signal: str | None = None
         self._handled_signals: set[signal.Signals] = set()
 
     def __enter__(self) -> Self:
-        self.received = None
+        self.received_signal = None
         default_signals = [signum for signum in self._signals if signal.getsignal(signum) == signal.SIG_DFL]
         if not default_signals or threading.current_thread() is not threading.main_thread():
             return self
-        _ignore_signals_in_forks()
+        _detach_wakeup_socket_in_forks()
         self._receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._sender = sender
@@ -76,8 +76,8 @@ class PreemptionHandler:
             for signum in numbers:
                 if signum not in self._handled_signals:
                     continue
-                if self.received is None:
-                    first_time, self.received = time.monotonic(), signal.Signals(signum).name
+                if self.received_signal is None:
+                    first_time, self.received_signal = time.monotonic(), signal.Signals(signum).name
                 elif time.monotonic() - first_time > _DUPLICATE_SIGNAL_SECONDS:
                     os._exit(128 + signum)
 
@@ -87,7 +87,7 @@ def _ignore_signal(signum: int, frame: FrameType | None) -> None:
 
 
 @functools.cache
-def _ignore_signals_in_forks() -> None:
+def _detach_wakeup_socket_in_forks() -> None:
     """Prevent signals to forked processes, such as DataLoader workers, from waking this process's thread."""
 
     def detach_wakeup_socket() -> None:

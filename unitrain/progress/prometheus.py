@@ -35,7 +35,7 @@ GAUGES = {
     "gradient_norm": "Gradient norm, if max_grad_norm is set",
     "goodput_ratio": "Fraction of the wall-clock time of the run spent in training steps that were kept",
 }
-# Metrics with labels, and counters.
+# Gauges with labels, and counters: the description and the names of the labels.
 LABELED = {
     "result": ("Result of the last validation", ("name",)),
     "memory_bytes": ("Resident memory of the process of a rank, or peak memory of the tensors on its GPU", ("rank",)),
@@ -63,7 +63,7 @@ class RunValues:
 
     `gauges` maps names in GAUGES to their current values. `memory` has one value per rank, and `phase_seconds` one list
     per rank, in the order of TRAINING. `checkpoint_count_and_seconds` contains the number of written checkpoints and
-    the total duration of writing them. `goodput` returns the times of all attempts.
+    the total duration of writing them. `goodput` is a function that returns the times of all attempts.
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class RunValues:
     goodput: Callable[[], GoodputSummary] | None = None
 
     def add_phase_seconds(self, seconds: Sequence[Sequence[float]]) -> None:
-        """Add seconds per rank and phase of TRAINING."""
+        """Add `seconds`, which has one row per rank and one column per phase of TRAINING, to the totals."""
         if not self.phase_seconds:
             self.phase_seconds = seconds
         elif seconds:
@@ -132,7 +132,7 @@ class MetricsEndpoint:
     """HTTP server for Prometheus on `port` of `address`, in threads of this process, until `close`.
 
     If it cannot listen on the port, raises ConfigError, or, with `keep_trying`, logs a warning and retries in a thread.
-    Raises MissingDependencyError without prometheus_client.
+    Raises MissingDependencyError if prometheus_client is not installed.
     """
 
     def __init__(self, address: str, port: int, *, keep_trying: bool) -> None:
@@ -154,7 +154,7 @@ class MetricsEndpoint:
             self._start()
         except OSError as error:
             if not keep_trying:
-                is_privileged = error.errno == errno.EACCES  # as all ports below 1024, usually
+                is_privileged = error.errno == errno.EACCES  # usually because the port is below 1024
                 other_port = 9400 if is_privileged or port == 65535 else port + 1
                 fix = (
                     f"Use another port: unitrain launch --metrics-port {other_port}, or TrainConfig(metrics_port=...)."
@@ -167,14 +167,14 @@ class MetricsEndpoint:
                 ) from error
             _log.warning("The metrics endpoint cannot listen on %s:%d yet: %s", address, port, error.strerror or error)
             threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
-        _sockets_to_close.add(self)
+        _endpoints_to_close_in_forks.add(self)
 
     def serve(self, values: RunValues) -> None:
-        """Serve the metrics of a run. They replace the metrics of an earlier run."""
+        """Serve the metrics of a run, which replace those of an earlier run."""
         self._collector.values = values
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the server, or the attempts to start it."""
         with self._start_lock:
             self._closed_event.set()
         _endpoints.pop((self._address, self._port), None)
@@ -205,12 +205,13 @@ class MetricsEndpoint:
             self._server = None
 
 
-# Forked processes, such as DataLoader workers, would keep the ports in use after this process has ended.
-_sockets_to_close: weakref.WeakSet[MetricsEndpoint] = weakref.WeakSet()
+# Endpoints whose sockets are closed in forked processes, such as DataLoader workers. Otherwise, these processes could
+# keep the ports in use after this process has ended.
+_endpoints_to_close_in_forks: weakref.WeakSet[MetricsEndpoint] = weakref.WeakSet()
 
 
 def _close_sockets() -> None:
-    for endpoint in list(_sockets_to_close):
+    for endpoint in list(_endpoints_to_close_in_forks):
         endpoint.close_socket()
 
 

@@ -1,4 +1,4 @@
-"""Properties that must be equal in all processes for bit-identical results, for runs with logical ranks."""
+"""Properties that must be equal in all processes, so that a run with logical ranks gives bit-identical results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reproducibility_settings(device: torch.device) -> dict[str, Any]:
     }
 
 
-def report_differences(saved: Mapping[str, Any], communicator: Communicator, source: str) -> None:
+def warn_of_differences(saved: Mapping[str, Any], communicator: Communicator, source: str) -> None:
     """Log a warning on rank 0 for each difference between the settings `saved` in checkpoint `source` and those of
     this process."""
     if communicator.rank == 0:
@@ -53,8 +53,8 @@ def report_differences(saved: Mapping[str, Any], communicator: Communicator, sou
                 )  # fmt: skip
 
 
-def report_different_processes(communicator: Communicator) -> None:
-    """Log a warning on rank 0 if the reproducibility settings differ between processes. All ranks call it."""
+def warn_of_different_processes(communicator: Communicator) -> None:
+    """Log a warning on rank 0 for each reproducibility setting that differs between processes. All ranks call it."""
     processes: list[dict[str, Any]] = communicator.allgather_object(reproducibility_settings(communicator.device))
     if communicator.rank == 0:
         for name, value in processes[0].items():

@@ -53,7 +53,7 @@ class RunMetrics:
 
     All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
     describe rank 0, except the metrics of all ranks that `update_at_sync_point` receives. `flops` counts the FLOPs of a
-    micro-batch on rank 0, if the peak FLOP/s are known and the model is not compiled. Without `has_endpoint`, no
+    micro-batch on rank 0, if the peak FLOP/s are known and the model is not compiled. If `has_endpoint` is False, no
     endpoint is opened. Raises ConfigError or MissingDependencyError on every rank if the endpoint cannot be opened.
     """
 
@@ -73,7 +73,7 @@ class RunMetrics:
         self._is_rank_zero = backend.rank == 0
         folder = None if config.output_dir is None or not self._is_rank_zero else Path(config.output_dir)
         self._has_folder = folder is not None
-        info = supervisor_client.attempt_info() if self._is_rank_zero else None
+        info = supervisor_client.wait_for_attempt_info() if self._is_rank_zero else None
         self._restart_reason = None if info is None else info.reason
         self._goodput = GoodputMeter(_attempt_start(info))
         self._goodput_file, self._events = GoodputFile(folder), EventLog(folder)
@@ -96,8 +96,8 @@ class RunMetrics:
 
     @contextmanager
     def report_fit(self, description: Mapping[str, Any], *, is_new_run: bool) -> Iterator[None]:
-        """Context manager that records a `fit` call: its start, and its end or failure. Shows the goodput of a run
-        with an output folder.
+        """Context manager that records a `fit` call: its start, and its end or failure. At the end, it shows the
+        goodput if the run has an output folder.
 
         `is_new_run` is False if the run continues one that is recorded in the output folder. Nothing is recorded if
         `description` has no entry "started", as for a run that was already complete.
@@ -105,7 +105,7 @@ class RunMetrics:
         if not (self._is_rank_zero and "started" in description):
             yield
             return
-        self._start(description, is_new_run=is_new_run)
+        self._record_start(description, is_new_run=is_new_run)
         self._run_values.goodput = self._summary
         status: Status = "failed"
         reason: str | None = None
@@ -119,26 +119,26 @@ class RunMetrics:
             reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
             raise
         finally:
-            self._goodput.begin("other")
-            self._finish(status, reason or self._reporter.stop_reason)
+            self._goodput.begin_category("other")
+            self._record_end(status, reason or self._reporter.stop_reason)
 
-    def begin(self, category: Category) -> None:
+    def begin_category(self, category: Category) -> None:
         """Count the time from now on in the goodput category `category`."""
-        self._goodput.begin(category)
+        self._goodput.begin_category(category)
 
     @contextmanager
     def measure(self, phase: Literal["validation", "checkpoint"]) -> Iterator[None]:
-        """Context manager that adds its duration to `phase` of the timer, and to the goodput category of this name."""
+        """Context manager that adds its duration to `phase` of the timer and to the goodput category of this name."""
         start_time = time.perf_counter()
         with self._timer.measure(phase), self._goodput.measure(phase):
             yield
         self._measured_seconds = time.perf_counter() - start_time
-        self._write_if_due()
+        self._write_goodput_if_due()
 
     def memory_bytes(self) -> float:
         """Return the resident memory of this process, or the peak memory of the tensors on its GPU, in bytes.
 
-        It is measured at most once per second.
+        The memory is measured at most once per second; in between, the last value is returned.
         """
         if (now := time.monotonic()) - self._memory_measured_at >= _MEMORY_INTERVAL_SECONDS:
             self._memory_measured_at, self._memory_bytes = now, _read_memory_bytes(self._backend.device)
@@ -149,17 +149,17 @@ class RunMetrics:
         if not self._is_rank_zero:
             return
         progress = self.progress
-        self._goodput.count_steps(progress.step, sync_point.seconds[0][0])
+        self._goodput.count_steps(progress.step, sync_point.phase_seconds[0][0])
         self._run_values.memory = memory_by_rank
         self._run_values.gauges |= {"step": progress.step, "epoch": progress.epoch}
         if self._has_endpoint:
-            self._run_values.add_phase_seconds(sync_point.seconds)
+            self._run_values.add_phase_seconds(sync_point.phase_seconds)
         slow_ranks = sync_point.slow_ranks().get("slow", [])
         slow = frozenset(int(slow_rank["rank"]) for slow_rank in slow_ranks)
         if slow != self._slow_ranks:
             self._slow_ranks = self._run_values.slow_ranks = slow
             self._events.append("straggler", progress.step, ranks=slow_ranks)
-        self._write_if_due()
+        self._write_goodput_if_due()
 
     def take_logger_metrics(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
         """Return the metrics for loggers; an empty dictionary on ranks other than 0.
@@ -200,7 +200,7 @@ class RunMetrics:
         return {"memory_bytes": list(memory)}
 
     def record_validation(self, results: Mapping[str, float]) -> None:
-        """Record the `results` of the validation that `measure` has measured."""
+        """Record the `results` of the last validation, whose duration `measure` has measured."""
         self._run_values.results |= results
         if results and self._is_rank_zero:
             seconds = round(self._measured_seconds, 6)
@@ -214,7 +214,7 @@ class RunMetrics:
             self._run_values.checkpoint_count_and_seconds = count + 1, total + seconds
             self._events.append("checkpoint", step, path=str(path), write_seconds=round(seconds, 6))
 
-    def _start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:
+    def _record_start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:
         names = {"ranks": "size", "nodes": "num_nodes", "backend": "backend", "transport": "transport"}
         environment_values = {key: description.get(name) for key, name in {**names, "device": "device"}.items()}
         if self._has_started:  # a second `fit` call of this Trainer
@@ -244,13 +244,13 @@ class RunMetrics:
             self._events.append("start", self._first_step, **environment_values)
         self._goodput_file.write(self._attempt_record("running"))
 
-    def _finish(self, status: Status, reason: str | None) -> None:
+    def _record_end(self, status: Status, reason: str | None) -> None:
         progress = self.progress
         self._goodput.count_steps(progress.step, 0.0)
         attempt = self._attempt_record(status)
         self._goodput_file.write(attempt)
         summary = self._earlier_summary.with_attempt(attempt)
-        self._run_values.goodput = lambda: summary  # the time after `fit` does not count
+        self._run_values.goodput = lambda: summary  # the time after `fit` is not part of the run
         if status == "failed":
             self._events.append("failure", progress.step, reason=reason)
         else:
@@ -260,12 +260,12 @@ class RunMetrics:
         if self._has_folder:
             self._reporter.show_message(str(summary))
 
-    def _write_if_due(self) -> None:
+    def _write_goodput_if_due(self) -> None:
         if self._has_started and self._goodput_file.is_due:
             self._goodput_file.write(self._attempt_record("running"))
 
     def _attempt_record(self, status: Status) -> AttemptRecord:
-        return self._goodput.record(self._first_step, self._backend.size, status)
+        return self._goodput.attempt_record(self._first_step, self._backend.size, status)
 
     def _summary(self) -> GoodputSummary:
         return self._earlier_summary.with_attempt(self._attempt_record("running"))
@@ -282,7 +282,7 @@ class RunMetrics:
 
 def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
     """Return the port and the address of `unitrain launch --metrics-port`, or else the port and the address in the
-    configuration."""
+    configuration. Raises ConfigError for an invalid environment variable."""
     port = environment.get_variable(environment.METRICS_PORT_VARIABLE)
     if port is None:
         return config.metrics_port, config.metrics_address

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 # A cause must explain at least this fraction of the excess time.
 MIN_EXPLAINED_FRACTION = 0.5
-# A process that uses at least this fraction of its cores waits for its own threads rather than for other processes.
+# If a process uses at least this fraction of its cores, its threads wait for each other rather than for other
+# processes.
 _MIN_OWN_CPU_FRACTION = 0.8
 
 
@@ -91,8 +92,8 @@ CPU_CAUSES = ("cpu_quota", "other_processes", "own_threads")
 
 
 def find_cause(figures: RankFigures, reference: RankFigures, phase: str) -> str:
-    """Return the cause, a key of CAUSES, for which `phase` takes longer than in `reference`, the figures of other ranks
-    or of earlier steps.
+    """Return the cause (a key of CAUSES) that makes `phase` longer in `figures` than in `reference`, the figures of
+    other ranks or of earlier steps.
     """
     min_explained = MIN_EXPLAINED_FRACTION * (figures.work - reference.work)
     throttled = figures.throttled - reference.throttled

@@ -60,9 +60,9 @@ class StopCoordinator:
             supervisor_client.report_preempted()
 
     @property
-    def is_first_exchange(self) -> bool:
-        """Whether neither `exchange` nor `start_timing` has been called since the start of `fit`."""
-        return self._timing_start is None
+    def has_started_timing(self) -> bool:
+        """Whether `exchange` or `start_timing` has been called since the start of `fit`."""
+        return self._timing_start is not None
 
     def start_timing(self, step: int) -> None:
         """Start measuring step times after `step` completed steps.
@@ -80,12 +80,12 @@ class StopCoordinator:
         return step >= self._next_exchange_step
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Stop all ranks if any rank requested it, reached the time limit, or received a signal.
+        """Set `reason` on all ranks if any rank requested a stop, reached the time limit, or received a signal.
 
-        Return the `numbers` of every rank. Their count must be the same on every rank.
+        Return the `numbers` of every rank, in rank order. `numbers` must have the same length on every rank.
         """
         now = time.perf_counter()
-        limit, received_signal = self._max_seconds, self._preemption.received
+        limit, received_signal = self._max_seconds, self._preemption.received_signal
         if limit is not None and now - self._start_time >= limit:
             self.request(f"the time limit max_seconds={limit:g} was reached")
         if received_signal is not None:
@@ -115,18 +115,18 @@ class StopCoordinator:
 
 
 class SyncPoint:
-    """Collective that synchronizes stop requests and detects slow ranks. All ranks call `exchange`.
+    """Periodic exchange between all ranks that synchronizes stop requests and detects slow ranks.
 
-    A sync point of a run is such an exchange: about every two seconds, every `log_every_n_steps` steps if it is set,
-    and at the end of an epoch.
+    The calls of `exchange`, a collective, are the sync points of a run: about every two seconds or, if it is set, every
+    `log_every_n_steps` steps, and at the end of an epoch.
     """
 
     def __init__(
         self, communicator: Communicator, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter
     ) -> None:
         self._communicator, self._stopping, self._timer, self._reporter = communicator, stopping, timer, reporter
-        self._reset()
-        self.seconds: list[list[float]] = []
+        self._reset_detection()
+        self.phase_seconds: list[list[float]] = []
         """Seconds per rank and phase of TRAINING between the last two exchanges."""
 
     def start_timing(self, step: int) -> None:
@@ -135,17 +135,17 @@ class SyncPoint:
         self._evidence.start()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank. Their count must be the same on every
-        rank."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank. `numbers` must have the same length
+        on every rank."""
         previous_reason = self._stopping.reason
-        if self._stopping.is_first_exchange:  # the steps of an earlier `fit` call may have been different
-            self._reset()
-        seconds, steps, evidence = self._evidence.take_recent()
+        if not self._stopping.has_started_timing:  # the steps of an earlier `fit` call may have been different
+            self._reset_detection()
+        seconds, steps, evidence = self._evidence.take_recent_measurements()
         phases_end = len(seconds)
-        own_end = phases_end + len(evidence)
+        evidence_end = phases_end + len(evidence)
         ranks = self._stopping.exchange(step, [*seconds, *evidence, *numbers])
-        self.seconds = [row[:phases_end] for row in ranks]
-        observed_steps = self._detector.add(self.seconds, steps, [row[phases_end:own_end] for row in ranks])
+        self.phase_seconds = [row[:phases_end] for row in ranks]
+        observed_steps = self._detector.add(self.phase_seconds, steps, [row[phases_end:evidence_end] for row in ranks])
         if observed_steps:
             self._end_observation(observed_steps)
         elif self._detector.is_empty:
@@ -153,27 +153,31 @@ class SyncPoint:
         self._reporter.report_slow_ranks(str(self._detector))
         if self._stopping.reason not in (None, previous_reason):
             self._reporter.report_stop(step, self._stopping.reason)
-        return [row[own_end:] for row in ranks]
+        return [row[evidence_end:] for row in ranks]
 
     def slow_ranks(self) -> dict[str, Any]:
         """Return the slow ranks for a row of steps.jsonl; an empty dictionary if there are none."""
-        return {"slow": [straggler.to_row() for straggler in self._detector.slow]} if self._detector.slow else {}
+        return (
+            {"slow": [straggler.to_row() for straggler in self._detector.stragglers]}
+            if self._detector.stragglers
+            else {}
+        )
 
-    def _reset(self) -> None:
+    def _reset_detection(self) -> None:
         self._evidence, self._detector = RankEvidence(self._timer), StragglerDetector()
         # Details of the reported ranks, by rank and cause.
         self._details: dict[tuple[int, str | None], RankDetails] = {}
 
     def _end_observation(self, steps: int) -> None:
-        """Keep this rank's figures, and exchange the details of ranks that were not reported before.
+        """Store this rank's figures, and exchange the details of slow ranks that were not reported before.
 
         All ranks have the same stragglers, so all of them take part in the exchange.
         """
         detector, own_rank = self._detector, self._communicator.rank
         self._evidence.end_observation(
-            steps, is_any_suspected=bool(detector.suspected), is_suspected=own_rank in detector.suspected
+            steps, is_any_suspected=bool(detector.suspected_ranks), is_suspected=own_rank in detector.suspected_ranks
         )
-        named_stragglers = detector.slow[:MAX_NAMED_RANKS]
+        named_stragglers = detector.stragglers[:MAX_NAMED_RANKS]
         previous_details, self._details = self._details, {}
         for straggler in named_stragglers:
             key = (straggler.rank, straggler.cause)

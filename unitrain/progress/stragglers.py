@@ -1,6 +1,6 @@
 """Detection of stragglers (slow ranks) from the times of all ranks and the earlier times of each rank.
 
-`unitrain report` also uses this module, so it does not import torch.
+This module does not import torch, because `unitrain report` also uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIN_EXCESS = 0.2
 # A rank that is slower than in its earlier steps, but not than the other ranks, is reported only if other ranks wait
 # for it: if its `wait` exceeds the shortest `wait` of all ranks by at most this fraction of a step.
 _MAX_SLACK = 0.1
-# Without earlier times, a slow link takes at least this multiple of the time of other links.
+# Without earlier times, the network time of a rank is compared with this multiple of the median of the other ranks.
 _MIN_LINK_RATIO = 2.0
 # Minimum duration of an observation. A rank is reported if it is slow in two consecutive observations, because a single
 # observation may be an outlier.
@@ -38,6 +38,7 @@ MAX_NAMED_RANKS = 2
 Seconds = Sequence[Sequence[float]]
 
 
+# The fields of RankFigures that are evidence of causes.
 EVIDENCE = RankFigures._fields[len(TRAINING) :]
 
 
@@ -62,12 +63,12 @@ class Straggler:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """Return the straggler in a row of steps.jsonl, which another version may have written."""
+        """Return the straggler from an entry of "slow" in steps.jsonl, which another version may have written."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in row.items() if name in names})
 
     def to_row(self) -> dict[str, Any]:
-        """Return the straggler for a row of steps.jsonl, without unknown values."""
+        """Return the entry of "slow" in steps.jsonl, without unknown values."""
         row = {name: value for name, value in asdict(self).items() if value not in (None, "")}
         if self.figures is not None:
             row["figures"] = {name: round(value, 6) for name, value in self.figures.items()}
@@ -75,12 +76,12 @@ class Straggler:
 
     @property
     def suggestion(self) -> str:
-        """A sentence that states how to remove the cause; empty without a known cause."""
+        """A sentence that states how to remove the cause; empty if the cause is unknown."""
         return slow_causes.CAUSES[self.cause].suggestion if self.cause in slow_causes.CAUSES else ""
 
     @property
     def explanation(self) -> str:
-        """Sentences that state the cause, the host, the evidence and a suggestion; empty without a known cause."""
+        """Sentences that state the cause, the host, the evidence and a suggestion; empty if the cause is unknown."""
         if self.cause not in slow_causes.CAUSES:
             return ""
         where = "" if self.host is None else f" on host {self.host}"
@@ -102,10 +103,10 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     busy for longer, then those with slow connections, the slowest first in each group.
 
     `evidence` has a row per rank, the result of `pack_evidence`: the seconds of EVIDENCE in these steps, and the
-    earlier figures of the rank (see EarlierFigures). Without it, causes are unknown, and a rank is only compared with
-    the other ranks. A rank is slow if it is busy for longer than the median of the other ranks (at most half of the
-    ranks, rounded up, are), or if it is busy for longer than in its earlier steps and other ranks wait for it.
-    `Straggler.phase` is the phase with the largest excess, or "network".
+    earlier figures of the rank (see RankBaseline). Without it, causes and slow connections are unknown, and a rank is
+    only compared with the other ranks. A rank is busy for longer if its busy time exceeds, by more than _MIN_EXCESS of
+    a step, the median of the other ranks (true for at most half of the ranks, rounded up), or its own earlier busy time
+    while other ranks wait for it. `Straggler.phase` is the phase with the largest excess, or "network".
     """
     unpacked = [_unpack_evidence(row) for row in evidence or [()] * len(seconds)]
     figures = [
@@ -126,14 +127,14 @@ def pack_evidence(evidence: Mapping[str, float], earlier: RankFigures) -> list[f
 
 
 def _unpack_evidence(row: Sequence[float]) -> tuple[Sequence[float], RankFigures | None]:
-    """Return the seconds of EVIDENCE and the earlier figures; None for earlier figures that are not known yet."""
+    """Return the seconds of EVIDENCE, and the earlier figures or None if they are not known yet."""
     earlier = RankFigures(*row[len(EVIDENCE) :])
-    # The time of `compute` is never zero in a step that was measured.
+    # `compute` is zero only if the earlier figures are unknown.
     return row[: len(EVIDENCE)], earlier if earlier.compute else None
 
 
 def is_observation_ending(seconds: float) -> bool:
-    """Return whether an observation of `seconds` is complete, or almost."""
+    """Return whether an observation of `seconds` is complete or almost complete."""
     return seconds >= 0.9 * _OBSERVATION_SECONDS
 
 
@@ -209,13 +210,13 @@ def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigur
 
 
 class StragglerDetector:
-    """Collects the times of all ranks. `slow` lists the ranks that are slow in the last two observations, and
-    `suspected` the numbers of the ranks that are slow in the last one. All ranks compute the same lists.
+    """Collects the times of all ranks. `stragglers` are the ranks that are slow in both of the last two observations,
+    and `suspected_ranks` the ranks that are slow in the last one. All ranks compute the same values.
     """
 
     def __init__(self) -> None:
-        self.slow: list[Straggler] = []
-        self.suspected: set[int] = set()
+        self.stragglers: list[Straggler] = []
+        self.suspected_ranks: set[int] = set()
         self._collected_seconds: Seconds = []
         self._steps = 0
 
@@ -228,7 +229,7 @@ class StragglerDetector:
         """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured.
 
         `evidence` is the evidence since the last observation, see `find_stragglers`. Return the number of steps of the
-        observation if it is complete, otherwise 0.
+        observation if this call completes it, otherwise 0.
         """
         if not seconds or not steps or not all(rank[_COMPUTE] for rank in seconds):
             return 0
@@ -242,62 +243,62 @@ class StragglerDetector:
         if max(map(sum, seconds)) < _OBSERVATION_SECONDS:
             return 0
         stragglers = find_stragglers(seconds, self._steps, evidence)
-        self.slow = [straggler for straggler in stragglers if straggler.rank in self.suspected]
-        self.suspected = {straggler.rank for straggler in stragglers}
+        self.stragglers = [straggler for straggler in stragglers if straggler.rank in self.suspected_ranks]
+        self.suspected_ranks = {straggler.rank for straggler in stragglers}
         observed_steps, self._collected_seconds, self._steps = self._steps, [], 0
         return observed_steps
 
     def set_details(self, straggler: Straggler, host: str, evidence: str) -> Straggler:
-        """Set the host and the evidence of one of the `slow` ranks, and return the changed Straggler."""
+        """Set the host and the evidence of one of the `stragglers`, and return the changed Straggler."""
         changed = replace(straggler, host=host, evidence=evidence)
-        self.slow = [changed if slow is straggler else slow for slow in self.slow]
+        self.stragglers = [changed if other is straggler else other for other in self.stragglers]
         return changed
 
     def __str__(self) -> str:
-        named_stragglers = [str(straggler) for straggler in self.slow[:MAX_NAMED_RANKS]]
-        more = len(self.slow) - len(named_stragglers)
+        named_stragglers = [str(straggler) for straggler in self.stragglers[:MAX_NAMED_RANKS]]
+        more = len(self.stragglers) - len(named_stragglers)
         return "; ".join([*named_stragglers, f"{more} more slow ranks"] if more else named_stragglers)
 
 
-class EarlierFigures:
+class RankBaseline:
     """The figures of this rank in earlier observations in which no rank was slow.
 
-    After _MAX_SLOW_OBSERVATIONS consecutive observations with a slow rank, the latest of these replace them.
+    After _MAX_SLOW_OBSERVATIONS consecutive observations with a slow rank, the latest of them replace the earlier ones.
     """
 
     def __init__(self) -> None:
         self._observations: deque[RankFigures] = deque(maxlen=_MAX_EARLIER_OBSERVATIONS)
-        self._slow: list[RankFigures] = []
+        self._slow_observations: list[RankFigures] = []
         self._median = RankFigures()
 
-    def add(self, figures: RankFigures, *, is_slow: bool) -> None:
-        """Add an observation. `is_slow` states whether any rank was slow in it."""
-        if not is_slow:
-            self._slow = []
+    def add(self, figures: RankFigures, *, is_any_rank_slow: bool) -> None:
+        """Add an observation. `is_any_rank_slow` states whether any rank was slow in it."""
+        if not is_any_rank_slow:
+            self._slow_observations = []
             self._observations.append(figures)
         else:
-            self._slow.append(figures)
-            if len(self._slow) < _MAX_SLOW_OBSERVATIONS:
+            self._slow_observations.append(figures)
+            if len(self._slow_observations) < _MAX_SLOW_OBSERVATIONS:
                 return
             self._observations.clear()
-            self._observations.extend(self._slow[-_MAX_EARLIER_OBSERVATIONS:])
-            self._slow = []
+            self._observations.extend(self._slow_observations[-_MAX_EARLIER_OBSERVATIONS:])
+            self._slow_observations = []
         if len(self._observations) >= _MIN_EARLIER_OBSERVATIONS:
             self._median = RankFigures(*map(median_low, zip(*self._observations, strict=True)))
 
     def median(self) -> RankFigures:
-        """Return the median per figure; zeros until there are enough observations."""
+        """Return the median of each figure; zeros until there are enough observations."""
         return self._median
 
 
 def _median_figures_of_others(figures: Sequence[RankFigures], rank: int) -> RankFigures:
-    """Return the median of the other ranks per figure (the lower one if their number is even)."""
+    """Return the median of each figure over the other ranks (the lower median if their number is even)."""
     others = [figures_of_rank for index, figures_of_rank in enumerate(figures) if index != rank]
     return RankFigures(*map(median_low, zip(*others, strict=True))) if others else figures[rank]
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return the median of all other values for each value (the lower median if their number is even)."""
+    """Return, for each value, the median of all other values (the lower median if their number is even)."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 2) // 2
     medians = [0.0] * len(values)

@@ -20,8 +20,9 @@ from unitrain.torch_compat import queue_backward_callback
 
 PHASES = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
-# Measuring a step takes about 10 µs and, on GPUs, a host-device synchronization, after which the next batch is not
-# loaded during the step. The cost is negligible because at most one step per 0.2 s and, on GPUs, one in 20 is measured.
+# Measuring a step takes about 10 µs and, on GPUs, requires host-device synchronizations, so the host does not load the
+# next batch while the GPU computes. The cost is negligible, because at most one step per 0.2 s is measured, and at most
+# every second step (on GPUs, every 20th).
 _MIN_INTERVAL_SECONDS, _MIN_INTERVAL_STEPS, _MIN_INTERVAL_STEPS_ON_GPU = 0.2, 2, 20
 _RECENT_STEPS = 5
 
@@ -56,9 +57,9 @@ class LoopTimer:
     `data` is the time that the loop (or the GPU) waits for batches; it is measured in every step. The other phases are
     measured in sampled steps, and the remaining time is divided in proportion to the measurements. `compute` is the
     forward and backward pass. `wait` is the time from the end of this rank's backward pass until the gradients are
-    reduced: exposed communication, and waiting for slower ranks. `update` is clipping and the optimizer step. If an
-    earlier collective of the step, as in sync_batch_norm or for iterable datasets, waits for slower ranks, this time
-    counts as `compute` or `data`.
+    reduced: exposed communication, and waiting for slower ranks. `update` is clipping and the optimizer step. Time in
+    which an earlier collective of the step, such as that of sync_batch_norm or of an iterable dataset, waits for slower
+    ranks counts as `compute` or `data`.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -90,7 +91,7 @@ class LoopTimer:
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
         """Yield from `batches`, and measure the fetch time of each batch. The fetch time of the first batch starts at
-        `start`."""
+        the last call of `start`."""
         waited_since = self._start_time
         for batch in batches:
             self._last_fetch_time = time.perf_counter()
@@ -108,7 +109,7 @@ class LoopTimer:
             if self._stream is not None:
                 self._stream.synchronize()
             self._laps["forward"] = self._laps.get("forward", 0.0) + time.perf_counter() - self._lap_start_time
-            loss.register_hook(self._queue_callback)
+            loss.register_hook(self._queue_end_of_compute)
         return loss
 
     def end_step(self, samples: int) -> None:
@@ -129,7 +130,7 @@ class LoopTimer:
             and self._last_fetch_time >= self._next_measurement_time
         )
 
-    def samples_per_second(self) -> float:
+    def take_samples_per_second(self) -> float:
         """Return the throughput since the last call, or since `start`."""
         since, self._throughput_start_time = self._throughput_start_time, time.perf_counter()
         samples, self._samples = self._samples, 0
@@ -171,7 +172,7 @@ class LoopTimer:
                 phase: fmean(laps.get(phase, 0.0) for laps in self._measured_steps) for phase in _MEASURED
             }
         step = sum(self._step_seconds.values())
-        if self._stream is not None:  # fetching overlaps with the GPU
+        if self._stream is not None:  # fetching overlaps with computation on the GPU
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
         outside_steps = self._seconds["checkpoint"] + self._seconds["validation"]
         step_seconds = max(0.0, seconds - self._seconds["data"] - outside_steps)
@@ -199,8 +200,8 @@ class LoopTimer:
 
     @contextmanager
     def measure_copying(self) -> Iterator[None]:
-        """Context manager that measures the host-to-device copies that the current stream executes in it, in measured
-        steps on GPUs."""
+        """Context manager that measures the host-to-device copies that its block enqueues in the current stream. It
+        does nothing on CPUs and in steps that are not measured."""
         if not self._is_measuring or self._stream is None or self._is_outside_steps:
             yield
             return
@@ -224,7 +225,8 @@ class LoopTimer:
         return _MIN_INTERVAL_STEPS if self._stream is None else _MIN_INTERVAL_STEPS_ON_GPU
 
     def _median_copy_seconds(self) -> float:
-        """Return the median duration of the copies of recent measured steps that are complete."""
+        """Return the total duration of the copies of a step: the median over recent measured steps whose copies have
+        completed."""
         # `query` does not wait for the GPU.
         milliseconds: list[float] = [
             sum(start_event.elapsed_time(end_event) for start_event, end_event in copies)
@@ -233,10 +235,10 @@ class LoopTimer:
         ]
         return median(milliseconds) / 1000 if milliseconds else 0.0
 
-    def _queue_callback(self, gradient: Tensor) -> None:
+    def _queue_end_of_compute(self, gradient: Tensor) -> None:
         # After the backward pass, the autograd engine runs callbacks in the order in which they were queued. The
-        # callback that waits for the reduction is queued after this one, and the callback that this one queues runs
-        # last.
+        # callback that waits for the reduction is queued after `_end_compute`, and the callback that `_end_compute`
+        # queues runs last.
         queue_backward_callback(self._end_compute)
 
     def _end_compute(self) -> None:

@@ -16,7 +16,7 @@ from unitrain.bench.results import (
     row_names,
     samples_per_second,
 )
-from unitrain.report.charts import COLORS, RUNS, Chart, DurationChart, Line, LineChart, to_png, to_svg
+from unitrain.report.charts import COLORS, NUM_RUN_COLORS, Chart, DurationChart, Line, LineChart, to_png, to_svg
 from unitrain.report.page import load_template
 
 
@@ -32,7 +32,7 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
         colors=COLORS,
         title=_title(result),
         environment=_environment(result),
-        names=[(name, f"run-{run_index % RUNS}") for run_index, name in enumerate(series)],
+        names=[(name, f"run-{run_index % NUM_RUN_COLORS}") for run_index, name in enumerate(series)],
         charts=[(chart.title, to_svg(chart)) for chart in charts],
         headings=headings,
         rows=rows,
@@ -71,7 +71,8 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
     series = legend_names(result)
     sizes = sorted({row["bytes"] for row in result["rows"]})
     ticks = [(size, format_bytes(size).replace(" ", "")) for size in sizes[:: -(-len(sizes) // 6)]]
-    # Bus bandwidth is comparable with the bandwidth of the hardware, so the lower bounds on the time are not scaled.
+    # The floors are lower bounds on the time, that is, upper bounds on the bandwidth. They are not multiplied by the
+    # bus factor, because bus bandwidth is comparable with the bandwidth of the hardware.
     floors = [
         Line(
             name,
@@ -87,10 +88,16 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
         factor = bus_factor(operation, result["ranks"])
         times, speeds = [], []
         for name in row_names(result):
-            own = [row for row in rows if row_name(row) == name]
-            times.append(Line(name, [(row["bytes"], quartiles(row["seconds"])[1]) for row in own], series.index(name)))
+            rows_of_name = [row for row in rows if row_name(row) == name]
+            times.append(
+                Line(name, [(row["bytes"], quartiles(row["seconds"])[1]) for row in rows_of_name], series.index(name))
+            )
             speeds.append(
-                Line(name, [(row["bytes"], factor * _algorithm_bandwidth(row)) for row in own], series.index(name))
+                Line(
+                    name,
+                    [(row["bytes"], factor * _algorithm_bandwidth(row)) for row in rows_of_name],
+                    series.index(name),
+                )
             )
         options: dict[str, Any] = {"x_label": "size", "has_legend": False, "is_logarithmic": True, "ticks": ticks}
         charts.append(LineChart(f"{operation}: seconds", times, **options))
@@ -167,7 +174,7 @@ def _is_on_line(row: dict[str, Any], name: str) -> bool:
 
 
 def _efficiency_function(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
-    """Return the function that returns the scaling efficiency of a row in percent, or None."""
+    """Return the function that returns the scaling efficiency of a row in percent, or None if it is unknown."""
 
     def compute_percent(row: dict[str, Any]) -> float | None:
         relative_throughput = efficiency(result, row)

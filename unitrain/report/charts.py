@@ -30,7 +30,7 @@ COLORS = {
     "forward": "#56b4ea", "backward": "#0173b4", "exposed": "#d55e02", "optimizer": "#009e75",
     "ink": "#1f2328", "muted": "#656d76", "grid": "#e4e7eb", "paper": "#ffffff",
 }  # fmt: skip
-RUNS = sum(name.startswith("run-") for name in COLORS)
+NUM_RUN_COLORS = sum(name.startswith("run-") for name in COLORS)
 _WIDTH, _HEIGHT = 5.4, 2.9
 _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
@@ -68,7 +68,8 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one run. A `faint` line shows individual values next to a `solid` line that shows their mean."""
+    """The points of one run, or of one series of a benchmark. `run_index` selects the color. A `faint` line shows
+    values between epochs next to a `solid` line that shows one value per epoch."""
 
     label: str
     points: Points
@@ -151,7 +152,7 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
             figure.suptitle(names[0], x=0.012, ha="left", fontsize=12, fontweight="bold")
         else:
             runs = [
-                Line2D([], [], color=COLORS[f"run-{run_index % RUNS}"], label=name)
+                Line2D([], [], color=COLORS[f"run-{run_index % NUM_RUN_COLORS}"], label=name)
                 for run_index, name in enumerate(names)
             ]
             figure.legend(handles=runs, loc="outside upper left", ncols=4, fontsize=10)
@@ -192,7 +193,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             continue
         x, y = zip(*line.points, strict=True)
         values = [float("nan") if value is None else value for value in y]
-        options: dict[str, Any] = {"color": COLORS[f"run-{line.run_index % RUNS}"], "label": line.label}
+        options: dict[str, Any] = {"color": COLORS[f"run-{line.run_index % NUM_RUN_COLORS}"], "label": line.label}
         if line.style == "faint":
             options |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
         else:
@@ -234,7 +235,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             va="bottom", fontsize=7.5, color=COLORS["muted"],
         )  # fmt: skip
     for position, value, label, run_index in chart.dots:
-        color = COLORS[f"run-{run_index % RUNS}"]
+        color = COLORS[f"run-{run_index % NUM_RUN_COLORS}"]
         axes.plot([position], [value], "o", markersize=7, markerfacecolor="none", markeredgecolor=color)
         axes.annotate(
             label, (position, value), xytext=(0, 8), textcoords="offset points", ha="center",

@@ -11,12 +11,12 @@ import jinja2
 
 from unitrain.progress.goodput import GoodputSummary
 from unitrain.report import run_statistics
-from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
+from unitrain.report.charts import COLORS, NUM_RUN_COLORS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
 from unitrain.report.record import PHASES, START_SETTINGS, RunRecord, read_records
 
 # Above these fractions of the training time, the report mentions the time spent waiting for data and for other ranks.
-_DATA_SHARE_THRESHOLD, _WAIT_SHARE_THRESHOLD = 0.15, 0.15
+_DATA_FRACTION_THRESHOLD, _WAIT_FRACTION_THRESHOLD = 0.15, 0.15
 _MAX_NAMED_RANKS = 4
 
 
@@ -108,7 +108,8 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
 
 
 def format_number(value: float | None) -> str:
-    """Format a result with four significant digits or, from 10,000, as a whole number. None is "not a number"."""
+    """Format a result with four significant digits, or as a whole number if its magnitude is at least 10,000. None is
+    "not a number"."""
     if value is None:
         return "not a number"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
@@ -127,16 +128,16 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:,.0f} h" if minutes >= 6000 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def format_percent(share: float) -> str:
+def format_percent(fraction: float) -> str:
     """Format a fraction as a percentage."""
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+    return f"{100 * fraction:.0f} %" if fraction >= 0.1 else f"{100 * fraction:.1f} %"
 
 
 def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
     start, times = record.start, run_statistics.rank_times(record)
     return {
         "name": record.name,
-        "color": f"run-{run_index % RUNS}",
+        "color": f"run-{run_index % NUM_RUN_COLORS}",
         "state": "finished" if run_statistics.run_progress(record).is_finished else "not finished",
         "written": f"{record.last_modified:%Y-%m-%d %H:%M} UTC",
         "environment": _describe_environment(start),
@@ -203,12 +204,12 @@ def _describe_times(record: RunRecord, times: run_statistics.RankTimes) -> list[
         sentences.append(
             f"No stragglers: work time (data, compute and update) differs by at most {difference} between ranks."
         )
-    if times.size > 1 and times.time_fraction("wait") > _WAIT_SHARE_THRESHOLD and not slow:
+    if times.size > 1 and times.time_fraction("wait") > _WAIT_FRACTION_THRESHOLD and not slow:
         sentences.append(
             f"{format_percent(times.time_fraction('wait'))} of training time is spent waiting for gradients. "
             "Larger batches, gradient accumulation or compression reduce communication."
         )
-    if times.time_fraction("data") > _DATA_SHARE_THRESHOLD:
+    if times.time_fraction("data") > _DATA_FRACTION_THRESHOLD:
         sentences.append(
             f"{format_percent(times.time_fraction('data'))} of training time is spent waiting for data. "
             "Increase num_workers to load data in parallel with training."

@@ -32,7 +32,7 @@ _COLUMNS: dict[str, dict[str, type]] = {
     EPOCHS: {"epoch": int},
     STEPS: {},
 }
-# The columns of a start that are settings, which may be None.
+# The columns of a start row that are settings, which may be None.
 START_SETTINGS = (
     "model",
     "parameters",
@@ -47,8 +47,8 @@ START_SETTINGS = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The rows of `unitrain.progress.history`, the display name of the run, the time of the last change, and the
-    attempts of the run in `unitrain.progress.goodput`."""
+    """The rows of the files that `unitrain.progress.history` writes, the display name of the run, the time of the last
+    change of these files, and the attempts of the run from `unitrain.progress.goodput`."""
 
     name: str
     starts: list[Row]
@@ -94,7 +94,7 @@ def _read_record(folder: Path, name: str) -> RunRecord:
         )
     last_modified = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
-    # Omit a start without steps, because the next start is from the same step.
+    # Omit a start after which no step was completed, because the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     try:
         attempts = read_attempts(folder)
@@ -134,7 +134,7 @@ def _read_rows(path: Path) -> list[Row]:
 
 
 def _is_row(row: Any, file: str) -> bool:
-    """Return whether `row` has the columns of `file`, and, except in a start, only numbers, None and lists."""
+    """Return whether `row` has the columns of `file` and, unless it is a start row, only numbers, None and lists."""
     if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
         return False
     if not all(isinstance(row.get(name), kind) for name, kind in _COLUMNS[file].items()):

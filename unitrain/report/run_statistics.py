@@ -46,7 +46,7 @@ class RankTimes:
         return self.mean(phase) / (sum(map(self.mean, TRAINING)) or 1.0)
 
     def work_seconds(self) -> list[float]:
-        """Return the working seconds per rank, excluding time spent waiting for other ranks."""
+        """Return the working time per rank in seconds, excluding time spent waiting for other ranks."""
         return [
             sum(rank) for rank in zip(*(self.seconds[phase] for phase in ("data", "compute", "update")), strict=True)
         ]
@@ -97,7 +97,7 @@ def chart_points(rows: list[Row], name: str, in_epochs: bool) -> Points:
 
 
 def last_value(record: RunRecord, name: str) -> float | None:
-    """Return the last value of a result."""
+    """Return the value of a result in the last epoch, or None if it was not a number or no epoch is recorded."""
     return record.epochs[-1].get(name) if record.epochs else None
 
 
