@@ -131,6 +131,8 @@ class SyncPoint:
 
     def start_timing(self, step: int) -> None:
         """Start measuring after `step` completed steps. Call it after `LoopTimer.start`."""
+        if not self._stopping.has_started_timing:  # the steps of an earlier `fit` call may have been different
+            self._reset_detection()
         self._stopping.start_timing(step)
         self._evidence.start()
 
@@ -138,8 +140,6 @@ class SyncPoint:
         """Synchronize after `step` steps, and return the `numbers` of every rank. `numbers` must have the same length
         on every rank."""
         previous_reason = self._stopping.reason
-        if not self._stopping.has_started_timing:  # the steps of an earlier `fit` call may have been different
-            self._reset_detection()
         seconds, steps, evidence = self._evidence.take_recent_measurements()
         phases_end = len(seconds)
         evidence_end = phases_end + len(evidence)
