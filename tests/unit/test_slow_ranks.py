@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes, 
 from unitrain.progress.network_evidence import ConnectionCounters, ConnectionReader
 from unitrain.progress.rank_evidence import RankEvidence
 from unitrain.progress.slow_causes import CAUSES, RankFigures, describe_figures, find_cause
+from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.stragglers import EVIDENCE, TRAINING, RankBaseline, Straggler, StragglerDetector
 from unitrain.progress.timing import LoopTimer
 
@@ -421,3 +423,16 @@ def test_evidence_is_read_rarely_but_at_the_end_of_an_observation(
             reads += 1
         clock[0] += 0.01
     assert reads == pytest.approx(10 / interval, rel=0.1)
+
+
+def test_observations_of_an_earlier_fit_call_are_discarded() -> None:
+    backend = LocalBackend(torch.device("cpu"))
+    stopping = StopCoordinator(backend, max_seconds=None, signals=())
+    sync_point = SyncPoint(backend, stopping, LoopTimer(backend), mock.Mock())
+    detectors = []
+    for _ in range(2):
+        with stopping:
+            for _ in range(2):  # epochs
+                sync_point.start_timing(0)
+                detectors.append(sync_point._detector)
+    assert detectors[0] is detectors[1] is not detectors[2] is detectors[3]
