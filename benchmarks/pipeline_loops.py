@@ -20,8 +20,8 @@ SAMPLES = {"ResNet": 16, "MLP": 16384}
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of training; `stages` is 0 for plain torch in one process."""
+class TrainingVariant:
+    """A variant of the training; `stages` is 0 for plain torch in one process."""
 
     stages: int = 0
     micro_batches: int = 1
@@ -32,14 +32,14 @@ class Way:
 
 ONE_PROCESS = "one process"
 WAYS = {
-    ONE_PROCESS: Way(),
-    "one process, 4 micro-batches": Way(micro_batches=4),
-    "one process, checkpointing": Way(checkpointed=True),
-    "2 stages, 1F1B": Way(2, 4),
-    "2 stages, 1F1B, checkpointing": Way(2, 4, checkpointed=True),
-    "2 stages, GPipe, checkpointing": Way(2, 4, "gpipe", checkpointed=True),
-    "2 stages, 1F1B, 8 micro-batches, checkpointing": Way(2, 8, checkpointed=True),
-    "2 stages, 1F1B, balanced by time": Way(2, 4, balance="time"),
+    ONE_PROCESS: TrainingVariant(),
+    "one process, 4 micro-batches": TrainingVariant(micro_batches=4),
+    "one process, checkpointing": TrainingVariant(checkpointed=True),
+    "2 stages, 1F1B": TrainingVariant(2, 4),
+    "2 stages, 1F1B, checkpointing": TrainingVariant(2, 4, checkpointed=True),
+    "2 stages, GPipe, checkpointing": TrainingVariant(2, 4, "gpipe", checkpointed=True),
+    "2 stages, 1F1B, 8 micro-batches, checkpointing": TrainingVariant(2, 8, checkpointed=True),
+    "2 stages, 1F1B, balanced by time": TrainingVariant(2, 4, balance="time"),
 }
 
 
@@ -73,17 +73,17 @@ def build(model: str) -> tuple[nn.Sequential, str, Tensor, Tensor]:
     return nn.Sequential(*layers, nn.Linear(128, 10)), "HiddenLayer", torch.randn(samples, 128), targets
 
 
-def prepare(backend: Backend, model_name: str, way: Way) -> tuple[Callable[[], Any], list[int]]:
+def prepare(backend: Backend, model_name: str, variant: TrainingVariant) -> tuple[Callable[[], Any], list[int]]:
     """Return a function that runs one training step, and the number of blocks per stage."""
     model, block, inputs, targets = build(model_name)
-    if way.checkpointed:
+    if variant.checkpointed:
         unitrain.checkpoint_activations(model, block)
     loss_fn = nn.CrossEntropyLoss()
-    if not way.stages:
+    if not variant.stages:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def step_of_one_process() -> None:
-            parts = zip(inputs.chunk(way.micro_batches), targets.chunk(way.micro_batches), strict=True)
+            parts = zip(inputs.chunk(variant.micro_batches), targets.chunk(variant.micro_batches), strict=True)
             for values, labels in parts:
                 (loss_fn(model(values), labels) * (len(labels) / len(targets))).backward()
             optimizer.step()
@@ -91,8 +91,8 @@ def prepare(backend: Backend, model_name: str, way: Way) -> tuple[Callable[[], A
 
         return step_of_one_process, [len(model)]
     pipeline = unitrain.Pipeline(
-        model, backend, loss_fn, stages=way.stages, micro_batches=way.micro_batches, schedule=way.schedule,
-        balance=way.balance, example_inputs=inputs,
+        model, backend, loss_fn, stages=variant.stages, micro_batches=variant.micro_batches, schedule=variant.schedule,
+        balance=variant.balance, example_inputs=inputs,
     )  # fmt: skip
     stage_optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
 
@@ -111,32 +111,32 @@ def resident_bytes(key: str) -> int:
     return int(found[1]) * 1024
 
 
-def peak_bytes(backend: Backend, model: str, way: Way) -> tuple[int, list[int]]:
+def peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[int, list[int]]:
     """Return the growth of the resident memory in two training steps, and the number of blocks per stage."""
-    if way.stages:
+    if variant.stages:
         importlib.import_module("torch.distributed.pipelining")  # its memory does not depend on the model
     nn.Conv2d(3, 16, 3)(torch.randn(2, 3, 8, 8)).sum().backward()
     backend.barrier()
     before = resident_bytes("VmRSS")
-    step, blocks = prepare(backend, model, way)
+    step, blocks = prepare(backend, model, variant)
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, without the measurement of the blocks
     for _ in range(2):
         step()
     return resident_bytes("VmHWM") - before, blocks
 
 
-_steps: dict[tuple[str, Way], Callable[[], Any]] = {}
+_steps: dict[tuple[str, TrainingVariant], Callable[[], Any]] = {}
 
 
-def step_seconds(backend: Backend, model: str, way: Way) -> float:
+def step_seconds(backend: Backend, model: str, variant: TrainingVariant) -> float:
     """Return the seconds of one training step. One process trains on rank 0, while the other rank waits."""
-    if (model, way) not in _steps:
-        _steps[model, way], _ = prepare(backend, model, way)
-        if way.stages or backend.rank == 0:
-            _steps[model, way]()
+    if (model, variant) not in _steps:
+        _steps[model, variant], _ = prepare(backend, model, variant)
+        if variant.stages or backend.rank == 0:
+            _steps[model, variant]()
     backend.barrier()
     started = time.perf_counter()
-    if way.stages or backend.rank == 0:
-        _steps[model, way]()
+    if variant.stages or backend.rank == 0:
+        _steps[model, variant]()
     backend.barrier()
     return time.perf_counter() - started

@@ -48,14 +48,14 @@ class Devices:
     def __str__(self) -> str:
         """Return the selection in the user's notation."""
         if self.indices is None:
-            return self.format(str(self.count))
+            return self.format_option(str(self.count))
         if self.from_python:
-            return self.format(str(list(self.indices)))
-        return self.format(",".join(map(str, self.indices)) + ("," if self.count == 1 else ""))
+            return self.format_option(str(list(self.indices)))
+        return self.format_option(",".join(map(str, self.indices)) + ("," if self.count == 1 else ""))
 
-    def format(self, value: str) -> str:
+    def format_option(self, value: str) -> str:
         """Return `value` as an option or argument, for a message."""
-        return _format(value, from_python=self.from_python)
+        return _format_option(value, from_python=self.from_python)
 
     def format_processes(self, num_processes: int) -> str:
         """Return a number of processes as an option or argument, for a message."""
@@ -100,8 +100,8 @@ def parse_devices(value: str | int | Sequence[int], *, from_python: bool = False
         return devices
     if count is not None:
         return Devices(count, None, from_python)
-    two_devices = _format("2", from_python=from_python)
-    gpus_1_and_3 = _format("[1, 3]" if from_python else "1,3", from_python=from_python)
+    two_devices = _format_option("2", from_python=from_python)
+    gpus_1_and_3 = _format_option("[1, 3]" if from_python else "1,3", from_python=from_python)
     name = "unitrain.run(devices=...)" if from_python else "--devices"
     raise LaunchError(
         f"{name} takes a number of devices, -1 for all GPUs, 0 for the CPU, or the indices of GPUs, got {value!r}. "
@@ -156,7 +156,7 @@ def select_devices_without_query(
     if devices.count == _ALL:
         raise LaunchError(
             f"{devices} selects all GPUs, but unitrain counts the GPUs of this host only. Use the number of GPUs of "
-            f"each host, as in {devices.format('8')}"
+            f"each host, as in {devices.format_option('8')}"
         )
     _check_slots(devices, devices.count, hosts)
     expected = devices.count * max(1, len(hosts))
@@ -255,13 +255,13 @@ def _check_gpus_exist(devices: Devices, num_gpus: int) -> None:
     if not num_gpus:
         raise LaunchError(
             f"{devices} selects GPUs, but {available}. To run processes on the CPU, pass their number: "
-            f"{devices.format('2')}"
+            f"{devices.format_option('2')}"
         )
     selected = f"GPU {largest}" if devices.indices is not None else f"{devices.count} GPUs"
     indices = "index 0" if num_gpus == 1 else f"indices 0 to {num_gpus - 1}"
     raise LaunchError(
         f"{devices} selects {selected}, but {available}, with {indices}. "
-        f"Use {devices.format(str(_ALL))} for all of them"
+        f"Use {devices.format_option(str(_ALL))} for all of them"
     )
 
 
@@ -280,5 +280,5 @@ def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10_000
 
 
-def _format(value: str, *, from_python: bool) -> str:
+def _format_option(value: str, *, from_python: bool) -> str:
     return f"devices={value}" if from_python else f"--devices {value}"

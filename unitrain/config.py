@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from unitrain import validation
 from unitrain.accumulation import Accumulation, parse_accumulation
 from unitrain.backends.base import Communicator, ShardingMode
-from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
+from unitrain.backends.compression_setting import Compression, PowerSGD, resolve_compression
 from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
@@ -254,7 +254,7 @@ class TrainConfig:
         self._check_local_sgd()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
-        read_compression(self.compression, "TrainConfig.compression")
+        resolve_compression(self.compression, "TrainConfig.compression")
         fix = "Leave it out to write checkpoints by epochs and steps only"
         validation.check_positive(
             _full_name("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True
@@ -339,7 +339,7 @@ class TrainConfig:
 
     def _check_sharded_parameters(self) -> None:
         if self.shard == "gradients" and isinstance(
-            read_compression(self.compression, "TrainConfig.compression"), PowerSGD
+            resolve_compression(self.compression, "TrainConfig.compression"), PowerSGD
         ):
             raise ConfigError(
                 "TrainConfig.compression 'powersgd' is not supported with shard=\"gradients\", because PowerSGD "

@@ -21,7 +21,7 @@ from unitrain import randomness
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
 from unitrain.backends.checks import check_same_weights
-from unitrain.backends.compression_setting import PowerSGD, read_compression
+from unitrain.backends.compression_setting import PowerSGD, resolve_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
 from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, CheckpointContents, Checkpointer
@@ -133,7 +133,7 @@ class TrainingRun:
         `get_loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the
         backend does not support PowerSGD, and CheckpointError if the saved state does not match the model.
         """
-        if not isinstance(read_compression(self._config.compression), PowerSGD):
+        if not isinstance(resolve_compression(self._config.compression), PowerSGD):
             return
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require_capability(self._backend, SupportsPowerSGD, feature).compression_state(model)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
-from unitrain.backends.compression_setting import PowerSGD, read_compression
+from unitrain.backends.compression_setting import PowerSGD, resolve_compression
 from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
 from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks
@@ -51,7 +51,7 @@ def check_trial(trainer: Any, function_name: str) -> None:
             raise ConfigError(f"{function_name} was called by a callback during fit. Call it before trainer.fit.")
         for name, is_set in (
             ("local_sgd", trainer.config.local_sgd is not None),
-            ("compression", isinstance(read_compression(trainer.config.compression), PowerSGD)),
+            ("compression", isinstance(resolve_compression(trainer.config.compression), PowerSGD)),
         ):
             if is_set:
                 raise ConfigError(

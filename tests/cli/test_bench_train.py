@@ -187,8 +187,8 @@ def test_compare_distinguishes_differences_from_noise() -> None:
     after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
     (ddp, horovod, mpi), unmatched = comparison.compare(before, after)
     assert (ddp.name, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
-    assert (horovod.ratio, horovod.verdict) == (2.1 / 1.1, "faster")
-    assert (mpi.ratio, mpi.verdict) == (2.1 / 1.1, "too few rounds")
+    assert (horovod.speedup, horovod.verdict) == (2.1 / 1.1, "faster")
+    assert (mpi.speedup, mpi.verdict) == (2.1 / 1.1, "too few rounds")
     assert comparison.compare(after, before)[0][1].verdict == "slower"
     assert unmatched == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
     with pytest.raises(ReportError, match="one has tiny, ddp gloo, 2 ranks, the other tiny, other gloo, 2 ranks"):

@@ -387,7 +387,7 @@ def a_count_above_the_range_of_floats(backend: Backend, _: str) -> None:
     _train_with_loss(backend, lambda loss: (loss, 10**400))
 
 
-def a_sum_after_a_mean_in_training(backend: Backend, _: str) -> None:
+def a_loss_sum_after_a_loss_mean_in_training(backend: Backend, _: str) -> None:
     counts = iter([None, *range(1, 100)])
     _train_with_loss(backend, lambda loss: loss if (count := next(counts)) is None else (loss, count))
 
@@ -399,12 +399,12 @@ def _evaluate(backend: Backend, loss_fn: Any) -> None:
     Trainer(model, optimizer, loss_fn, backend=backend, config=config).evaluate(_data(8))
 
 
-def a_sum_after_a_mean_in_evaluation_on_one_rank(backend: Backend, _: str) -> None:
+def a_loss_sum_after_a_loss_mean_in_evaluation_on_one_rank(backend: Backend, _: str) -> None:
     counts = iter([None, *range(1, 100)] if backend.rank else [None] * 100)
     _evaluate(backend, lambda output, _: output.mean() if (count := next(counts)) is None else (output.sum(), count))
 
 
-def a_sum_in_evaluation_on_one_rank(backend: Backend, _: str) -> None:
+def a_loss_sum_in_evaluation_on_one_rank(backend: Backend, _: str) -> None:
     _evaluate(backend, lambda output, _: (output.sum(), 3) if backend.rank else output.mean())
 
 
@@ -420,13 +420,13 @@ def fit_within_a_callback(backend: Backend, _: str) -> None:
 TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pair (sum, number of tokens) for others."
 # The invalid call, and the required texts of the message: the invalid value, and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
-    (a_sum_after_a_mean_in_training, TWO_LOSSES, "Return the same kind of loss for every batch"),
+    (a_loss_sum_after_a_loss_mean_in_training, TWO_LOSSES, "Return the same kind of loss for every batch"),
     (
-        a_sum_after_a_mean_in_evaluation_on_one_rank,
+        a_loss_sum_after_a_loss_mean_in_evaluation_on_one_rank,
         TWO_LOSSES,
         "Return the same kind of loss for every batch, on every rank",
     ),
-    (a_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same kind of loss for every batch, on every rank"),
+    (a_loss_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same kind of loss for every batch, on every rank"),
     (
         accumulate_0,
         "TrainConfig.gradient_accumulation_steps must be at least 1, got 0.",

@@ -74,7 +74,7 @@ def data() -> TensorDataset:
     )
 
 
-class Edges(Logger):
+class HistogramRangeLogger(Logger):
     """Keeps the range of each histogram."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def train(
         lambda output, target: factor * nn.functional.cross_entropy(output, target),
         backend=backend,
         callbacks=[GradientWatch(), Histograms(every=2, parameters=False)],
-        loggers=[edges := Edges()],
+        loggers=[edges := HistogramRangeLogger()],
         config=TrainConfig(
             global_batch_size=12, gradient_accumulation_steps=2, sync_batch_norm=True, max_grad_norm=0.5,
             precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
@@ -125,10 +125,10 @@ MODELS: tuple[type[nn.Module], ...] = (TiedTransformer, ConvNet, WordClassifier)
 PRECISIONS = (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-5), ("fp16", 1e-5))
 
 
-def compare(backend: Backend, in_every_precision: tuple[type[nn.Module], ...]) -> None:
+def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], ...]) -> None:
     """Compare with replicated training: some models in every precision, the others in float64 only."""
     for kind in MODELS:
-        for precision, tolerance in PRECISIONS if kind in in_every_precision else PRECISIONS[:1]:
+        for precision, tolerance in PRECISIONS if kind in models_in_every_precision else PRECISIONS[:1]:
             expected, norm, scale, ranges = train(backend, kind, precision, "none")
             for shard in ("state", "gradients", "parameters"):
                 found, found_norm, found_scale, found_ranges = train(backend, kind, precision, shard)
@@ -151,6 +151,6 @@ def compare(backend: Backend, in_every_precision: tuple[type[nn.Module], ...]) -
 
 @pytest.mark.parametrize("ranks", [("ddp", 2), *ci(("horovod", 2)), *nightly(("ddp", 3), ("horovod", 3))])
 def test_sharded_training_of_common_models_equals_replicated_training(ranks: tuple[str, int]) -> None:
-    in_every_precision = MODELS[:1] if ranks == ("ddp", 2) else MODELS
+    models_in_every_precision = MODELS[:1] if ranks == ("ddp", 2) else MODELS
     with RankGroup(*ranks) as group:
-        group.run(compare, in_every_precision, timeout_seconds=300)
+        group.run(compare, models_in_every_precision, timeout_seconds=300)

@@ -20,7 +20,7 @@ from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.fake_backend import FakeBackend
 
 
-def test_only_one_rank_of_a_pipeline_writes_files() -> None:
+def test_on_rank_zero_is_true_on_one_rank_of_a_pipeline_and_rejects_collectives() -> None:
     found = []
     for rank in range(4):
         replicas = Replicas(FakeBackend(rank, 4), stages=2)

@@ -158,7 +158,7 @@ def test_endpoint_serves_the_metrics(values: RunValues) -> None:
     endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
     try:
         assert scrape(port)["unitrain_checkpoint_write_seconds_count", ()] == 0
-        endpoint.serve(values)
+        endpoint.set_values(values)
         found = scrape(port)
     finally:
         endpoint.close()
@@ -184,7 +184,7 @@ def test_port_in_use_is_an_error_or_is_opened_later(values: RunValues, caplog: p
         endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=True)
         assert "cannot listen" in caplog.text
     try:
-        endpoint.serve(values)
+        endpoint.set_values(values)
         for _ in range(50):
             try:
                 assert scrape(port)["unitrain_step", ()] == 9
@@ -281,7 +281,7 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
     monkeypatch.setattr(metrics_server._Handler, "timeout", 1.0)
     port, before = find_free_port(), threading.active_count()
     endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
-    endpoint.serve(values)
+    endpoint.set_values(values)
     connections: list[socket.socket] = []
     try:
         for _ in range(metrics_server._MAX_CONNECTIONS + 8):  # requests that never end

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, ShardingMode
-from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
+from unitrain.backends.compression_setting import Compression, PowerSGD, resolve_compression
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
@@ -144,7 +144,7 @@ def check_not_pipeline(argument: str, model: Any) -> None:
         )
 
 
-def check_no_sync_model(model: Any, is_distributed: bool) -> None:
+def check_argument_of_no_sync(model: Any, is_distributed: bool) -> None:
     """Raise ModelError if the argument of no_sync is not a model that `distributed_model` returned."""
     if not is_distributed:
         raise ModelError(
@@ -206,7 +206,7 @@ def check_matching_shard(model_shard: ShardingMode | None, shard: ShardingMode) 
 
 def check_shard_compression(shard: ShardingMode, compression: Compression) -> None:
     """Raise ModelError for sharded gradients with a compression that requires complete gradients."""
-    if shard == "gradients" and isinstance(read_compression(compression), PowerSGD):
+    if shard == "gradients" and isinstance(resolve_compression(compression), PowerSGD):
         raise ModelError(
             "PowerSGD compresses complete gradients, so it cannot be used with shard='gradients'. "
             'Use compression="bf16", or shard="state".'
@@ -216,7 +216,7 @@ def check_shard_compression(shard: ShardingMode, compression: Compression) -> No
 def check_trainable_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
     """Raise ModelError unless `model` can be trained on `device`, ConfigError for an invalid `compression`, and
     UnsupportedError for a Pipeline."""
-    read_compression(compression)
+    resolve_compression(compression)
     check_unwrapped_model("distributed_model(model)", model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
@@ -376,7 +376,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
                     f"{found_strides[name]} on rank {rank}. Use the same memory format on every rank."
                 )
     if descriptions_by_rank:
-        check_same_trained_parameters(list(parameters), [flags for _, _, flags in descriptions_by_rank])
+        check_same_trainable_parameters(list(parameters), [flags for _, _, flags in descriptions_by_rank])
 
 
 def _stride_of(tensor: Tensor) -> list[int]:
@@ -467,7 +467,7 @@ def check_same_parameter_order(communicator: Communicator, optimizer: torch.opti
                 )
 
 
-def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:
+def check_same_trainable_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:
     """Raise ModelError unless the same parameters require gradients on all ranks.
 
     `requires_grad_by_rank` contains every rank's values of requires_grad, in the order of `names`.

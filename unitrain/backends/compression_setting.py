@@ -81,7 +81,7 @@ class PowerSGD:
 Compression = CompressionName | PowerSGD
 
 
-def read_compression(
+def resolve_compression(
     compression: Compression, setting: str = "compression"
 ) -> Literal["none", "fp16", "bf16"] | PowerSGD:
     """Return `compression`, with "powersgd" replaced by PowerSGD(). Raises ConfigError for an invalid value."""

@@ -219,7 +219,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         if isinstance(distributed, LogicalRanksModel):
             return distributed.no_sync()
         is_distributed = isinstance(model, nn.Module) and distributed in self._gradient_trackers
-        checks.check_no_sync_model(model, is_distributed)
+        checks.check_argument_of_no_sync(model, is_distributed)
         return self._accumulate(distributed)
 
     @contextmanager

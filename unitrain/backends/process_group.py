@@ -361,7 +361,7 @@ class ProcessGroupBackend(
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = unwrap_compiled(model)
-        checks.check_no_sync_model(model, isinstance(distributed, WrappedModel))
+        checks.check_argument_of_no_sync(model, isinstance(distributed, WrappedModel))
         assert isinstance(distributed, WrappedModel)
         return distributed.no_sync()
 

@@ -34,8 +34,8 @@ class Difference:
     verdict: Verdict
 
     @property
-    def ratio(self) -> float:
-        """The speedup: the median before divided by the median after."""
+    def speedup(self) -> float:
+        """The median before, divided by the median after."""
         return self.before[1] / self.after[1]
 
 

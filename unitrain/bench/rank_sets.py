@@ -59,7 +59,7 @@ class SuspendableRanks(RankSet):
         self._group = group
         self._pids: list[int] = []
         try:
-            results = group.run(_pin_to_core, timeout_seconds=TURN_TIMEOUT_SECONDS)
+            results = group.run(_prepare_rank, timeout_seconds=TURN_TIMEOUT_SECONDS)
             self.info = results[0][1]
             self._pids = [pid for pid, _ in results]
         finally:
@@ -153,7 +153,7 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
         yield rank_sets
 
 
-def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
+def _prepare_rank(backend: Backend) -> tuple[int, RankSetInfo]:
     """Pin this rank to a core if there is one per rank. Return its process ID and the description of its set.
 
     Without pinning, migrations between cores cause more variation between rounds than the measured effects.

@@ -109,7 +109,7 @@ def differences_table(differences: list[Difference]) -> Table:
             f"{format_seconds(median)} [{format_seconds(low)}, {format_seconds(high)}]"
             for low, median, high in (difference.before, difference.after)
         ]
-        table.add_row(difference.name, *shown_differences, f"{difference.ratio:.3f}", difference.verdict)
+        table.add_row(difference.name, *shown_differences, f"{difference.speedup:.3f}", difference.verdict)
     return table
 
 

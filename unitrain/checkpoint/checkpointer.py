@@ -109,7 +109,7 @@ class Checkpointer:
         continues, self.stored_batch_sizes = output_folder.prepare_folder(
             folder, self._communicator, resume=bool(selects_this_folder)
         )
-        in_memory = None if self._memory is None else self._memory.find_newer(folder, continues=continues)
+        in_memory = None if self._memory is None else self._memory.prepare_and_find_newer(folder, continues=continues)
         return (in_memory or folder) if continues else None
 
     def load(

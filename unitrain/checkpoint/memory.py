@@ -71,9 +71,9 @@ class MemoryCheckpoints:
         folder = Path(root) / hashlib.sha256(output_folder.encode()).hexdigest()[:16]
         return cls(folder, communicator, asynchronous=config.async_checkpoints)
 
-    def find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
-        """Return the newest valid checkpoint in memory if it is newer than the valid ones in `disk_folder`, else None.
-        All ranks call it.
+    def prepare_and_find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
+        """Prepare the folder, and return the newest valid checkpoint in memory if it is newer than the valid ones in
+        `disk_folder`, else None. All ranks call it.
 
         If `continues` is False, a new run starts: remove the checkpoints of an earlier run with the same output folder,
         which would otherwise remain the newest ones. Checkpoints in memory that belong to a different run than the

@@ -24,7 +24,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
 from unitrain.data.samplers import find_custom_sampler, is_random_sampler
-from unitrain.data.seeded_batches import SeededDataset, SeededIndices, isolate_generators
+from unitrain.data.seeded_batches import SeededDataset, SeededIndices, load_with_isolated_rng
 from unitrain.data.stream_state import has_custom_iter, is_stateful_loader
 from unitrain.data.workers import WorkerInit
 from unitrain.errors import ConfigError, DataError
@@ -132,7 +132,7 @@ class IndexedSource:
             positions, ahead = tee(positions)
             self._set_order(order, ahead, worker_seed, seeds)
             with closing(iterate_loader(self._loader)) as loaded_batches:
-                for part, batch in zip(positions, isolate_generators(loaded_batches), strict=True):
+                for part, batch in zip(positions, load_with_isolated_rng(loaded_batches), strict=True):
                     items = len(order[part])
                     yield batch if self.may_drop_samples else CountedBatch(items, items, batch)
         elif self.may_drop_samples:

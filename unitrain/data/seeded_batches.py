@@ -53,7 +53,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def isolate_generators(batches: Iterator[ItemT]) -> Iterator[ItemT]:
+def load_with_isolated_rng(batches: Iterator[ItemT]) -> Iterator[ItemT]:
     """Yield `batches`. They are loaded with a separate RNG state, so that loading does not change the global
     generators."""
     isolated = IsolatedGenerators(0)

@@ -240,7 +240,7 @@ class MemoryRecorder(Callback):
             state=self._state_bytes(),
             is_state_complete=self._is_state_complete,
             formula_state=None if None in formulas else sum(formula or 0 for formula in formulas),
-            average=self._average_bytes(),
+            average=self._averaged_model_bytes(),
             activations=largest.activations,
             float32_activations=sum(storage.size_bytes for storage in largest.storages if storage.is_float32),
             early_gradients=largest.gradients,
@@ -269,7 +269,7 @@ class MemoryRecorder(Callback):
     def _state_bytes(self) -> int:
         return storage_bytes(tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))
 
-    def _average_bytes(self) -> int:
+    def _averaged_model_bytes(self) -> int:
         return 0 if self._averaged_model is None else storage_bytes(self._averaged_model.state_dict().values())
 
     def _persistent_bytes(self) -> int:
@@ -277,6 +277,6 @@ class MemoryRecorder(Callback):
         return (
             storage_bytes(chain(self._parameters(), self._buffers()))
             + self._state_bytes()
-            + self._average_bytes()
+            + self._averaged_model_bytes()
             + sum(map(bucket_bytes, self._models))
         )

@@ -169,7 +169,7 @@ class MetricsEndpoint:
             threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
         _endpoints_to_close_in_forks.add(self)
 
-    def serve(self, values: RunValues) -> None:
+    def set_values(self, values: RunValues) -> None:
         """Serve the metrics of a run, which replace those of an earlier run."""
         self._collector.values = values
 

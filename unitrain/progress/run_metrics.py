@@ -84,7 +84,7 @@ class RunMetrics:
         self._run_values.gauges["ranks"] = backend.size
         endpoint = call_on_all_ranks(backend, lambda: self._open_endpoint(config, info) if has_endpoint else None)
         if endpoint is not None:
-            endpoint.serve(self._run_values)
+            endpoint.set_values(self._run_values)
         self._has_endpoint = endpoint is not None
         self._has_started = False
         self._earlier_summary = GoodputSummary.of([])

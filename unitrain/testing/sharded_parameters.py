@@ -186,7 +186,7 @@ def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
 
 
 @contract
-def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend) -> None:
+def gradient_norms_of_sharded_parameters_equal_those_of_complete_gradients(backend: Backend) -> None:
     """Compute norms of several orders, and clip gradients with them. Only rank 0 holds rows of the second layer."""
 
     def build() -> nn.Module:

@@ -95,13 +95,13 @@ class PipelineRecorder:
             self._write()
             raise SystemExit(0)
 
-    def on_batch_end(self, batch: Any, sizes: Sequence[int], loss_weight: float, loss: Tensor) -> None:
+    def on_batch_end(self, batch: Any, micro_batch_sizes: Sequence[int], loss_weight: float, loss: Tensor) -> None:
         """Record the samples and the loss of a batch on the first stage of each replica."""
         if self._backend.rank % self._stages or not loss_weight:  # a dummy batch has weight 0
             self._samples.append(0)
             return
-        samples = sum(sizes)
-        self._samples += sizes
+        samples = sum(micro_batch_sizes)
+        self._samples += micro_batch_sizes
         self._losses.append(float(loss) * samples)
         self._weight += samples
         self._digest += digest_samples(map_tensors(Tensor.cpu, batch), samples)

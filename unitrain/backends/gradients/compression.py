@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
+from unitrain.backends.compression_setting import Compression, PowerSGD, resolve_compression
 from unitrain.backends.gradients.end_of_backward import (
     BackwardStage,
     do_not_wait,
@@ -49,7 +49,7 @@ class CompressionStates:
         """Return a new compressor for the gradients of `model`, the user's module. It replaces an earlier PowerSGD
         compressor of the model. Without PowerSGD, the compressor is the name of the compression."""
         self._compressors.pop(model, None)
-        setting = read_compression(compression)
+        setting = resolve_compression(compression)
         if not isinstance(setting, PowerSGD):
             return setting
         self._compressors[model] = compressor = PowerSGDCompressor(setting, model, communicator)

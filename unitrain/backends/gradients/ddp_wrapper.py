@@ -31,7 +31,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check
-from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
+from unitrain.backends.gradients.wrapped_model import WrappedModel, check_requires_grad_changes
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -305,7 +305,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        compare_trained_parameters(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
+        check_requires_grad_changes(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()

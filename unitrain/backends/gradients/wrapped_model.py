@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from unitrain.backends.checks import check_same_trained_parameters
+from unitrain.backends.checks import check_same_trainable_parameters
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.torch_compat import unwrap_compiled
@@ -52,7 +52,7 @@ class WrappedModel:
         )
 
 
-def compare_trained_parameters(
+def check_requires_grad_changes(
     rendezvous: Rendezvous,
     key: str,
     names: Sequence[str],
@@ -72,4 +72,4 @@ def compare_trained_parameters(
         f"{rendezvous.rank_info.rank}, but not on the missing ranks. Freeze and unfreeze the same parameters on every "
         "rank before the same forward pass: parameter.requires_grad_(...)."
     )
-    check_same_trained_parameters(names, rendezvous.allgather(key, requires_grad_now, cause))
+    check_same_trainable_parameters(names, rendezvous.allgather(key, requires_grad_now, cause))

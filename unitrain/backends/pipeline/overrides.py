@@ -41,9 +41,9 @@ class PipelineOverrides(Protocol):
         """Called before the forward and backward pass of each batch."""
         ...
 
-    def on_batch_end(self, batch: Any, sizes: Sequence[int], loss_weight: float, loss: Tensor) -> None:
-        """Called after the backward pass of `batch`, (inputs, targets). `sizes` are the numbers of samples of the
-        micro-batches, and `loss` is the mean loss of all replicas."""
+    def on_batch_end(self, batch: Any, micro_batch_sizes: Sequence[int], loss_weight: float, loss: Tensor) -> None:
+        """Called after the backward pass of `batch`, (inputs, targets). `micro_batch_sizes` are the numbers
+        of samples of the micro-batches, and `loss` is the mean loss of all replicas."""
         ...
 
 

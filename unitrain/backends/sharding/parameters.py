@@ -25,7 +25,7 @@ from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_ba
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.unused_parameters import gather_unused, raise_unused
-from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
+from unitrain.backends.gradients.wrapped_model import WrappedModel, check_requires_grad_changes
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_participant
@@ -324,7 +324,7 @@ class ShardedModel(nn.Module, WrappedModel):
             return
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"
-        compare_trained_parameters(self._rendezvous, key, self._names, self._last_requires_grad, requires_grad)
+        check_requires_grad_changes(self._rendezvous, key, self._names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
 
     @disable_compile
