@@ -1,4 +1,4 @@
-"""Training loops of pipeline.py, which run on ranks: plain torch in one process, and pipeline stages."""
+"""The training loops that pipeline.py runs on ranks: plain torch in one process, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = {"ResNet": 16, "MLP": 16384}
 
 @dataclass(frozen=True)
 class TrainingVariant:
-    """A variant of the training; `stages` is 0 for plain torch in one process."""
+    """A benchmarked variant; `stages` is 0 for plain torch in one process."""
 
     stages: int = 0
     micro_batches: int = 1
@@ -61,7 +61,7 @@ class HiddenLayer(nn.Sequential):
 
 
 def build(model: str) -> tuple[nn.Sequential, str, Tensor, Tensor]:
-    """Return a model, the class of its blocks, a batch and its targets. Activations need most of the memory."""
+    """Return a model, the class name of its blocks, a batch and its targets. Activations use most of the memory."""
     torch.manual_seed(0)
     samples = SAMPLES[model]
     targets = torch.randint(10, (samples,))
@@ -112,14 +112,15 @@ def resident_bytes(key: str) -> int:
 
 
 def peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[int, list[int]]:
-    """Return the growth of the resident memory in two training steps, and the number of blocks per stage."""
+    """Return the peak resident memory during two training steps, minus that before the model is built, and the number
+    of blocks per stage."""
     if variant.stages:
         importlib.import_module("torch.distributed.pipelining")  # its memory does not depend on the model
     nn.Conv2d(3, 16, 3)(torch.randn(2, 3, 8, 8)).sum().backward()
     backend.barrier()
     before = resident_bytes("VmRSS")
     step, blocks = prepare(backend, model, variant)
-    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, without the measurement of the blocks
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, which contains the measurement of the blocks
     for _ in range(2):
         step()
     return resident_bytes("VmHWM") - before, blocks
@@ -129,7 +130,8 @@ _steps: dict[tuple[str, TrainingVariant], Callable[[], Any]] = {}
 
 
 def step_seconds(backend: Backend, model: str, variant: TrainingVariant) -> float:
-    """Return the seconds of one training step. One process trains on rank 0, while the other rank waits."""
+    """Return the seconds of one training step. If `variant` uses one process, rank 0
+    trains while the other rank waits."""
     if (model, variant) not in _steps:
         _steps[model, variant], _ = prepare(backend, model, variant)
         if variant.stages or backend.rank == 0:

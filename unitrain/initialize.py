@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# The default backend per launcher: the one that the launcher was designed for.
+# The default backend of each launcher: the one that it is commonly used with.
 _BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",
@@ -79,7 +79,7 @@ def init(
             f"{rank_info.source} sets rank {rank_info.rank} of {rank_info.size}, but backend {name!r} started as "
             f"rank {started.rank} of {started.size}. "
             f"Detected: {', '.join(rank_info.evidence) or 'no variable of a launcher'}. "
-            f"Start it with: unitrain launch --backend {name} -np {rank_info.size} ..."
+            f"Start the script with: unitrain launch --backend {name} -np {rank_info.size} ..."
         )
     supervisor_client.connect(started.rank)
     return started

@@ -1,4 +1,4 @@
-"""Bad input of a training run raises the same error on every rank, without a hang, and the group remains usable."""
+"""Invalid input to a training run raises the same error on every rank, without a hang, and the group remains usable."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_unsupported_callback_state_is_rejected_by_name(tmp_path: Path, asynchro
     )
     parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     with pytest.raises(
-        CheckpointError, match=r"^callbacks\['Groups'\]\['groups'\] is a collections\.defaultdict, which"
+        CheckpointError, match=r"^callbacks\['Groups'\]\['groups'\] is of class collections\.defaultdict, which"
     ):
         Trainer(*parts, backend=LOCAL, config=config, callbacks=[Groups()]).fit(data())
     assert steps(tmp_path) == []

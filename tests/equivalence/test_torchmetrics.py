@@ -284,7 +284,9 @@ def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -
         f"Metric 'broken', a torchmetrics Failing, could not be updated with a batch on rank {last}: ValueError: "
         "target is wrong. "
     )
-    assert compute[1].startswith("MetricError: Metric 'compute' returns a tensor of shape [2, 2], but a result is ")
+    assert compute[1].startswith(
+        "MetricError: Metric 'compute' returns a tensor of shape [2, 2], but a result must be a number, "
+    )
     assert confusion[1].startswith("MetricError: Metric 'confusion' returns a tensor of shape [3, 3], ")
     assert running[1].startswith("ConfigError: Metric 'running' is a Running metric of torchmetrics. ")
     assert several[1].startswith("ConfigError: Two metrics have a result named 'several_squared'. ")

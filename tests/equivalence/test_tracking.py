@@ -416,7 +416,7 @@ def test_invalid_logged_values_are_rejected() -> None:
     for image, found in (
         (torch.zeros(2, 3, 5, 5), r"shape \[2, 3, 5, 5\] and torch.float32"),
         (torch.zeros(5, 5, dtype=torch.int64), r"shape \[5, 5\] and torch.int64"),
-        ([[1.0]], "a list"),
+        ([[1.0]], "an object of class list"),
     ):
         with pytest.raises(TensorError, match=rf"^An image to log must be a tensor .* got {found}\. Log one image"):
             made.log_image("image", image)  # type: ignore[arg-type]

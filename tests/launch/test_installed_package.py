@@ -49,7 +49,7 @@ class StopAfterFirstStep(Callback):
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command outside the checkout, without variables that add modules of the checkout."""
+    """Run a command outside the checkout, without PYTHONPATH and UNITRAIN_BACKEND."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "UNITRAIN_BACKEND")}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
@@ -79,7 +79,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "unitrain"
     folder.mkdir()
     for path in ROOT.iterdir():
-        # Not hidden files: other tests create some for a moment, such as those of `unitrain doctor`.
+        # Hidden files are left out: other tests, such as those of `unitrain doctor`, create some temporarily.
         is_hidden = path.name.startswith(".")
         if not is_hidden and path.is_file() and path.suffix in (".py", ".toml", ".md", ".in", ".txt", ""):
             shutil.copy(path, folder)
@@ -111,7 +111,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder to start in, with a script in `jobs` and files that must not replace modules."""
+    """A folder to start in, with a script in `jobs` and files that must not shadow modules."""
     for name in ("logging", "json", "click", "socket", "unitrain"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current folder was imported')\n")
     jobs = tmp_path / "jobs"
@@ -144,7 +144,7 @@ def test_wheel_of_the_sdist_equals_the_wheel_of_the_checkout(source: Path, wheel
 
 def test_editable_install_is_imported_in_the_folder_that_contains_the_checkout(source: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(build(source, tmp_path / "wheel", "editable")).extractall(tmp_path / "installed")
-    assert source.name == "unitrain"  # without __init__.py, as a clone
+    assert source.name == "unitrain"  # without __init__.py, like a clone
     code = "import site, sys; site.addsitedir(sys.argv[1]); import unitrain; print(unitrain.__version__)"
     # Without the packages of the test environment, which contain the checkout.
     done = run([sys.executable, "-S", "-c", code, str(tmp_path / "installed")], source.parent)
@@ -186,7 +186,7 @@ def test_every_launcher_prints_its_command(installed: Path, project: Path) -> No
 
 def test_user_script_is_type_checked_against_the_installed_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TYPED_SCRIPT.lstrip())
-    # Not torch and its dependencies, which would take a minute.
+    # Skip torch and its dependencies: checking them would take a minute.
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
     command = [str(installed / "python"), "-m", "mypy", "--strict", "--no-incremental", "script.py"]
     done = run(command, tmp_path)

@@ -86,7 +86,7 @@ def test_launch_runs_the_printed_command(
     with running_launcher(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
-    port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free one, at each launch another
+    port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free port, which differs between launches
     assert port.sub("N", output).startswith(port.sub("N", printed)), output
     rank_results = check_two_ranks(tmp_path, backend, transport)
     assert {one["threads"] for one in rank_results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
@@ -96,7 +96,7 @@ def test_launch_runs_the_printed_command(
 def test_module_runs_under_every_launcher(
     backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with --log-dir, which wraps the program of each rank."""
+    """The launch uses --log-dir, which wraps the program of each rank."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     Path(script).rename(tmp_path / "package" / "train.py")

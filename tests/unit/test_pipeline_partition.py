@@ -74,7 +74,7 @@ def test_stages_without_trainable_parameters_are_excluded() -> None:
 
 def test_the_first_stage_of_1f1b_holds_more_micro_batches() -> None:
     costs = [block(held=10) for _ in range(6)]
-    # stage 0 holds two micro-batches of its blocks; stage 1 one micro-batch of its blocks and its input
+    # stage 0 holds the activations of two micro-batches; stage 1 those of one, and its stage input
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "1f1b")) == [2, 4]
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "gpipe")) == [3, 3]
     assert partition(6, 2, create_memory_cost(costs, 2, 1, "1f1b")) == [3, 3]
@@ -94,7 +94,7 @@ def test_measured_memory_is_that_of_the_tensors_of_a_block() -> None:
     assert plain.can_start_stage
     assert plain.input_bytes == 16 * 8 * 4
     assert plain.state_bytes == 4 * 4 * 1600
-    # The outputs of Sigmoid and of both Linear layers; Sigmoid saves its output only.
+    # The outputs of Sigmoid and of the last Linear layer. The output of the first Linear layer is freed.
     assert plain.held_bytes == 4 * 16 * (100 + 8)
     unitrain.checkpoint_activations(model, Stack)
     _, checkpointed, _, _ = measure_blocks(list(model.named_children()), torch.ones(16, 8), torch.device("cpu"))

@@ -366,7 +366,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
                 )
     if any(list(tensors_of_rank) != list(tensors_by_rank[0]) for tensors_of_rank in tensors_by_rank):
         raise ModelError(
-            "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
+            "The model's parameters are in a different order on some ranks. Build it in the same way on every rank."
         )
     for rank, (_, found_strides, _) in enumerate(descriptions_by_rank):
         for name, stride in descriptions_by_rank[0][1].items():

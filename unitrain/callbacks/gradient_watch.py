@@ -1,4 +1,5 @@
-"""Raise an error that names the parameter and the rank at the first gradient that is not finite."""
+"""Raise an error at the first gradient that is not finite. It names the parameter, and the ranks whose loss is not
+finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts on this host resumes.
+"""Checkpoints in the memory of rank 0's host. A job resumes from them if `unitrain launch` restarts it on this host.
 
 With asynchronous writing, the checkpoint of a step is written during the next step, and is complete before the
 optimizer step of that next step. Therefore, with an interval of n steps, a restart repeats at most n completed steps.

@@ -48,7 +48,8 @@ def build_config(parsed: ParsedConfig) -> TrainConfig:
 
 
 def check_values(parsed: ParsedConfig) -> None:
-    """Raise ConfigError, with the location, for an invalid value of a key that is not the name of a class.
+    """Raise ConfigError, with the location, for an invalid setting of TrainConfig, or an invalid value of
+    timeout_seconds, backend, device, val_data or loggers.
 
     The check does not communicate, and creates neither the model nor the data.
     """
@@ -99,7 +100,8 @@ def _located(parsed: ParsedConfig, name: str, error: ConfigError) -> ConfigError
 
 
 def _use_file_notation(message: str) -> str:
-    """Return an error message of Python's classes in which name=value is written as in a file, name: value."""
+    """Return the error message of a class such as TrainConfig, with each name=value rewritten as in a configuration
+    file: name: value."""
     text = _CLASS_CALL.sub(lambda call: f"{call[1]}: {{{_ASSIGNMENT.sub(_to_yaml, call[2])}}}", message)
     return _ASSIGNMENT.sub(_to_yaml, _CONFIG_CALL.sub(r"\1", text))
 

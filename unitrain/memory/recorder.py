@@ -58,7 +58,7 @@ class _Snapshot:
 
 
 def start_recorder(folder: Path) -> MemoryRecorder:
-    """Start to record this process as requested in `folder`."""
+    """Start recording this process, as specified by the MemoryRequest in `folder`."""
     global _active
     _active = MemoryRecorder(folder)
     _active.start()

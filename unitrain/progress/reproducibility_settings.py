@@ -47,7 +47,7 @@ def warn_of_differences(saved: Mapping[str, Any], communicator: Communicator, so
         for name, value in reproducibility_settings(communicator.device).items():
             if name in saved and saved[name] != value:
                 _log.warning(
-                    "The run in '%s' was computed with %s=%s, but this process has %s=%s: its results may differ in "
+                    "The run in '%s' was computed with %s=%s, but this process has %s=%s: the results may differ in "
                     "the last bits from those of an uninterrupted run. %s.",
                     source, name, saved[name], name, value, _FIXES.get(name, _FIX),
                 )  # fmt: skip

@@ -100,7 +100,8 @@ def _launch_with_bound_server(
     command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str
 ) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
-    with ignore_warning_signals():  # the processes that horovodrun starts use this tracker
+    # The processes that horovodrun starts share multiprocessing's resource tracker, which must ignore these signals.
+    with ignore_warning_signals():
         resource_tracker.ensure_running()
     failures: list[tuple[float, int]] = []
 

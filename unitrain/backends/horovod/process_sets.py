@@ -1,4 +1,4 @@
-"""Horovod process sets that only their members create and remove, while Horovod runs.
+"""Horovod process sets that are created and removed at run time by calls of their members alone.
 
 In unpatched Horovod, all ranks must call `hvd.add_process_set`, and HOROVOD_DYNAMIC_PROCESS_SETS=1 adds an allgather to
 every cycle of the background thread. With the patch `process-sets` of unitrain's Horovod, the ranks exchange requests

@@ -120,8 +120,9 @@ class GradientGroup:
         order."""
         gradient.check_reduced("norm")
         if order not in gradient._norms:
-            # Compute the norms of all gradients, so that all ranks call the same allreduce: for unused gradients, such
-            # as those of frozen parameters, a norm may be cached on some ranks only.
+            # Compute the norms of all gradients, including cached ones. The norm of an unused gradient, such as that of
+            # a frozen parameter, may be cached on some ranks only, so an allreduce of only the missing norms could
+            # differ between ranks.
             self._compute_norms(self.gradients, order)
         return gradient._norms[order]
 
