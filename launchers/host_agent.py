@@ -35,7 +35,7 @@ def _find_job_processes(marker: str) -> list[int]:
     process_ids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(folder.name))
                 if marker and marker.encode() in (folder / "environ").read_bytes().split(b"\0"):

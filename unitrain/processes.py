@@ -14,6 +14,7 @@ import functools
 import multiprocessing
 import os
 import platform
+import random
 import re
 import signal
 import subprocess
@@ -31,6 +32,7 @@ _KILL_TIMEOUT_SECONDS = 5.0
 _KILL_PERIOD_SECONDS = 0.02
 _PARENT_POLL_SECONDS = 1.0
 _LOWEST_PRIORITY = 19  # the highest niceness
+_RESTORE_SECONDS = 60.0
 # Signals that schedulers send to every process of a job before preemption. DataLoader workers ignore them, because the
 # rank handles them. The Trainer adds the signals in its configuration.
 preemption_signals = {signal.SIGUSR1, signal.SIGUSR2}
@@ -99,14 +101,18 @@ def run_at_low_priority(function: Callable[[], None]) -> None:
 
 
 def _restore_session_priority(autogroup_file: Path) -> None:
-    """Write the default niceness of the session to `autogroup_file`, with retries, because the kernel refuses a second
-    change within 0.1 s."""
-    for _ in range(10):
+    """Write the default niceness of the session to `autogroup_file`.
+
+    The kernel accepts one change per 0.1 s from all unprivileged processes of the machine, so the ranks of a host retry
+    after random pauses.
+    """
+    deadline, generator = time.monotonic() + _RESTORE_SECONDS, random.SystemRandom()
+    while time.monotonic() < deadline:
         try:
             autogroup_file.write_text("0")
             return
         except BlockingIOError:
-            time.sleep(0.05)
+            time.sleep(generator.uniform(0.02, 0.2))
         except OSError:
             return
 

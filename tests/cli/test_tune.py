@@ -414,6 +414,8 @@ def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
     class SimulatedTuner(Tuner):
         def run(self, variables: Mapping[str, str], changes: Mapping[str, Any] | None = None) -> TrialResult:
             local_sgd = (changes or {}).get("local_sgd", {})
+            if "compression" in (changes or {}):
+                raise ConfigError("the parameters are sharded")
             if "fragments" in local_sgd:
                 raise ConfigError("no fragments")
             return TrialResult(
@@ -423,13 +425,16 @@ def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
 
     lines: list[str] = []
     tuner = SimulatedTuner((), "train.py", (), step_seconds=1, timeout_seconds=60, folder=tmp_path)
-    tuner.tune(1e-9, with_local_sgd=True, report=lines.append, report_run=print)
+    tuner.tune(1e-9, with_compression=True, with_local_sgd=True, report=lines.append, report_run=print)
+    failed = [f'TrainConfig(compression="{kind}"): not timed. the parameters are sharded' for kind in ("fp16", "bf16")]
     if size == 1:
-        assert lines[2:] == ["Low-communication training was not timed, because a single rank does not communicate."]
+        single = "Low-communication training was not timed, because a single rank does not communicate."
+        assert lines[2:] == [single, *failed]
         return
     diloco = "steps=25, outer_lr=0.7, outer_momentum=0.9"
     gain = f"a factor of 2.000 (between 2.000 and 2.000 in {PAIRS} pairs). Use it if the results may change."
     assert lines[2:] == [
+        *failed,
         f"TrainConfig(local_sgd=LocalSGDConfig({diloco})): {gain}",
         f'TrainConfig(local_sgd=LocalSGDConfig({diloco}, compression="int8")): {gain}',
         f"TrainConfig(local_sgd=LocalSGDConfig({diloco}, fragments=5, overlap_steps=5)): not timed. no fragments",
@@ -452,8 +457,29 @@ def test_the_timed_steps_contain_whole_periods_of_local_steps(
     assert result.steps == timed
 
 
+def test_validation_of_a_timed_run_is_limited_to_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+
+    class Validation(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            loaded.append(index)
+            return torch.randn(4), torch.randn(1)
+
+    with pytest.raises(ConfigError, match="timing needs"):
+        train_16_steps(monkeypatch, 12, validation=Validation())
+    assert loaded == [0, 1, 2, 3]
+
+
 def train_16_steps(
-    monkeypatch: pytest.MonkeyPatch, warmup: int, changes: Mapping[str, object] | None = None, *, dry_run: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    warmup: int,
+    changes: Mapping[str, object] | None = None,
+    *,
+    dry_run: bool = False,
+    validation: Any = None,
 ) -> None:
     """Train in this process with a timer that measures at least 5 steps after `warmup` steps."""
     request = TrialRequest(name="run", warmup_steps=warmup, seconds=1e-9, changes=changes or {}).serialize()
@@ -464,7 +490,7 @@ def train_16_steps(
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config).fit(data)
+        unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config).fit(data, validation)
     finally:
         backend.shutdown()
 

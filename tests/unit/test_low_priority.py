@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from unitrain import processes
 from unitrain.processes import run_at_low_priority
 
 # A session leader, which prints the niceness of its threads and of its session before, during and after the call.
@@ -44,6 +45,23 @@ def test_priority_is_low_during_the_call_only(is_leader: bool) -> None:
         assert (before[1], during[1]) == ("0", "19")
     else:
         assert during[1] == before[1], "the session belongs to other processes too"
+
+
+def test_restoring_the_priority_is_repeated_until_the_kernel_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class AutogroupFile:
+        refusals = 30
+
+        def write_text(self, text: str) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise BlockingIOError
+            written.append(text)
+
+    monkeypatch.setattr(processes.time, "sleep", lambda _: None)
+    processes._restore_session_priority(AutogroupFile())  # type: ignore[arg-type]
+    assert written == ["0"]
 
 
 def test_errors_of_the_function_are_raised() -> None:

@@ -18,6 +18,8 @@ from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap import environment, memory_folder
 from unitrain.bootstrap.memory_folder import MemoryFolder, remove_abandoned_folder
 from unitrain.checkpoint.memory import MemoryCheckpoints
+from unitrain.checkpoint.writer import CheckpointWriter
+from unitrain.errors import CheckpointError
 from unitrain.launchers import LaunchSpec
 from unitrain.supervisor.attempt import SupervisedJob
 
@@ -102,3 +104,18 @@ def test_there_is_no_folder_without_shared_memory(
         "The run keeps no checkpoints in memory, because /dev/shm is not usable: No such file or directory. A restart "
     )
     assert message.endswith("or leave TrainConfig.memory_checkpoint_every_steps out.")
+
+
+def test_an_unfinished_checkpoint_is_removed_after_a_failure(tmp_path: Path) -> None:
+    memory = MemoryCheckpoints(tmp_path, LocalBackend(torch.device("cpu")), asynchronous=False)
+    unfinished = tmp_path / ".step-000000002.unfinished"
+
+    def fail(writer: CheckpointWriter) -> None:
+        unfinished.mkdir()
+        (unfinished / "model.safetensors").write_bytes(bytes(1000))
+        raise CheckpointError("/dev/shm is full")
+
+    (tmp_path / "step-000000001").mkdir()
+    memory.call_with_writer(fail)
+    assert not memory.is_enabled
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]

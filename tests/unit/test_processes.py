@@ -13,6 +13,7 @@ import pytest
 
 from unitrain import processes
 from unitrain.bootstrap import signal_forwarding
+from unitrain.launchers import host_agent
 
 PROGRAM = """
 import signal, sys, time
@@ -71,6 +72,18 @@ def test_ranks_below_a_process_of_another_user_are_found(monkeypatch: pytest.Mon
             assert list(found) == [rank]
         finally:
             os.kill(rank, signal.SIGKILL)
+
+
+def test_children_are_found_if_the_name_of_a_process_is_not_text() -> None:
+    """The kernel cuts a name after 15 bytes, which may be within a character."""
+    program = "import sys; open('/proc/self/comm', 'wb').write(b'x\\xff'); print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:  # type: ignore[call-overload]
+        child.stdout.readline()
+        assert b"x\xff" in Path(f"/proc/{child.pid}/stat").read_bytes()
+        assert child.pid in signal_forwarding._children_by_parent()[os.getpid()]
+        assert child.pid in host_agent._find_job_processes("")
+        child.stdin.close()
 
 
 def test_a_process_that_cannot_be_killed_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

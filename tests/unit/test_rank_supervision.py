@@ -19,6 +19,7 @@ import pytest
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
+from unitrain.monitoring.peer_connection import DisconnectReason
 from unitrain.supervisor.ranks import MAX_UNAUTHENTICATED, RankConnections
 from unitrain.supervisor.standby import Standby
 
@@ -144,6 +145,18 @@ def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
             assert rank.process.wait(30) == 1
             rank.process.communicate()
         wait_until(lambda: ranks.crashed_ranks == [1, 0])
+
+
+def test_no_rank_crashed_first_if_the_launcher_kills_the_ranks_after_a_host_was_lost() -> None:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+        lost, dies = Rank(ranks, 1, "ends in order"), Rank(ranks, 0, "is killed")
+        wait_until(lambda: len(ranks._connections) == 2)
+        with ranks._state_changed:
+            ranks._record_disconnect(1, DisconnectReason.UNREACHABLE, "")
+        dies.end()
+        lost.end()
+        wait_until(lambda: ranks.crashed_ranks)
+        assert (ranks.unreachable_ranks, ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], [0], None)
 
 
 def test_a_rank_that_does_not_exit_is_unreachable_and_has_not_crashed() -> None:

@@ -130,6 +130,7 @@ class MemoryCheckpoints:
     def _disable(self, error: CheckpointError) -> None:
         self._writer = None
         if self._communicator.rank == 0:
+            files.remove_unfinished(self._folder)  # DataLoader workers and NCCL also use /dev/shm
             _log.warning(
                 "The run keeps no checkpoints in memory, so a restart repeats the steps after the last checkpoint on "
                 "disk. %s",

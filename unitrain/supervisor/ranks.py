@@ -74,7 +74,7 @@ class RankConnections:
         self.is_preempted = self.is_exit_requested = False
         self.has_running_rank_crashed = False
         """Whether a rank was killed or crashed between `unitrain.init` and the shutdown of its backend."""
-        self._first_exit_was_normal = self._is_exiting = False
+        self._first_exit_was_normal = self._lost_host_first = self._is_exiting = False
         self._connections: dict[int, PeerConnection] = {}
         self._unauthenticated: list[socket.socket] = []  # oldest first
         self._state_changed = threading.Condition()
@@ -99,7 +99,8 @@ class RankConnections:
     @property
     def first_crashed_rank(self) -> int | None:
         """The rank that was killed or crashed before any other rank exited, or None."""
-        return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_normal else None
+        is_first = not (self._first_exit_was_normal or self._lost_host_first)
+        return self.crashed_ranks[0] if self.crashed_ranks and is_first else None
 
     @property
     def num_ready(self) -> int:
@@ -247,6 +248,8 @@ class RankConnections:
         del self._connections[rank]
         if reason is DisconnectReason.UNREACHABLE:
             self.unreachable_ranks.append(rank)
+            # Later, the launcher kills the ranks on the other hosts.
+            self._lost_host_first |= not self.crashed_ranks
         elif reason is DisconnectReason.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks

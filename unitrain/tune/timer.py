@@ -43,9 +43,13 @@ class StepTimer(Callback):
         self._steps_to_time: int | None = None  # set at the end of the warm-up
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return `arguments` modified for the timed run: without checkpoints, output or a time limit."""
+        """Return `arguments` modified for the timed run: without checkpoints, output or a time limit.
+
+        Validation is limited to one batch per epoch, because the steps of two runs may contain different numbers of
+        validations.
+        """
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
-        changes["dry_run"] = False
+        changes |= {"dry_run": False, "limit_val_batches": 1, "validate_every_steps": None}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # no checkpoints are written
         changes |= self._request.changes
         if isinstance(changes.get("local_sgd"), dict):

@@ -98,17 +98,18 @@ class Tuner:
                 ),
             )
         )
+        candidates: list[Mapping[str, Any]] = []
         if with_compression:
-            for changes in COMPRESSION_CHANGES:
-                report(describe_changes(changes, self._measure_gain(changes)))
+            candidates += COMPRESSION_CHANGES
         if with_local_sgd and default_result.size == 1:
             report("Low-communication training was not timed, because a single rank does not communicate.")
         elif with_local_sgd:
-            for changes in LOCAL_SGD_CHANGES:
-                try:
-                    report(describe_changes(changes, self._measure_gain(changes)))
-                except ConfigError as error:
-                    report(f"{_format_changes(changes)}: not timed. {error}")
+            candidates += LOCAL_SGD_CHANGES
+        for changes in candidates:
+            try:
+                report(describe_changes(changes, self._measure_gain(changes)))
+            except ConfigError as error:  # for example, if the script shards the parameters
+                report(f"{_format_changes(changes)}: not timed. {error}")
 
     def run(self, variables: Mapping[str, str], changes: Mapping[str, Any] | None = None) -> TrialResult:
         """Run the script with `variables`, and with `changes` to its TrainConfig, and return the timing.

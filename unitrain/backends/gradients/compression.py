@@ -111,6 +111,8 @@ class _BucketCompression:
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
         if bucket.is_last():
+            for index in [index for index in self._scratch if index > bucket.index()]:
+                del self._scratch[index]  # of an earlier reducer with more buckets, before parameters were frozen
             end_of_backward.add(BackwardStage.COMPRESS, self._finish)
         return in_flight.future
 
