@@ -792,7 +792,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     ),
     (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded no item or, .* Let its __iter__"),
     (exhausted, r"^DataError: OneShot ended before the first step of epoch 2"),
-    (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* fewer items than a global batch"),
+    (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* fewer items than a global"),
     (
         indices_on_one_rank,
         r"^DataError: The training data has a length on some ranks, but is a stream on ranks \[1.*\]\.",
