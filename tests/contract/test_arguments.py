@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "batches to evaluate": (
         lambda p: p.trainer().evaluate(BATCHES),
-        "Trainer.evaluate(data) is a list of 3 pairs",
+        "Trainer.evaluate(data) is a list of 3 sequences",
         "DataLoader(data, batch_size=32).",
     ),
     "nothing to predict": (
@@ -260,17 +260,17 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "fewer than no tokens": (
         lambda p: p.fit(summed(torch.tensor(-3))),
-        "in a summed loss must be at least 1, or 0",
+        "in a summed loss must be finite and above 0, or 0",
         "got -3. Let loss_fn",
     ),
     "nan tokens": (
         lambda p: p.fit(summed(float("nan"))),
-        "in a summed loss must be at least 1, or 0",
+        "in a summed loss must be finite and above 0, or 0",
         "got nan. Let loss_fn",
     ),
     "tokens that are true": (
         lambda p: p.fit(summed(True)),
-        "in a summed loss must be at least 1, or 0",
+        "in a summed loss must be finite and above 0, or 0",
         "got True. Let loss_fn",
     ),
     "keep_best without such a result": (
