@@ -30,7 +30,8 @@ TORCH_VENV := .venv-$(TORCH)
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
-# MARKERS="not nightly" also runs the tests of `make test-ci`, and REPEAT=5 repeats up to five failed tests once, as CI does.
+# MARKERS="not nightly" also runs the tests of `make test-ci`, and REPEAT=5 repeats up to five failed tests once. CI
+# uses both.
 test: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)") $(if $(REPEAT),|| $(BIN)/python -m tests.support.repeat_failed $$? $(REPEAT))
 

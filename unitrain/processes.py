@@ -1,5 +1,5 @@
-"""Information about this host's CPU, termination of the processes of a command, termination of workers whose rank has
-terminated, and messages of processes that are about to terminate.
+"""Information about this host's CPU, work at low priority, termination of the processes of a command, termination of
+workers whose rank has terminated, and messages of processes that are about to terminate.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import network_delay
+from launches import kill_until_none_is_left
 from preload import preloaded
 
 SSHD = "/usr/sbin/sshd"  # absolute path, because sshd re-executes itself for each connection
@@ -115,12 +116,7 @@ class Host:
 
     def kill_all(self) -> None:
         """Kill all processes on this host except the listening sshd."""
-        deadline = time.monotonic() + _UP_SECONDS
-        while (processes := self.find_processes()) and time.monotonic() < deadline:
-            for pid in processes:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        kill_until_none_is_left(self.find_processes, _UP_SECONDS)
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process of this host, given its process ID on this machine."""

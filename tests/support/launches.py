@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,16 @@ class Launch:
             time.sleep(0.1)
 
 
+def kill_until_none_is_left(find_processes: Callable[[], Iterable[int]], seconds: float) -> None:
+    """Kill the processes that `find_processes` returns, repeatedly, because they may have started others meanwhile."""
+    deadline = time.monotonic() + seconds
+    while (processes := list(find_processes())) and time.monotonic() < deadline:
+        for pid in processes:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def running_launcher(
     command: list[str], variables: dict[str, str] | None = None, *, fresh: bool = False
@@ -78,13 +88,7 @@ def running_launcher(
     finally:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Repeat, because processes may have started others in the meantime.
-        deadline = time.monotonic() + SECONDS
-        while (processes := launch.find_processes()) and time.monotonic() < deadline:
-            for pid in processes:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        kill_until_none_is_left(launch.find_processes, SECONDS)
         process.communicate(timeout=SECONDS)
 
 

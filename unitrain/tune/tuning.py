@@ -63,8 +63,8 @@ class Tuner:
         Afterwards, also time gradient compression if `with_compression` is True, and low-communication training if
         `with_local_sgd` is True. Both take additional time. `report` receives results, and `report_run` receives a line
         per run of the search. Raises ConfigError if a run fails, or if the file of tuned settings cannot be read or
-        written. If a run with low-communication training fails, for example because the script uses sharding, `tune`
-        reports the failure and continues.
+        written. If a run with compression or low-communication training fails, for example because the script shards
+        the model, `tune` reports the failure and continues.
         """
         check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()

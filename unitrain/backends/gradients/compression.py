@@ -165,7 +165,8 @@ class _BucketCompression:
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
-        On two ranks, one allgather transfers the same number of bytes, and overlaps completely with the backward pass.
+        On two ranks, one allgather transfers the same number of bytes, and no collective must wait for the end of the
+        backward pass.
         """
         group = self._get_process_group()
         own, received = scratch[0], scratch[1:].view(-1)
