@@ -10,6 +10,7 @@ from unitrain.backends.broadcasts import BUFFER_BYTES, MAX_PACKED_BYTES
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.cases import contract, raises
+from unitrain.testing.models import seeded_generator
 
 # Lengths of pieces in elements: empty, small, around the largest float32 piece that is packed, and large.
 _LENGTHS = (
@@ -29,7 +30,7 @@ def _pieces_with_roots(rank: int, size: int, lengths: tuple[int, ...] | list[int
     """Return the pieces of `rank`, adjacent slices of one tensor per dtype, each with its root. The roots alternate."""
     pieces: list[tuple[Tensor, int]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        generator = torch.Generator().manual_seed(rank)
+        generator = seeded_generator(rank)
         flat = torch.randint(0, 2 if dtype == torch.bool else 100, (sum(lengths),), generator=generator).to(dtype)
         pieces += [(piece, len(pieces) + index) for index, piece in enumerate(flat.split(list(lengths)))]
     return [(piece, root % size) for piece, root in pieces]

@@ -13,10 +13,19 @@ CASES: dict[str, Case] = {}
 
 
 def contract(case: Case) -> Case:
-    """Add `case` to the suite under the name of the function."""
+    """Add `case` to the suite under the name of the function. On a GPU, the case creates its tensors there by
+    default."""
+
+    @functools.wraps(case)
+    def on_device(backend: Backend) -> None:
+        if backend.device.type == "cpu":
+            return case(backend)
+        with backend.device:
+            return case(backend)
+
     assert case.__name__ not in CASES, f"duplicate case {case.__name__}"
-    CASES[case.__name__] = case
-    return case
+    CASES[case.__name__] = on_device
+    return on_device
 
 
 def may_raise_unsupported_error(case: Case) -> Case:

@@ -20,7 +20,7 @@ from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
-from unitrain.testing.models import build
+from unitrain.testing.models import build, seeded_generator
 
 # Small tensors are transferred together with the consistency check; larger ones such as (11, 13) are not.
 _SHAPES: tuple[tuple[int, ...], ...] = (
@@ -31,7 +31,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 def make_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the input of `rank`. The values are so small that products over 3 ranks are exact in every dtype."""
-    generator = torch.Generator().manual_seed(17 * rank + len(shape))
+    generator = seeded_generator(17 * rank + len(shape))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     values = torch.randint(1, 5, shape, generator=generator)
@@ -300,7 +300,7 @@ def min_and_max_propagate_nan(backend: Backend) -> None:
         values = torch.tensor([0.0, -0.0, 1.5, -2.5, torch.inf, -torch.inf, torch.nan, -torch.nan, 6e-8, -6e-8])
         inputs = []
         for rank in range(backend.size):
-            generator = torch.Generator().manual_seed(rank)
+            generator = seeded_generator(rank)
             chosen = torch.randint(0, len(values), (2 * backend.size, columns), generator=generator)
             own = torch.randint(-9, 9, chosen.shape, generator=generator).float()
             inputs.append(torch.where(torch.rand(chosen.shape, generator=generator) < 0.3, values[chosen], own))

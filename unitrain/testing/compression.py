@@ -22,6 +22,7 @@ from unitrain.testing.models import (
     compute_loss,
     gradients,
     mean_gradients,
+    seeded_generator,
 )
 from unitrain.testing.parameters import TwoHeads
 
@@ -190,7 +191,7 @@ class ComplexLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(7)
+        generator = seeded_generator(7)
         self.phases = nn.Parameter(torch.randn(FEATURES, 5, dtype=torch.complex64, generator=generator))
         self.readout = build(seed=3).float()
 

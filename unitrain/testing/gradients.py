@@ -21,6 +21,7 @@ from unitrain.testing.models import (
     compute_loss,
     gradients,
     mean_gradients,
+    seeded_generator,
 )
 
 
@@ -221,7 +222,7 @@ def collectives_may_run_inside_backward(backend: Backend) -> None:
                 m: nn.Module, rank: int, step: int = step, find_unused_parameters: bool = find_unused_parameters
             ) -> None:
                 skipped = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if find_unused_parameters else set()
-                x = torch.randn(2, 400, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
+                x = torch.randn(2, 400, generator=seeded_generator(rank)).double().requires_grad_()
                 m(x, skipped).sin().sum().backward()
 
             model.zero_grad()

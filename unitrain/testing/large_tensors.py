@@ -20,6 +20,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.testing.cases import contract
 from unitrain.testing.collectives import is_reduction_supported, make_input, reduce_inputs
+from unitrain.testing.models import seeded_generator
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
     for dtype, op in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), ("min", "max")):
         inputs = []
         for rank in range(backend.size):
-            values = torch.randn(backend.size, 150, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            values = torch.randn(backend.size, 150, generator=seeded_generator(rank)).to(dtype)
             values[:, rank::11] = torch.nan
             values[:, rank + 3 :: 13] = -torch.inf
             inputs.append(values)
@@ -73,7 +74,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
 @contract
 def reducescatter_of_a_large_tensor_equals_a_slice_of_the_allreduce(backend: Backend) -> None:
     columns = 5 * composed_collectives.MAX_PIECE_BUFFER_BYTES // 8 // backend.size + 1  # two and a half pieces
-    generator = torch.Generator().manual_seed(backend.rank)
+    generator = seeded_generator(backend.rank)
     own = torch.rand(backend.size, columns, generator=generator)
     assert_close(backend.reducescatter(own)[0], backend.allreduce(own)[backend.rank])
     half = torch.full((backend.size, columns), 40_000.0, dtype=torch.float16)  # the sum overflows in float16

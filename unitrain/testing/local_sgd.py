@@ -25,7 +25,7 @@ from unitrain.testing.local_sgd_simulation import (
     sgd,
     train,
 )
-from unitrain.testing.models import batch, build, compute_loss
+from unitrain.testing.models import batch, build, compute_loss, seeded_generator
 from unitrain.testing.parameters import TwoHeads
 
 DILOCO = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9)
@@ -338,7 +338,7 @@ def compressed_mean_is_equal_without_alltoall(backend: Backend) -> None:
         groups = [OuterGroups(communicator, LocalSGDConfig(steps=1)) for communicator in communicators]  # type: ignore[arg-type]
         means = [OuterMean(group, compression, elements) for group in groups]  # type: ignore[arg-type]
         for step in range(3):
-            values = torch.randn(elements, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            values = torch.randn(elements, generator=seeded_generator(10 * step + backend.rank))
             first, second = (mean(values) for mean in means)
             assert torch.equal(first, second)
             assert_same_on_every_rank(backend, first.tolist())

@@ -21,9 +21,14 @@ def build(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
+def seeded_generator(seed: int) -> torch.Generator:
+    """Return a random number generator with this seed on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def batch(rank: int, step: int = 0) -> Tensor:
     """Return the samples of `rank` for `step`: float64 [ROWS, FEATURES]."""
-    return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank)).double()
+    return torch.randn(ROWS, FEATURES, generator=seeded_generator(1000 * step + rank)).double()
 
 
 def compute_loss(output: Tensor) -> Tensor:

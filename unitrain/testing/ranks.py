@@ -83,9 +83,10 @@ class RankGroup:
 
     `command` is a launcher's command line without the program, such as ["horovodrun", "-np", "2"]. Without it, the
     ranks are started directly, with variables such as RANK and WORLD_SIZE. `variables` are added to the environment of
-    the ranks, which compute on `device`. On Linux, ranks on the CPU without `command` and `variables` are forked from a
-    process that has already imported torch. With `spawn=True`, new processes are started instead; use it to measure
-    times. Every wait has a timeout. All processes are terminated at the end of the context.
+    the ranks. The ranks compute on `device`, which defaults to UNITRAIN_TEST_DEVICE, or else to the CPU. On Linux,
+    ranks on the CPU without `command` and `variables` are forked from a process that has already imported torch. With
+    `spawn=True`, new processes are started instead; use it to measure times. Every wait has a timeout. All processes
+    are terminated at the end of the context.
     """
 
     def __init__(
@@ -96,16 +97,16 @@ class RankGroup:
         command: Sequence[str] = (),
         spawn: bool = False,
         variables: Mapping[str, str] | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         backend_timeout_seconds: float = 60.0,
     ) -> None:
         self.backend = backend
         self.size = size
         self._command = list(command)
+        self._device = device or environment.get_variable("UNITRAIN_TEST_DEVICE") or "cpu"
         # Imported modules may read variables at import, and CUDA cannot be used after a fork.
-        self._forks = not (spawn or command or variables) and device == "cpu" and sys.platform.startswith("linux")
+        self._forks = not (spawn or command or variables) and self._device == "cpu" and sys.platform.startswith("linux")
         self._variables = dict(variables or {})
-        self._device = device
         self._backend_timeout_seconds = backend_timeout_seconds
         self._processes: list[subprocess.Popen[bytes] | Child] = []
         self._ranks: dict[int, _Rank] = {}

@@ -19,7 +19,7 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.testing.cases import assert_same_on_every_rank, contract
-from unitrain.testing.models import WORDS, ConvNet, Transformer, TransformerLayer
+from unitrain.testing.models import WORDS, ConvNet, Transformer, TransformerLayer, seeded_generator
 from unitrain.torch_compat import local_shard
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -35,7 +35,7 @@ def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
     """Return the loss of `model` on the samples of `ranks`. Each rank has the same number of samples."""
     parts = []
     for rank in ranks:
-        generator = torch.Generator().manual_seed(100 * step + rank)
+        generator = seeded_generator(100 * step + rank)
         # A rank uses at most 3 of the 11 words.
         parts.append(
             torch.randint(0, WORDS, (3,), generator=generator)[torch.randint(0, 3, (4, 5), generator=generator)]
@@ -196,7 +196,7 @@ def gradient_norms_of_sharded_parameters_equal_those_of_complete_gradients(backe
     def gradients(model: nn.Module) -> list[Tensor]:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    rows = torch.randn(4 * backend.size, 3, generator=torch.Generator().manual_seed(1)).double()
+    rows = torch.randn(4 * backend.size, 3, generator=seeded_generator(1)).double()
     for order in (2.0, 1.0, 3.0, torch.inf, -torch.inf):
         for foreach in (None, False):
             model, twin = build(), build()
@@ -252,7 +252,7 @@ def sharded_parameters_train_with_large_blocks(backend: Backend) -> None:
         return nn.Sequential(nn.Linear(6, 2001), nn.Tanh(), nn.Linear(2001, 5)).double()
 
     def loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
-        inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+        inputs = [torch.randn(4, 6, generator=seeded_generator(10 * step + rank)) for rank in ranks]
         output: Tensor = model(torch.cat(inputs).double()).sin().mean()
         return output
 
@@ -457,7 +457,7 @@ def sharded_parameters_train_after_an_evaluation_on_rank_0(backend: Backend) -> 
 
     model, twin = build(), build()
     wrapped, optimizer = distribute(backend, model, blocks=(nn.Linear,))
-    rows = torch.randn(4 * backend.size, 3, generator=torch.Generator().manual_seed(1)).double()
+    rows = torch.randn(4 * backend.size, 3, generator=seeded_generator(1)).double()
     own, batches = rows[backend.rank :: backend.size], [(rows, BatchInfo(4, 0))] * 2 if backend.rank == 0 else []
     runs = [(wrapped, optimizer, own), (twin, adamw(twin.parameters()), rows)]
     for _ in range(2):

@@ -3,6 +3,7 @@ cases.
 
 pytest --pyargs unitrain.testing.test_contract
 UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
+UNITRAIN_TEST_DEVICE=cuda UNITRAIN_CONTRACT_SIZES=1 pytest --pyargs unitrain.testing.test_contract
 """
 
 from __future__ import annotations
