@@ -132,8 +132,8 @@ def _train_steps(backend: Backend, precision: str, distributed: bool) -> list[Te
 
 
 def measure_throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
-    """Train `steps` steps with a hand-written loop or with the Trainer; return samples per second and the peak memory
-    in MiB."""
+    """Train `steps` steps with a hand-written loop on the backend's library or with the Trainer; return samples per
+    second and the peak memory in MiB."""
     if way not in _prepared:
         _prepared[way] = _prepare(backend, way, model, batch_size, steps)
         _prepared[way]()
@@ -171,10 +171,17 @@ def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int
 
         return fit
     images, targets = data.tensors
+    wrapped: nn.Module = net
+    if backend.name == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(net, [backend.device] if backend.device.type == "cuda" else None)
+    elif backend.name == "horovod":
+        import horovod.torch as hvd
+
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 
     def by_hand() -> None:
         for chosen in torch.randperm(samples, device=backend.device).split(batch_size):
-            cross_entropy(net(images[chosen]), targets[chosen]).backward()
+            cross_entropy(wrapped(images[chosen]), targets[chosen]).backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,8 +1,9 @@
 """GPU checks: each backend on the device, at size 1, compared with plain torch.
 
 The checks are collectives in every dtype, prefetched batches, a run with and without prefetching, and 20 steps in fp32,
-bf16 and fp16 (GradScaler, clipping). The throughput and peak memory of a torchvision model with the Trainer are
-compared with those of a hand-written loop in the same process, in turns.
+bf16 and fp16 (GradScaler, clipping). The throughput of a torchvision model with the Trainer is compared with that of a
+hand-written loop in the same process, in turns. The loop uses DistributedDataParallel, Horovod's DistributedOptimizer
+or, for the backend `local`, neither.
 
     python benchmarks/gpu_check.py                # writes benchmarks/results/gpu_check.md
     python benchmarks/gpu_check.py --device cpu   # the same steps, to test the check itself

@@ -347,8 +347,9 @@ class _Normalize(torch.autograd.Function):
         # The gradient of x with constant statistics, and this rank's sums of gradient * normalized x and of gradient.
         if x.numel():
             kernel = torch.ops.aten.native_batch_norm_backward
+            no_statistics = mean.new_empty(0)  # for channels-last inputs, the CUDA kernel rejects None
             dx, dweight, dbias = kernel(
-                gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+                gradient, x, weight, mean, variance, no_statistics, no_statistics, False, ctx.eps, [True, True, True]
             )
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)

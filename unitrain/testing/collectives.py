@@ -113,7 +113,7 @@ def invalid_ops_roots_and_tensors_raise(backend: Backend) -> None:
         raises(ConfigError, f"Root {root}", lambda root=root: backend.broadcast(tensor, root))
         raises(ConfigError, f"Root {root}", lambda root=root: backend.broadcast_object(1, root))
     wrong: Any = torch.ones(2) if backend.rank == backend.size - 1 else 0
-    text = raises(ConfigError, "Root tensor([1., 1.])", lambda: backend.broadcast_object(1, wrong))
+    text = raises(ConfigError, "Root tensor([1., 1.]", lambda: backend.broadcast_object(1, wrong))
     assert_same_on_every_rank(backend, text)
     raises(TensorError, "complex64", lambda: backend.allreduce(torch.ones(2, dtype=torch.complex64)))
     raises(TensorError, "takes a tensor, got int", lambda: backend.allreduce(3))  # type: ignore[arg-type]

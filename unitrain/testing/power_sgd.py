@@ -43,7 +43,7 @@ def distribute_with_compression_state(
 def gather_mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
     """Return, on every rank, the mean over ranks of the errors (gradients that have not been communicated yet)."""
     state = backend.broadcast_object(compression_state.state_dict())
-    return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
+    return {name: of_all_ranks.mean(0).to(backend.device) for name, of_all_ranks in state["errors"].items()}
 
 
 def save_and_load(compression_state: CompressionState) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
+from unitrain.bootstrap import environment
 from unitrain.errors import CollectiveTimeoutError, UnsupportedError
 from unitrain.monitoring.rank_status import format_ranks
 from unitrain.torch_compat import Work, current_backward
@@ -125,6 +126,7 @@ class HorovodWork(Work):
         try:
             with torch.inference_mode() if self._is_inference else torch.no_grad():
                 output = hvd.synchronize(self._handle)
+                self._wait_for_default_stream()
                 if self._process_output is not None:
                     self._process_output(output)
                 self._mark_ready(output)
@@ -168,6 +170,14 @@ class HorovodWork(Work):
         """Stop waiting for the operation, because some ranks will not start it. It remains pending in Horovod."""
         self._process_output = None
         self._is_done = True
+
+    def _wait_for_default_stream(self) -> None:
+        """Make the current CUDA stream wait for the default stream. With HOROVOD_ENABLE_ASYNC_COMPLETION=1, Horovod
+        reports an operation as finished when the default stream waits for it."""
+        if self._device.type == "cuda" and environment.get_variable("HOROVOD_ENABLE_ASYNC_COMPLETION"):
+            current, default = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
+            if current != default:
+                current.wait_stream(default)
 
     def _mark_ready(self, output: Any) -> None:
         """Record an event in the current CUDA stream of this thread, which writes the result. Do nothing on a CPU."""
