@@ -1,4 +1,4 @@
-"""Backends by name: the built-in ones, those of other packages, and those that cannot be loaded."""
+"""Selection of backends by name: built-in backends, backends of other packages, and errors if one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from unitrain.backends.local import LocalBackend
 class ModestBackend(LocalBackend):
     name = "modest"
 """
-ASK_FOR_HOROVOD = """
+REQUEST_HOROVOD = """
 import unitrain
 from unitrain.errors import BackendUnavailableError
 assert hasattr(unitrain, "register_process_group")
-for ask in (lambda: unitrain.init("horovod"), unitrain.register_process_group):
+for request in (lambda: unitrain.init("horovod"), unitrain.register_process_group):
     try:
-        ask()
+        request()
     except BackendUnavailableError as error:
         print(error)
 """
-# Starts, in one process, what each launcher implies; the variables of one are cleared before the next.
+# Starts the default backend for the variables of each launcher, one after another in one process.
 PRINT_DEFAULT_BACKEND = """
 import json, os, sys
 import unitrain
@@ -49,7 +49,7 @@ for variables in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with three backends: a good one, one that shadows ddp, and one that cannot be imported."""
+    """Install a package with three backends: one is valid, one has the name of a built-in, and one fails to import."""
     (tmp_path / "modest_plugin.py").write_text(PLUGIN)
     (tmp_path / "broken_plugin.py").write_text("import a_library_nobody_has\n")
     metadata = tmp_path / "modest_plugin-1.0.dist-info"
@@ -64,7 +64,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_installed_package_adds_a_backend_but_replaces_no_built_in_one() -> None:
+def test_installed_package_adds_a_backend_but_does_not_replace_a_built_in_backend() -> None:
     assert unitrain.available_backends() == ["broken", "ddp", "horovod", "local", "misnamed", "modest"]
     with unitrain.init("modest") as backend:
         assert (backend.name, backend.rank, backend.size) == ("modest", 0, 1)
@@ -104,7 +104,7 @@ def test_backend_argument_overrides_variable_and_variable_overrides_launcher_def
 
 
 def test_launcher_determines_default_backend() -> None:
-    """Here with one rank; horovodrun and mpirun, which must run for it, are in test_launch_real.py."""
+    """One rank per launcher. test_launch_real.py covers horovodrun and mpirun, which must really start the ranks."""
     by_hand = {"RANK": "0", "WORLD_SIZE": "1"}
     torchrun = by_hand | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
@@ -140,10 +140,10 @@ def test_local_backend_rejects_a_transport() -> None:
     )
 
 
-def sentence_without_horovod(shadow: Path) -> str:
-    """Return the errors of init and register_process_group if the horovod in `shadow` hides the installed one."""
+def error_without_horovod(shadow: Path) -> str:
+    """Return the error that init and register_process_group raise if `shadow` hides the installed Horovod."""
     done = subprocess.run(
-        [sys.executable, "-c", ASK_FOR_HOROVOD],
+        [sys.executable, "-c", REQUEST_HOROVOD],
         env=os.environ | {"PYTHONPATH": str(shadow)},
         capture_output=True,
         text=True,
@@ -153,7 +153,7 @@ def sentence_without_horovod(shadow: Path) -> str:
     assert done.returncode == 0, done.stderr
     message_text = [
         line for line in done.stdout.splitlines() if line.startswith("Backend")
-    ]  # Horovod prints warnings as well
+    ]  # Horovod also prints warnings
     assert len(message_text) == 2, done.stdout
     assert message_text[0] == message_text[1]
     return message_text[0]
@@ -164,7 +164,7 @@ def sentence_without_horovod(shadow: Path) -> str:
     [
         ({"horovod/__init__.py": "raise ModuleNotFoundError(\"No module named 'horovod'\")"}, "No module named"),
         (
-            # The message of the loader for an extension that was built for another torch.
+            # The loader's message for an extension that was built for another torch.
             {
                 "horovod/__init__.py": "",
                 "horovod/torch/__init__.py": "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN3c104impl3cow11')",
@@ -179,7 +179,7 @@ def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, st
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    message_text = sentence_without_horovod(tmp_path)
+    message_text = error_without_horovod(tmp_path)
     assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
     assert found in message_text
     assert message_text.endswith("Build it for this torch with: unitrain horovod build")
@@ -193,7 +193,7 @@ def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, st
     ],
 )
 def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(extension: str, tmp_path: Path) -> None:
-    """The installed Horovod without its library for torch tensors."""
+    """The copy of the installed Horovod has an empty library for torch tensors, or none."""
     spec = importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.origin is not None
@@ -202,7 +202,7 @@ def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(exte
     library.unlink()
     if extension == "unloadable":
         library.touch()
-    message_text = sentence_without_horovod(tmp_path)
+    message_text = error_without_horovod(tmp_path)
     assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
     assert "mpi_lib_v2" in message_text
     assert message_text.endswith("Build it for this torch with: unitrain horovod build")

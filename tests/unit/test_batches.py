@@ -1,4 +1,4 @@
-"""Batches of any structure: transfer to the device, and their use in `forward`."""
+"""Batches of any structure: transfer to the device, and use in `forward`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Frozen:
 
 @dataclass
 class Derived:
-    """Its constructor takes something else than its fields."""
+    """A dataclass whose constructor takes a value that is not a field."""
 
     scale: InitVar[float]
     values: Tensor
@@ -52,7 +52,7 @@ class Derived:
 
 
 class Graph:
-    """Moves itself into a new object, as those of PyTorch Geometric do."""
+    """A class whose `to` returns a new object, as in PyTorch Geometric."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -63,7 +63,7 @@ class Graph:
 
 
 class Encoding(UserDict[str, Any]):
-    """Moves itself in place and takes nothing but a device, as BatchEncoding of older transformers does."""
+    """A class whose `to` works in place and takes only a device, as in BatchEncoding of older transformers versions."""
 
     def to(self, device: torch.device) -> Encoding:
         self.data = {name: value.to(device) for name, value in self.data.items()}
@@ -71,7 +71,7 @@ class Encoding(UserDict[str, Any]):
 
 
 class Silent:
-    """Moves itself in place and returns nothing."""
+    """A class whose `to` works in place and returns None."""
 
     def __init__(self) -> None:
         self.values = torch.ones(1)
@@ -97,7 +97,7 @@ def test_to_device_keeps_container_types() -> None:
     assert moved["counted"]["one"][0].is_meta
     assert moved["counted"]["more"] == []
     assert not one.is_meta
-    assert not counted["one"][0].is_meta, "the loader's own batch is left alone"
+    assert not counted["one"][0].is_meta, "to_device must not modify the loader's batch"
     assert to_device(MappingProxyType({"a": one}), META)["a"].is_meta
     assert to_device(UserDict(a=one), META)["a"].is_meta
 
@@ -125,7 +125,7 @@ def test_to_device_calls_the_to_method_of_objects() -> None:
     assert silent.values.is_meta
     packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
     assert packed.data.is_meta
-    assert packed.batch_sizes.device == CPU, "it describes the layout of the data, and must stay on the CPU"
+    assert packed.batch_sizes.device == CPU, "batch_sizes describes the layout of the data and must stay on the CPU"
 
 
 def test_to_device_propagates_errors_of_the_to_method() -> None:
@@ -157,7 +157,7 @@ class Sample:
 
 
 class Rows(Dataset[Any]):
-    """The same samples in the requested structure."""
+    """The same samples for every `kind`, which selects their structure."""
 
     def __init__(self, kind: str, length: int = 26) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -181,7 +181,7 @@ def collate_samples(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Sample:
 
 
 class Model(nn.Module):
-    """Takes two inputs, or both in one."""
+    """A model that takes two tensors, or one tensor that contains both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,19 +193,24 @@ class Model(nn.Module):
         return result
 
 
-def of_mapping(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def forward_mapping(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return model(batch["left"], right=batch["right"]), batch["target"]
 
 
-def of_three(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+def forward_sequence(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
     return model(*batch[:-1]), batch[-1]
 
 
-def of_dataclass(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+def forward_dataclass(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
     return model(batch.left, batch.right), batch.target
 
 
-SHAPES: dict[str, Any] = {"pair": None, "mapping": of_mapping, "three": of_three, "dataclass": of_dataclass}
+FORWARD_FUNCTIONS: dict[str, Any] = {
+    "pair": None,
+    "mapping": forward_mapping,
+    "three": forward_sequence,
+    "dataclass": forward_dataclass,
+}
 
 
 def right(output: Tensor, target: Tensor) -> Tensor:
@@ -227,17 +232,20 @@ def data(kind: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
     return DataLoader(Rows(kind, length), batch_size=batch_size, shuffle=True, collate_fn=collate)
 
 
-def trained(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], list[tuple[bool, bool]]]:
-    """Return parameters, results, and of every call of `forward` whether the model trained and was the wrapped one."""
+def train(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], list[tuple[bool, bool]]]:
+    """Train on batches of structure `kind`, and return the parameters, the results and the calls of `forward`.
+
+    For each call, the list contains whether the model was in training mode and whether it was the wrapped model.
+    """
     calls: list[tuple[bool, bool]] = []
 
-    def monitored_wait(model: nn.Module, batch: Any) -> Any:
+    def record_call(model: nn.Module, batch: Any) -> Any:
         calls.append((model.training, model is trainer.model))
-        return SHAPES[kind](model, batch)
+        return FORWARD_FUNCTIONS[kind](model, batch)
 
     size = 12 // backend.size
-    accumulate = 2 if backend.size < 3 else 1  # of what a rank takes, so that all take the same steps of 12
-    trainer = make(backend, monitored_wait if SHAPES[kind] else None, gradient_accumulation_steps=accumulate)
+    accumulate = 2 if backend.size < 3 else 1  # a step has 12 samples for any number of ranks
+    trainer = make(backend, record_call if FORWARD_FUNCTIONS[kind] else None, gradient_accumulation_steps=accumulate)
     results = trainer.fit(data(kind, size // accumulate), data(kind, 5, 7))
     return (
         [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],
@@ -246,12 +254,12 @@ def trained(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float]
     )
 
 
-def trained_in_every_shape(backend: Backend) -> dict[str, Any]:
-    return {kind: trained(backend, kind) for kind in SHAPES}
+def train_with_every_structure(backend: Backend) -> dict[str, Any]:
+    return {kind: train(backend, kind) for kind in FORWARD_FUNCTIONS}
 
 
-def by_hand() -> tuple[list[Tensor], float]:
-    """Plain torch on complete batches of 12: the parameters, and the loss on the first seven samples."""
+def train_in_plain_torch() -> tuple[list[Tensor], float]:
+    """Train in plain torch on global batches of 12; return the parameters and the loss on the validation samples."""
     from unitrain.data.order import epoch_order
 
     model, rows = Model(), Rows("pair")
@@ -268,7 +276,7 @@ def by_hand() -> tuple[list[Tensor], float]:
 
 
 def check(runs: list[dict[str, Any]]) -> None:
-    expected, loss = by_hand()
+    expected, loss = train_in_plain_torch()
     for run in runs:
         for kind, (parameters, results, calls) in run.items():
             for one, pair, wanted in zip(parameters, runs[0]["pair"][0], expected, strict=True):
@@ -282,7 +290,7 @@ def check(runs: list[dict[str, Any]]) -> None:
 
 
 def test_batch_structures_give_equal_training_in_one_process() -> None:
-    check([trained_in_every_shape(LOCAL)])
+    check([train_with_every_structure(LOCAL)])
 
 
 @pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 3)], ids=str)
@@ -292,12 +300,12 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None:
-    runs = group.run(trained_in_every_shape, timeout_seconds=200)
+    runs = group.run(train_with_every_structure, timeout_seconds=200)
     check(runs)
     for run in runs:
-        for kind in SHAPES:
+        for kind in FORWARD_FUNCTIONS:
             plain = [wrapped for training, wrapped in run[kind][2] if not training]
-            assert not any(plain), "evaluation calls the model itself"
+            assert not any(plain), "evaluation must call the model without its wrapper"
 
 
 def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> None:
@@ -339,7 +347,7 @@ def test_invalid_forward_functions_and_results_are_rejected() -> None:
 
 
 def raised_messages(backend: Backend) -> list[str]:
-    """The errors for data of which only the first or the last rank has a sample."""
+    """Return the errors for invalid batches. Most datasets have one sample, so only one rank detects the error."""
 
     def short(model: nn.Module, batch: Any) -> Any:
         return model(batch[0])

@@ -90,17 +90,17 @@ def test_contradicting_batch_sizes_are_rejected_with_valid_ones(
 
 def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
     for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
-        request_options = {
+        settings = {
             "batch_size": batch_size,
             "gradient_accumulation_steps": accumulate,
             "global_batch_size": None,
         }
-        began = elastic_batch_sizes(first, None, **request_options)
+        began = elastic_batch_sizes(first, None, **settings)
         global_batch = first * batch_size * (accumulate or 1)
         assert began == BatchSizes(batch_size, accumulate or 1, global_batch)
-        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, global_batch), **request_options)
+        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, global_batch), **settings)
         assert (found.batch_size, found.global_batch_size) == (batch_size, global_batch)
-        # The minimum number of micro-batches without more samples per rank than before.
+        # The smallest number of micro-batches that does not increase the batch size of a rank.
         assert (
             (found.gradient_accumulation_steps - 1) * size * batch_size
             < global_batch
@@ -108,25 +108,25 @@ def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         )
 
 
-def test_elastic_job_starts_with_an_indivisible_global_batch() -> None:
+def test_elastic_job_accepts_a_global_batch_that_the_number_of_ranks_does_not_divide() -> None:
     alone = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 8}
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
     assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
-    # A script that makes its own batches smaller for more ranks means the same.
+    # A script may compute batch_size from the number of ranks; the global batch is the same.
     assert elastic_batch_sizes(
         1, ElasticBatchSize(4, 8), batch_size=8, gradient_accumulation_steps=None, global_batch_size=None
     ) == BatchSizes(8, 1, 8)
 
 
-def test_full_batches_approximate_the_global_batch() -> None:
-    request_options = {
+def test_global_batch_is_approximated_if_all_batches_must_be_full() -> None:
+    settings = {
         "batch_size": 4,
         "gradient_accumulation_steps": None,
         "global_batch_size": None,
         "full_batches_only": True,
     }
     found = {
-        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **request_options).gradient_accumulation_steps
+        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **settings).gradient_accumulation_steps
         for size in (1, 2, 3, 4, 8)
     }
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}

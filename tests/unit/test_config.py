@@ -1,4 +1,4 @@
-"""TrainConfig: valid settings, and the errors of invalid ones."""
+"""Validation of `TrainConfig` and other configuration classes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
         ({"steps": 4, "mixing": 1}, r"mixing must be at least 0 and less than 1, got 1\. Use mixing=0\.5, or 0 to"),
     ],
 )
-def test_invalid_local_sgd_are_rejected(settings: dict[str, Any], message: str) -> None:
+def test_invalid_local_sgd_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalSGDConfig(**settings)
 
@@ -174,7 +174,7 @@ def test_config_error_is_a_value_error() -> None:
         TrainConfig(max_epochs=1, gradient_accumulation_steps=0)
 
 
-def test_different_settings_on_ranks_are_named() -> None:
+def test_settings_that_differ_between_ranks_are_named() -> None:
     mine, other = TrainConfig(max_epochs=1, batch_size=8), TrainConfig(max_epochs=1, batch_size=16)
     check_same_config(mine, simulate_rank(0, 2))
     with pytest.raises(ConfigError, match=r"TrainConfig\.batch_size differs between ranks: \[8, 16\]\."):
@@ -213,7 +213,7 @@ def test_unusual_values_of_every_field_are_accepted_or_raise_a_config_error(kind
     assert raised > len(dataclasses.fields(kind)) * len(INVALID) // 2
 
 
-def test_numbers_above_the_range_of_floats_and_unprintable_values_are_described() -> None:
+def test_errors_describe_numbers_above_the_float_range_and_unprintable_values() -> None:
     with pytest.raises(
         ConfigError, match=r"^TrainConfig\.max_grad_norm must be a number above 0, got an integer of 1329 bits"
     ):

@@ -1,4 +1,4 @@
-"""Runs that a YAML file describes, on one process: keys, overrides, errors, stored configurations and repeated runs."""
+"""Runs configured by YAML files, in one process: keys, overrides, errors, stored configurations and repeated runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unitrain.config_files.instantiation import build_arguments, read_command_li
 from unitrain.config_files.parser import parse
 from unitrain.errors import ConfigError
 
-# Each list repeats the preceding one ten times.
+# Each list contains ten aliases of the preceding list, so the expanded document would have 10^9 items.
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
 
 PARTS = '''
@@ -159,7 +159,7 @@ def test_files_and_options_are_merged_in_order(folder: Path) -> None:
     assert arguments["metrics"]["error"](torch.ones(2, 1), torch.zeros(2, 1)).tolist() == [1, 1]
 
 
-def test_settings_with_objects_and_several_validation_datasets(folder: Path) -> None:
+def test_settings_may_be_objects_and_val_data_may_have_several_datasets(folder: Path) -> None:
     (folder / "more.yaml").write_text(
         "val_data: {one: config_parts.create_data, two: {class_path: config_parts.create_data}}\n"
         "local_sgd: {steps: 4}\nloggers: [csv, {class_path: unitrain.JSONLinesLogger}]\n"
@@ -179,7 +179,7 @@ def test_initial_weights_depend_on_the_seed_only(folder: Path) -> None:
     assert torch.equal(build("config/run.yaml", "--seed=3")["model"].layers[0].weight, expected)
 
 
-def test_scheduler_classes_and_functions(folder: Path) -> None:
+def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
     cosine = build("config/run.yaml", "--scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--scheduler.T_max=7")
     assert isinstance(cosine["scheduler"], CosineAnnealingLR)
     assert cosine["scheduler"].T_max == 7
@@ -268,7 +268,7 @@ def test_missing_files_and_keys_are_reported(folder: Path) -> None:
     assert "takes a configuration file" in CliRunner().invoke(command_line, ["train"]).stderr
 
 
-def test_exceptions_of_a_class_name_its_key(folder: Path) -> None:
+def test_exception_in_a_constructor_names_the_key_of_the_class(folder: Path) -> None:
     with pytest.raises(ValueError, match="13 is not supported") as caught:
         build("config/run.yaml", "--model.hidden=13")
     assert caught.value.__notes__[0].startswith("config/run.yaml, line 1: model: the exception was raised")
@@ -287,7 +287,7 @@ def test_exceptions_of_a_class_name_its_key(folder: Path) -> None:
         ("loss_fn: config_parts.FailingLoss", ArithmeticError, "no loss"),
     ],
 )
-def test_the_exception_of_a_class_or_function_is_raised_unchanged(
+def test_exception_in_a_class_or_function_is_raised_with_a_note(
     text: str, error: type[Exception], message: str, folder: Path
 ) -> None:
     (folder / "failing.yaml").write_text(text)
@@ -297,7 +297,7 @@ def test_the_exception_of_a_class_or_function_is_raised_unchanged(
     assert caught.traceback[-1].name in ("create_data", "__init__")
 
 
-def test_a_function_may_return_a_dataset_that_is_not_a_subclass_of_torchs(folder: Path) -> None:
+def test_dataset_need_not_be_a_subclass_of_torch_dataset(folder: Path) -> None:
     arguments = build("config/run.yaml", "--train_data=config_parts.create_table", "--val_data=config_parts.Table")
     assert [type(arguments[name]).__name__ for name in ("train_data", "val_data")] == ["Table", "Table"]
 
@@ -352,12 +352,12 @@ def test_invalid_values_are_reported_before_the_backend_starts(
         ("preemption_signals: [SIGKILL]", "Use preemption_signals: [SIGTERM, SIGUSR1], or () to handle no signal."),
     ],
 )
-def test_fixes_are_written_as_in_a_file(text: str, fix: str, folder: Path) -> None:
+def test_fixes_use_the_syntax_of_configuration_files(text: str, fix: str, folder: Path) -> None:
     (folder / "bad.yaml").write_text(text)
     assert message_of("config/run.yaml", "bad.yaml").endswith(fix)
 
 
-def test_without_jsonargparse_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jsonargparse_is_reported_with_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     done = CliRunner().invoke(command_line, ["train", "config/run.yaml"])
     assert done.exit_code == 1
@@ -366,7 +366,9 @@ def test_without_jsonargparse_the_extra_is_named(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("command", ["launch -np 2", "verify", "tune", "memory", "bench train"])
-def test_without_jsonargparse_no_rank_is_started(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_not_started_if_jsonargparse_is_missing(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     done = CliRunner().invoke(command_line, [*command.split(), "config/run.yaml"])
     assert done.exit_code == 2
@@ -374,7 +376,7 @@ def test_without_jsonargparse_no_rank_is_started(command: str, folder: Path, mon
     assert 'with: pip install ".[config]"' in done.stderr
 
 
-def test_without_jsonargparse_a_command_for_another_host_is_printed(
+def test_command_for_another_host_is_printed_if_jsonargparse_is_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
@@ -384,7 +386,7 @@ def test_without_jsonargparse_a_command_for_another_host_is_printed(
         assert "unitrain train config/run.yaml" in done.stdout
 
 
-def test_help_and_starting_file(folder: Path) -> None:
+def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) -> None:
     shown = " ".join(train("--help").split())
     assert "--max_grad_norm" in shown
     assert "Clip the gradient norm of the global batch to this value." in shown
@@ -400,7 +402,7 @@ def test_help_and_starting_file(folder: Path) -> None:
     assert build("config/run.yaml", "start.yaml")["config"] == build("config/run.yaml")["config"]
 
 
-def test_a_stored_configuration_repeats_and_continues_the_run(folder: Path) -> None:
+def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:
     words = ["config/run.yaml", "--output_dir=runs/first", "--model.scale=null"]
     assert re.search(r"final train_loss=\S+ val_loss=\S+ val_error=\S+\n", train(*words))
     stored = folder / "runs" / "first" / "config.yaml"
@@ -423,7 +425,7 @@ def test_a_stored_configuration_repeats_and_continues_the_run(folder: Path) -> N
     assert yaml.safe_load(stored.read_text())["max_epochs"] == 3
 
 
-def test_the_run_has_the_numbers_of_the_script(folder: Path) -> None:
+def test_run_from_a_file_has_the_same_weights_as_a_run_from_a_script(folder: Path) -> None:
     train("config/run.yaml", "--output_dir=from_file")
     import config_parts  # type: ignore[import-not-found]
 
@@ -438,7 +440,7 @@ def test_the_run_has_the_numbers_of_the_script(folder: Path) -> None:
     assert not (folder / "from_script" / "config.yaml").exists()
 
 
-def test_config_text_of_a_script_must_be_text(folder: Path) -> None:
+def test_config_text_must_be_a_string(folder: Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = unitrain.TrainConfig(max_epochs=1, batch_size=1)
@@ -456,7 +458,7 @@ def test_config_text_of_a_script_must_be_text(folder: Path) -> None:
         )
 
 
-def test_schedule_of_gradient_accumulation_is_read_from_file_and_option(folder: Path) -> None:
+def test_accumulation_schedule_is_read_from_a_file_or_an_option(folder: Path) -> None:
     path = folder / "config" / "run.yaml"
     path.write_text(CONFIG + "gradient_accumulation_steps: {0: 1, 1: 3}\n")
     assert parse([str(path)]).values["gradient_accumulation_steps"] == {0: 1, 1: 3}

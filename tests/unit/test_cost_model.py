@@ -34,13 +34,13 @@ from unitrain.errors import ReportError
 ELEMENTS = 720  # divisible by every number of ranks in these tests
 NETWORK = Network(alpha=3.0, beta=0.5, gamma=0.25)
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-Message = tuple[int, int, slice, bool]  # source, target, elements, whether they are added to those of the target
+Message = tuple[int, int, slice, bool]  # source, target, elements, whether the target adds them
 
 
 class Cluster:
-    """Simulated ranks that exchange elements of their arrays in messages. An element counts as a byte.
+    """Simulated ranks that exchange elements of their arrays in messages. An element has a size of one byte.
 
-    A rank sends at most one message and receives at most one at a time. Every rank has a separate clock.
+    At any time, a rank sends at most one message and receives at most one message. Every rank has a separate clock.
     """
 
     def __init__(self, ranks: int, network: Callable[[int, int], Network] = lambda *_: NETWORK) -> None:
@@ -50,11 +50,11 @@ class Cluster:
         self._network = network
 
     def step(self, messages: Iterable[Message]) -> None:
-        """Exchange messages at the same time."""
+        """Exchange `messages` simultaneously."""
         messages = list(messages)
         for ends in (0, 1):
             busy = [message[ends] for message in messages]
-            assert len(set(busy)) == len(busy), "a rank sends, or receives, two messages at a time"
+            assert len(set(busy)) == len(busy), "a rank sends or receives two messages at the same time"
         payloads = [self.arrays[source, part].copy() for source, _, part, _ in messages]
         clocks = self.clocks.copy()
         for (source, target, part, adds), payload in zip(messages, payloads, strict=True):
@@ -76,7 +76,10 @@ def part(number: int, parts: int, of: slice = ALL_RANKS) -> slice:
 
 
 def ring(cluster: Cluster, members: list[list[int]], of: list[slice], *, adds: bool) -> None:
-    """All rings at the same time: reducescatter, after which the i-th has part i + 1, or the allgather after it."""
+    """Run a reducescatter (if `adds`) or the allgather that follows it, in all rings simultaneously.
+
+    After the reducescatter, the i-th member of a ring has the sum of part i + 1.
+    """
     size = len(members[0])
     shift = 0 if adds else 1
     for number in range(size - 1):
@@ -156,7 +159,7 @@ def simulate_tree(ranks: int) -> Cluster:
 
 
 def simulate_parameter_server(ranks: int, servers: int) -> Cluster:
-    """Servers are separate hosts after the ranks; in every round each server serves another rank."""
+    """Simulate servers on separate hosts, numbered after the ranks. In each round, every server serves another rank."""
     cluster = Cluster(ranks + servers)
     cluster.arrays[ranks:] = 0
     cluster.expected = cluster.arrays.sum(0)
@@ -174,7 +177,7 @@ def simulate_parameter_server(ranks: int, servers: int) -> Cluster:
 
 def simulate_hierarchical(hosts: int, per_host: int, between: Network, inside: Network) -> Cluster:
     def network(source: int, target: int) -> Network:
-        # All ranks of a host send to other hosts at the same time, over one link.
+        # All ranks of a host share one link to the other hosts and use it simultaneously.
         shared = Network(alpha=between.alpha, beta=per_host * between.beta, gamma=between.gamma)
         return inside if source // per_host == target // per_host else shared
 
@@ -190,7 +193,7 @@ def simulate_hierarchical(hosts: int, per_host: int, between: Network, inside: N
 
 
 def check(cluster: Cluster, seconds: float) -> None:
-    """Every rank has the sum, and the last of them exactly after `seconds`."""
+    """Check that every rank has the sum, and that the last rank finishes after exactly `seconds`."""
     assert np.array_equal(cluster.arrays, np.tile(cluster.expected, (len(cluster.arrays), 1)))
     assert cluster.clocks.max() == pytest.approx(seconds, rel=1e-12, abs=1e-12)
 
@@ -220,13 +223,13 @@ def test_parameter_servers_equal_the_simulation(ranks: int, servers: int) -> Non
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 2), (3, 2), (2, 3), (4, 4), (5, 1)])
-def test_hierarchies_equal_the_simulation(hosts: int, per_host: int) -> None:
+def test_hierarchical_allreduce_equals_the_simulation(hosts: int, per_host: int) -> None:
     inside = Network(alpha=0.5, beta=0.125, gamma=0.25)
     seconds = hierarchical_allreduce(hosts * per_host, ELEMENTS, NETWORK, per_host, inside)
     check(simulate_hierarchical(hosts, per_host, NETWORK, inside), seconds)
 
 
-def test_parts_of_an_allreduce_equal_the_simulation() -> None:
+def test_reducescatter_and_allgather_equal_the_simulation() -> None:
     for ranks in SIZES:
         cluster = Cluster(ranks)
         ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=True)
@@ -242,23 +245,25 @@ def test_one_rank_has_no_communication_cost() -> None:
     assert all(cost(1, ELEMENTS, NETWORK) == 0 for cost in ALGORITHMS.values())
 
 
-def test_buckets_are_reduced_during_backward() -> None:
-    """By hand: three layers of 10 bytes and a second each after a forward of 2 s, in buckets of 10 bytes."""
+def test_buckets_are_reduced_in_order_during_backward() -> None:
+    """The forward pass takes 2 s. Each of three layers has 10 bytes of gradients and a backward pass of 1 s."""
     work = StepWork(before=2.0, layers=[Layer(10, 1.0)] * 3)
     each = {"bucket_bytes": 10.0, "first_bucket_bytes": 10.0}
+    # The buckets are ready after 3, 4 and 5 s. Only the last reduction is exposed.
     hidden = predict_step(work, lambda size: 0.5, **each)
-    assert (hidden.seconds, hidden.exposed_seconds) == (5.5, 0.5)  # ready at 3, 4 and 5; only the last is not hidden
+    assert (hidden.seconds, hidden.exposed_seconds) == (5.5, 0.5)
+    # The reductions run from 3 to 6 s, from 6 to 9 s and from 9 to 12 s.
     queued = predict_step(work, lambda size: 3.0, **each)
-    assert (queued.seconds, queued.exposed_seconds) == (12.0, 7.0)  # 3 to 6, 6 to 9, 9 to 12
+    assert (queued.seconds, queued.exposed_seconds) == (12.0, 7.0)
     assert queued.efficiency == pytest.approx(5 / 12)
     at_once = predict_step(work, lambda size: size / 10, bucket_bytes=1000, first_bucket_bytes=1000)
     assert (at_once.seconds, at_once.exposed_seconds) == (8.0, 3.0)
     small_first = predict_step(work, lambda size: size / 10, bucket_bytes=20, first_bucket_bytes=5)
-    assert (small_first.seconds, small_first.exposed_seconds) == (7.0, 2.0)  # 10 at 3 s, 20 at 5 s
+    assert (small_first.seconds, small_first.exposed_seconds) == (7.0, 2.0)  # buckets of 10 and 20 bytes
 
 
 def result_of(network: Network, ranks: int, *, noise: float = 0.0, algorithm: str = "ring") -> dict[str, Any]:
-    """A result as `bench collectives` writes it, of a network with the costs of the model and some noise."""
+    """Return a result in the format of `bench collectives`: the predicted times of `network`, with random noise."""
     random = np.random.default_rng(0)
     return {
         "kind": "collectives",
@@ -288,7 +293,7 @@ def test_calibration_recovers_the_network(algorithm: str) -> None:
 
 def test_calibration_does_not_return_a_negative_latency() -> None:
     result = result_of(Network(alpha=0, beta=1e-9), 2)
-    result["rows"][0]["seconds"] = [1e-9]  # a small array that is faster than the bandwidth permits
+    result["rows"][0]["seconds"] = [1e-9]  # faster than the bandwidth permits
     found = calibrate(result, "ddp gloo", ring_allreduce)
     assert 0 <= found.network.alpha < 1e-15
     assert found.network.beta > 0
@@ -304,24 +309,26 @@ def test_allreduces_of_one_rank_cost_nothing() -> None:
 
 
 def test_small_messages_that_are_faster_than_the_bandwidth_do_not_change_the_fitted_bandwidth() -> None:
-    """A token bucket transfers the first bytes after a pause at a higher rate."""
+    """A token-bucket rate limiter transfers the first bytes after a pause at a higher rate."""
     result = result_of(Network(alpha=0, beta=8e-7), 2)
     result["rows"] = [row for row in result["rows"] if row["bytes"] in (1 << 12, 1 << 16, 1 << 20, 1 << 22)]
     result["rows"][0]["seconds"] = [0.0007]
     assert calibrate(result, "ddp gloo", ring_allreduce).network.beta == pytest.approx(8e-7, rel=1e-6)
 
 
-# Published efficiencies, compared with the model.
+# --- published efficiencies ---
 
 MILLION, MEGABYTE = 1e6, 1 << 20
-# Sergeev & Del Balso, figure 6 and docs/benchmarks.rst: 128 hosts of 4 P100, 25 Gbit/s, batches of 64 per GPU; 90 % for
-# Inception V3 and ResNet-101, 68 % for VGG-16, on 512 GPUs. Images per second of one P100 with batches of 64: 142 and
-# 154 (tf_cnn_benchmarks of TensorFlow, May 2017), and for ResNet-101 1/16 of the 1656.82 of 16 GPUs in
-# docs/benchmarks.rst, which is slightly too slow. Assumptions that are not published: 10 microseconds per message, 80 %
-# of the line rate, one flat ring, backward takes 2/3 of a step, and gradients are spread evenly over backward except in
-# VGG, whose three dense layers have 90 % of the gradients and come first. 64 MB is the default of Horovod's buffer.
+# Published by Sergeev & Del Balso (figure 6) and in Horovod's docs/benchmarks.rst: 128 hosts with 4 P100 GPUs each,
+# 25 Gbit/s, batches of 64 per GPU. The efficiency on 512 GPUs is 90 % for Inception V3 and ResNet-101, and 68 % for
+# VGG-16. One P100 processes 142 images/s with Inception V3 and 154 images/s with VGG-16 (tf_cnn_benchmarks, May 2017).
+# For ResNet-101, the test divides the 1656.82 images/s of 16 GPUs (docs/benchmarks.rst) by 16, which is slightly less
+# than the speed of one GPU.
+# Assumptions: 10 microseconds per message, 80 % of the line rate, one flat ring, and a backward pass of 2/3 of a step.
+# Gradients are spread evenly over the backward pass, except in VGG-16, whose three dense layers come first and have
+# 90 % of the gradients. Horovod's fusion buffer has its default size of 64 MB.
 ETHERNET_25 = Network(alpha=10e-6, beta=1 / (0.8 * 25e9 / 8))
-# 10^9 multiply-adds per image of 224 x 224, and millions of parameters, of each layer, last layer first.
+# For each layer, last layer first: 10^9 multiply-adds per image of 224 x 224, and millions of parameters.
 VGG16 = [(0.0041, 4.10), (0.0168, 16.78), (0.1028, 102.76), (1.39, 7.08), (4.62, 5.90), (4.62, 1.48), (2.77, 0.22),
          (1.94, 0.04)]  # fmt: skip
 
@@ -340,22 +347,23 @@ def vgg16(seconds: float) -> StepWork:
     return StepWork(before=seconds - backward, layers=layers)
 
 
-def test_published_efficiency_of_horovod_on_512_gpus() -> None:
+def test_prediction_equals_the_published_efficiency_of_horovod_on_512_gpus() -> None:
     predicted = {
         "Inception V3": horovod_512(uniform_work(64 / 142, 4 * 23.8 * MILLION)),
         "ResNet-101": horovod_512(uniform_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
         "VGG-16": horovod_512(vgg16(64 / 154)),
     }
     published = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
-    # All three use the same network. Effects outside the model, such as slow ranks, explain 3 points of the first two.
+    # All three use the same network. The first two predictions are 3 percentage points off, because the model excludes
+    # effects such as slow ranks.
     assert predicted == pytest.approx(published, abs=0.05)
     assert predicted["VGG-16"] < predicted["ResNet-101"]
 
 
-def test_published_efficiencies_do_not_depend_on_one_assumption() -> None:
-    """With 5 to 25 microseconds and 70 to 100 % of the line rate, results are similar: about 90 %, and less for VGG-16.
+def test_predicted_efficiencies_are_similar_for_other_assumptions_about_the_network() -> None:
+    """The efficiency is about 90 %, and lower for VGG-16, with 5 to 25 microseconds and 70 to 100 % of the line rate.
 
-    Only the distance of VGG-16 depends on the network.
+    Only the efficiency of VGG-16 depends strongly on the network.
     """
     for alpha, share in itertools.product((5e-6, 25e-6), (0.7, 1.0)):
         network = Network(alpha=alpha, beta=1 / (share * 25e9 / 8))
@@ -366,12 +374,13 @@ def test_published_efficiencies_do_not_depend_on_one_assumption() -> None:
         assert vgg < even - 0.1
 
 
-def test_published_efficiency_of_goyal_on_256_gpus() -> None:
-    """About 90 % from 8 to 256 GPUs (Goyal et al. 2017): 100 MB of gradients, a backward of 120 ms, hosts of 8 P100,
-    50 Gbit/s, halving and doubling between hosts.
+def test_prediction_equals_the_published_efficiency_of_goyal_on_256_gpus() -> None:
+    """Goyal et al. (2017) report about 90 % on 256 GPUs, relative to 8.
 
-    Assumed: backward is two thirds of the step, 10 microseconds and 20 GB/s inside a host, 25 microseconds and 80 % of
-    the line rate between hosts, buckets of 25 MB. The model has neither slow ranks nor data loading, so it is too high.
+    Published: 100 MB of gradients, a backward pass of 120 ms, hosts with 8 P100 GPUs, 50 Gbit/s, and recursive halving
+    and doubling between hosts. Assumed: the backward pass is two thirds of a step, a message takes 10 microseconds
+    inside a host and 25 between hosts, the bandwidth is 20 GB/s inside a host and 80 % of the line rate between hosts,
+    and buckets have 25 MB. The prediction is too high, because the model excludes slow ranks and data loading.
     """
     work = uniform_work(0.12 * 3 / 2, 100e6)
     host = Network(alpha=10e-6, beta=1 / 20e9)
@@ -383,8 +392,8 @@ def test_published_efficiency_of_goyal_on_256_gpus() -> None:
     assert 0.90 <= one_host.seconds / hosts.seconds == pytest.approx(0.90, abs=0.08)
 
 
-def test_the_bucket_size_matters_below_one_percent_of_the_gradients() -> None:
-    """6 GB of gradients in 25 MB buckets: only the last bucket's transfer is exposed if the network keeps up."""
+def test_buckets_below_one_percent_of_the_gradients_change_the_exposed_time() -> None:
+    """Only the transfer of the last bucket is exposed if the network is faster than the backward pass."""
     network = Network(alpha=10e-6, beta=1 / 10e9)
     gradient_bytes, step_seconds = 6e9, 3.0
 
@@ -397,7 +406,7 @@ def test_the_bucket_size_matters_below_one_percent_of_the_gradients() -> None:
         return float(row["exposed_seconds"])
 
     for bucket in (1e6, 25e6, 60e6, 250e6):
-        # Backward takes 2 s for 6 GB and the network 1.05 s, so each bucket but the last is transferred in time.
+        # The backward pass takes 2 s and the transfer of its 6 GB takes 1.05 s, so only the last bucket is exposed.
         last = ring_allreduce(8, bucket, network)
         assert exposed(bucket) == pytest.approx(last, rel=0.35), bucket
     assert exposed(25e6) < exposed(60e6) / 1.5 < exposed(250e6) / 4
@@ -409,7 +418,7 @@ def predict(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
-    """The output includes the errors for the fitted collectives and for the measured steps."""
+    """The output includes the errors of the fitted collectives and of the predicted steps."""
     network = Network(alpha=50e-6, beta=1e-9)
     measured, trained, saved = (tmp_path / name for name in ("measured.json", "trained.json", "saved.json"))
     measured.write_text(json.dumps(result_of(network, 2)))
@@ -439,7 +448,7 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     assert f"ddp gloo on 2 ranks: measured 400 ms per step, predicted {seconds[2].seconds * 1000:.3g} ms" in output
 
 
-def test_the_command_predicts_from_the_stored_results() -> None:
+def test_the_command_accepts_the_results_in_the_repository() -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results"
     code, output = predict(
         str(folder / "bench_collectives.json"), "--train", str(folder / "bench_train_25M.json"), "--ranks", "1,2"

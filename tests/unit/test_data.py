@@ -31,7 +31,7 @@ CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
-    """Samples equal to their index, of a class that torch cannot inspect."""
+    """Dataset whose samples equal their index. Its class is not a TensorDataset, so samples are read one by one."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -57,7 +57,7 @@ def tensors(length: int) -> TensorDataset:
 
 
 def lengths(size: int, batch: int, accumulate: int) -> range:
-    """Every dataset size from nothing to past three global batches, at least 3 * size + 1."""
+    """Return all dataset sizes from 0 to one sample above three global batches, or above 3 * size if that is larger."""
     return range(3 * max(size, size * batch * accumulate) + 2)
 
 
@@ -71,7 +71,7 @@ def taken_by(part: MicroBatch) -> range:
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
-def test_every_position_belongs_to_one_rank_in_the_step_of_its_block(size: int, batch: int, accumulate: int) -> None:
+def test_each_global_batch_is_one_step_and_each_sample_is_on_one_rank(size: int, batch: int, accumulate: int) -> None:
     block = size * batch * accumulate
     for length in lengths(size, batch, accumulate):
         parts = [
@@ -82,13 +82,13 @@ def test_every_position_belongs_to_one_rank_in_the_step_of_its_block(size: int, 
             )
             for rank in range(size)
         ]
-        assert len({len(mine) for mine in parts}) == 1, "ranks take different numbers of micro-steps"
+        assert len({len(mine) for mine in parts}) == 1, "ranks have different numbers of micro-batches"
         steps: dict[int, list[int]] = {}
-        for micro_step in zip(*parts, strict=True):
-            assert len({(part.step_samples, part.step_end, part.ends_step) for part in micro_step}) == 1
-            assert max(part.samples for part in micro_step) - min(part.samples for part in micro_step) <= 1
-            assert max(part.samples for part in micro_step) <= batch
-            for part in micro_step:
+        for micro_batch in zip(*parts, strict=True):
+            assert len({(part.step_samples, part.step_end, part.ends_step) for part in micro_batch}) == 1
+            assert max(part.samples for part in micro_batch) - min(part.samples for part in micro_batch) <= 1
+            assert max(part.samples for part in micro_batch) <= batch
+            for part in micro_batch:
                 steps.setdefault(part.step_end, []).extend(taken_by(part))
         taken = [sorted(positions) for positions in steps.values()]
         assert taken == [list(range(first, min(first + block, length))) for first in range(0, length, block)]
@@ -98,7 +98,7 @@ def test_every_position_belongs_to_one_rank_in_the_step_of_its_block(size: int, 
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
-def test_rank_0_always_has_samples_and_others_unless_the_step_has_too_few(
+def test_rank_0_always_has_samples_and_other_ranks_have_none_only_if_a_step_has_too_few(
     size: int, batch: int, accumulate: int
 ) -> None:
     for length in lengths(size, batch, accumulate):
@@ -110,8 +110,7 @@ def test_rank_0_always_has_samples_and_others_unless_the_step_has_too_few(
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
                     assert rank > 0
-                    # Too few for all ranks are left, or too few in addition to full micro-batches of one sample per
-                    # rank.
+                    # The step has fewer samples than ranks, or the last micro-batch of one sample per rank does.
                     assert part.step_samples < size or (batch == 1 and part.step_samples % size)
                 if part.step_samples >= size:
                     assert totals[part.step_end] or not part.ends_step
@@ -260,7 +259,7 @@ SUBSETS: dict[str, Any] = {
 @pytest.mark.parametrize("indices", SUBSETS.values(), ids=list(SUBSETS))
 @pytest.mark.parametrize("nested", [False, True])
 def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> None:
-    """With any indices, also those that raise an error in torch."""
+    """Indices that raise an IndexError in torch raise the same error."""
     dataset: Any = Subset(tensors(40), indices)
     if nested:
         dataset = Subset(dataset, [-1, 0, -len(indices), len(indices) - 1])
@@ -325,7 +324,7 @@ def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind:
     one = share(0)
     first, second = noise(one, 0), noise(one, 1)
     assert first == noise(share(0), 0)
-    assert second == noise(share(0), 1)  # also in a run that begins there
+    assert second == noise(share(0), 1)  # also if a run starts in epoch 1
     assert set(first).isdisjoint(second)
     assert set(first).isdisjoint(noise(share(1), 0))
     assert torch.equal(before, torch.get_rng_state())
@@ -341,7 +340,7 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
     assert (first, second) == (noise(again, 0), noise(again, 1))
     assert set(first).isdisjoint(second)
     assert set(first).isdisjoint(noise(share(1), 0))
-    assert second != noise(share(0), 1)  # as documented
+    assert second != noise(share(0), 1)  # as documented, a run that starts in epoch 1 differs
 
 
 def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
@@ -374,7 +373,7 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-class OwnIteration(DataLoader[Any]):
+class CustomIteration(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
 
@@ -385,7 +384,7 @@ class OwnIteration(DataLoader[Any]):
         (Stream(), r"^Got data of type Stream, which does not have __len__ and __getitem__\."),
         (DataLoader(Stream(), batch_size=2), r"^Got data of type Stream"),
         (iter([1]), r"^Got data of type list_iterator, which does not have __len__ and __getitem__\."),
-        (OwnIteration(Numbers(5), batch_size=2), r"^OwnIteration is a DataLoader with a custom __iter__"),
+        (CustomIteration(Numbers(5), batch_size=2), r"^CustomIteration is a DataLoader with a custom __iter__"),
         (Numbers(0), r"^The training data is empty\. Pass a dataset with at least one sample\.$"),
         (
             Numbers(3),
@@ -411,7 +410,7 @@ def test_data_with_fewer_samples_than_logical_ranks_is_rejected() -> None:
         TrainingShard(Numbers(5), simulate_rank(0, 2), ShardSettings(batch_size=2, logical_ranks=4, drop_last=True))
 
 
-def test_global_batch_that_the_logical_ranks_do_not_divide_is_rejected_with_their_number() -> None:
+def test_global_batch_that_is_not_divisible_by_the_logical_ranks_is_rejected() -> None:
     settings = ShardSettings(batch_size=2, global_batch_size=10, logical_ranks=4)
     with pytest.raises(ConfigError, match=r"10 is not divisible by 4 logical ranks x batch_size 2 = 8\."):
         TrainingShard(Numbers(30), simulate_rank(0, 2), settings)
@@ -437,7 +436,7 @@ def test_different_data_on_ranks_is_reported() -> None:
         EvaluationShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 
 
-def test_different_batch_sizes_are_reported_if_they_determine_the_evaluated_samples() -> None:
+def test_different_batch_sizes_are_reported_only_if_they_change_the_evaluated_samples() -> None:
     rank = simulate_rank(0, 2, gathered=[])
 
     def gather(own: Any) -> list[Any]:
@@ -452,7 +451,7 @@ def test_different_batch_sizes_are_reported_if_they_determine_the_evaluated_samp
 
 
 class CountingStream(IterableDataset[tuple[Tensor, int]]):
-    """The samples of `Numbers`, as a stream."""
+    """Iterable dataset with the samples of `Numbers`."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -469,7 +468,7 @@ def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: i
         (tensors(20), {"batch_size": 4}),
         (tensors(20), {"batch_size": -(-4 // size), "limit_batch_size": 4}),
         (DataLoader(Numbers(20), batch_size=4), {}),
-        *([(buckets, {})] if size == 1 else []),  # rank 0 draws them for the other ranks
+        *([(buckets, {})] if size == 1 else []),  # on several ranks, rank 0 sends the indices
         (CountingStream(20), {"batch_size": 4}),
         (batches, {}),
     ):

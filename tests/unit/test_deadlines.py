@@ -1,4 +1,4 @@
-"""Time limits of the watchdog, with a simulated clock. tests/faults has a real case of each."""
+"""Deadlines of the watchdog, with a simulated clock. tests/faults tests each deadline on real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def describe_expired(deadlines: Deadlines) -> str | None:
     return None if deadline is None else deadline.describe()
 
 
-def test_later_backwards_do_not_move_the_deadline() -> None:
+def test_later_backward_passes_do_not_move_the_deadline() -> None:
     clock = Clock()
     deadlines = Deadlines(10.0, clock)
     events = [Event() for _ in range(20)]
@@ -22,11 +22,11 @@ def test_later_backwards_do_not_move_the_deadline() -> None:
         deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
         found.append(describe_expired(deadlines))
         clock.now += 1.0
-    # The first backward, not the latest, which other ranks may not have begun.
+    # The deadline of the first backward expires. Other ranks may not have started the latest one.
     assert found == [None] * 11 + ["backward 0"] * 9
 
 
-def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
+def test_deadline_of_a_backward_starts_when_the_previous_backward_is_done() -> None:
     clock = Clock()
     deadlines = Deadlines(10.0, clock)
     first, second = Event(), Event()
@@ -55,7 +55,7 @@ def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_
     assert wait.is_endless(shutdown, True, 8)
 
 
-def test_wait_is_not_endless_if_the_rank_took_part_or_this_rank_does_not_wait() -> None:
+def test_wait_is_not_endless_if_the_rank_participated_or_this_rank_does_not_wait() -> None:
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
     for clock.now in (0.0, 100.0):
@@ -71,14 +71,14 @@ def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown(
     assert not wait.is_endless(shutdown, True, 8)
     clock.now = 29.0
     assert not wait.is_endless(shutdown, True, 8)
-    assert not wait.is_endless(shutdown, True, 9)  # the next operation has begun: it has the whole time
+    assert not wait.is_endless(shutdown, True, 9)  # the next operation has started, with the full time limit
     clock.now = 58.0
     assert not wait.is_endless(shutdown, True, 9)
     clock.now = 59.0
     assert wait.is_endless(shutdown, True, 9)
     assert not wait.is_endless(shutdown, False, 9)
     clock.now = 60.0
-    assert not wait.is_endless(shutdown, True, 9)  # a new wait begins
+    assert not wait.is_endless(shutdown, True, 9)  # a new wait starts
 
 
 def test_wait_for_one_batch_expires_and_waits_for_several_batches_do_not() -> None:

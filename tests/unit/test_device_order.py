@@ -1,6 +1,6 @@
-"""Waits of the host for a device, and of streams for a result, with a simulated device instead of a GPU.
+"""Synchronization of the host with a device and of streams with a result, on a simulated device.
 
-Tensors on torch's `meta` device have no values, so any attempt of the host to read one is an error.
+Tensors on torch's `meta` device have no values, so reading a value on the host raises an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE = torch.device("meta")
 
 
 class Ranks(LocalBackend):
-    """One of two ranks that do the same. In contrast to those of backends, its collectives accept the meta device."""
+    """One of two ranks with equal tensors. Unlike real backends, its collectives accept the meta device."""
 
     size = 2
 
@@ -42,7 +42,7 @@ class Ranks(LocalBackend):
 
 
 class CopiesFromHost(TorchFunctionMode):
-    """Counts tensors that are made on the device from numbers of the host, for which the host waits on a GPU."""
+    """Counts the device tensors that are created from Python numbers. On a GPU, the host waits for such a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class CopiesFromHost(TorchFunctionMode):
         return function(*arguments, **options)
 
 
-def test_sync_batch_norm_waits_for_the_device_in_no_forward_after_the_first() -> None:
+def test_sync_batch_norm_waits_for_the_device_only_in_the_first_forward() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).to(DEVICE)
     unitrain.sync_batch_norm(model, Ranks())
     for layer in (model[1], model[3]):
-        layer._was_checked = True  # the check of a layer's first forward reads what it has summed
+        layer._was_checked = True  # the first-forward check reads values on the host
     for expected in (2, 0, 0):  # once per layer
         with CopiesFromHost() as copies:
             model(torch.randn(5, 3, 8, 8, device=DEVICE)).sum().backward()
@@ -85,7 +85,7 @@ def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations, each of which is one kernel on a GPU."""
+    """Counts operations. Each operation is one kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class Operations(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_number_of_operations_that_divide_by_tokens_does_not_depend_on_the_number_of_parameters() -> None:
+def test_division_by_tokens_has_the_same_number_of_operations_for_any_number_of_parameters() -> None:
     counts, micro_batch = [], MicroBatch(slice(0, 4), 4, step_samples=8, step_end=8, ends_step=True)
     for layers in (1, 40):
         model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weighting = LossWeighting(Ranks())
-        weighting._kind = LossKind.SUM  # not the first loss, whose kind the ranks compare
+        weighting._kind = LossKind.SUM  # ranks compare the kind of the first loss only
         weighting.weight_loss(Loss(torch.ones((), device=DEVICE), tokens=7), micro_batch)
         for overlapped in weighting.overlapped_work():
             overlapped()
@@ -126,7 +126,7 @@ class Stream:
 
 
 class Event:
-    """A simulated event: what was in the stream when it was recorded."""
+    """A simulated event: the operations that were queued in the stream when the event was recorded."""
 
     def __init__(self) -> None:
         self.after: list[str] = []
@@ -135,7 +135,7 @@ class Event:
         self.after = [*stream.queued]
 
 
-def test_wait_orders_the_callers_stream_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_makes_the_stream_of_the_caller_wait_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: dict[int, Stream] = {}
 
     def current_stream(device: torch.device) -> Stream:
@@ -152,9 +152,9 @@ def test_wait_orders_the_callers_stream_after_the_result(monkeypatch: pytest.Mon
             "allgather", 1, [], torch.device("cpu"),
             lambda output: current_stream(DEVICE).queued.append("copy"), timedelta(seconds=20), completions,
         )  # fmt: skip
-        work._device = torch.device("cuda", 0)  # a future of it takes a GPU
+        work._device = torch.device("cuda", 0)  # the future of such a work requires a GPU
         completions.add(work)
-        while not work.is_completed():  # the thread of `completions` completes it, in a separate stream
+        while not work.is_completed():  # the thread of `completions` has its own stream
             threading.Event().wait(0.001)
         own = current_stream(DEVICE)
         assert own.queued == []

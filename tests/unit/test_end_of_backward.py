@@ -1,4 +1,4 @@
-"""The steps at the end of a backward run in the order of `BackwardStage`, independent of the order of the hooks."""
+"""The steps at the end of a backward pass run in the order of `BackwardStage`, regardless of the order of the hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDER = [
 
 
 def run_backward(on_gradient: object) -> None:
-    with torch.enable_grad():  # inside a backward, gradients are disabled
+    with torch.enable_grad():  # gradients are disabled inside a backward pass
         tensor = torch.ones(1, requires_grad=True)
         output = tensor * 2
         output.register_hook(on_gradient)
@@ -30,7 +30,7 @@ def run_backward(on_gradient: object) -> None:
 
 
 @pytest.mark.parametrize("order", [list(BackwardStage), list(reversed(BackwardStage))], ids=["in order", "reversed"])
-def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[BackwardStage]) -> None:
+def test_steps_run_in_a_fixed_order_before_and_after_the_callback_of_ddp(order: list[BackwardStage]) -> None:
     end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def add_all(_: Tensor) -> None:
@@ -42,7 +42,7 @@ def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Backw
     assert ran == ORDER
 
 
-def test_step_may_add_steps_to_the_same_backward() -> None:
+def test_step_may_add_steps_to_the_same_backward_pass() -> None:
     end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def add(step: BackwardStage, name: str) -> None:
@@ -61,7 +61,7 @@ def test_step_may_add_steps_to_the_same_backward() -> None:
     assert ran == ["find", "compress", "mark", "raise"]
 
 
-def test_nested_backward_has_separate_steps() -> None:
+def test_nested_backward_pass_has_separate_steps() -> None:
     end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def run_inner() -> None:
@@ -76,7 +76,7 @@ def test_nested_backward_has_separate_steps() -> None:
     assert ran == ["inner", "outer", "outer, last"]
 
 
-def test_backward_that_raises_discards_its_steps() -> None:
+def test_backward_pass_that_raises_discards_its_steps() -> None:
     end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def add_and_raise(_: Tensor) -> None:
@@ -104,7 +104,7 @@ class _PrivateSlot:
         self.__hidden = hidden
 
 
-def test_tensors_are_found_in_all_kinds_of_slots_and_in_recursive_lists() -> None:
+def test_tensors_are_found_in_slots_and_in_recursive_lists() -> None:
     first, second, third = (torch.ones(1, requires_grad=True) for _ in range(3))
     output: list[object] = [OneSlot(first), {"private": _PrivateSlot(second)}, third, torch.ones(1)]
     output.append(output)

@@ -1,4 +1,4 @@
-"""Detection of the rank from the variables of each launcher, as recorded from real runs."""
+"""Detection of the rank from the environment variables of each launcher, recorded from real runs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SRUN = {
     "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
 }  # fmt: skip
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
-# mpirun_rsh and jsrun as open-mpi/ompi-tests-public reads them (comm_split_type, get_rank_size_info).
+# The variables of mpirun_rsh that open-mpi/ompi-tests-public reads (comm_split_type, get_rank_size_info).
 MPIRUN_RSH = {
     "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2", "PMI_ID": "3",
 }  # fmt: skip
-# The environment of Lightning's own test of its LSFEnvironment.
+# The variables of jsrun, from Lightning's test of LSFEnvironment.
 JSRUN = {
     "LSB_MCPU_HOSTS": "10.10.10.0 1 10.10.10.1 1 10.10.10.2 1 10.10.10.3 1", "LSB_JOBID": "1234",
     "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_LOCAL_RANK": "1", "PMIX_RANK": "3",
@@ -54,18 +54,18 @@ FLUX = {
     "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "f9",
     "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9",
 }  # fmt: skip
-# ALCF's Polaris and Aurora, with the mpiexec of PALS.
+# The mpiexec of PALS, on Polaris and Aurora (ALCF).
 PALS = {
     "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_RANKID": "3",
     "PALS_LOCAL_RANKID": "1",
 }  # fmt: skip
-# The training-operator since kubeflow/trainer#1840: RANK is the pod's.
+# The training-operator since kubeflow/trainer#1840. RANK is the index of the pod.
 PYTORCHJOB = {
     "PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456", "MASTER_ADDR": "digits-master-0",
     "PET_MASTER_ADDR": "digits-master-0", "WORLD_SIZE": "2", "RANK": "1", "PET_NPROC_PER_NODE": "1",
     "PET_NODE_RANK": "1", "PET_NNODES": "2", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
 }  # fmt: skip
-# The one before it, and Alibaba's DLC.
+# Earlier versions of the training-operator, and DLC of Alibaba Cloud.
 OLD_PYTORCHJOB = {
     name: value for name, value in PYTORCHJOB.items() if not name.startswith("PET_")
 }  # fmt: skip
@@ -74,7 +74,7 @@ TRAINJOB = {
     "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500",
     "PET_MASTER_ADDR": "digits-node-0-0.digits", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
 }  # fmt: skip
-# A worker of the MPI operator's MPIJob has the variables that mpirun sets.
+# A worker of an MPIJob (MPI operator) has the variables of mpirun.
 MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-worker-1", "K_MPI_JOB_ROLE": "worker"}
 
 
@@ -90,7 +90,7 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         (BY_HAND | {"LOCAL_RANK": "0"}, RankInfo("env", 1, 2, 0)),
         ({}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
-        # One launcher inside another: the inner one started this process.
+        # Nested launchers: the inner launcher started this process.
         (SRUN | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
         (SRUN | HOROVODRUN, RankInfo("horovodrun", 2, 3, 0, 1)),
         (SRUN | MPIRUN, RankInfo("mpirun", 1, 2, 1, 2)),
@@ -115,11 +115,11 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         (TRAINJOB | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
         (PYTORCHJOB | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
         (MPIJOB, RankInfo("mpirun", 1, 2, 1, 2)),
-        # Processes that one pod's own script starts.
+        # Processes that a script in the pod starts.
         (OLD_PYTORCHJOB | {"LOCAL_RANK": "1"}, RankInfo("env", 1, 2, 1)),
         (OLD_PYTORCHJOB | {"MASTER_ADDR": "localhost"}, RankInfo("env", 1, 2, 1)),
         ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
-        # Redundant variables, and incomplete variables.
+        # Redundant and incomplete variables.
         (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, RankInfo("horovodrun", 2, 3, 0, 1)),
         (MPIRUN | BY_HAND, RankInfo("mpirun", 1, 2, 1, 2)),
         (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, RankInfo("srun", 3, 4, 1, None, 1)),
@@ -131,14 +131,14 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         "in an allocation", "torchrun in srun", "horovodrun in srun", "mpirun in srun", "mpiexec in srun",
         "srun with PMI", "torchrun in mpiexec", "torchrun in mpirun", "torchrun in horovodrun", "mvapich2",
         "mvapich 3", "jsrun", "jsrun with Spectrum MPI", "flux", "flux in srun", "pals in srun",
-        "mpirun in flux", "pals", "pmi of one", "PyTorchJob", "older PyTorchJob",
+        "mpirun in flux", "pals", "PMI with one rank", "PyTorchJob", "older PyTorchJob",
         "TrainJob", "torchrun in a TrainJob", "torchrun in a PyTorchJob", "MPIJob", "ranks in a pod",
-        "ranks at a pod's own address", "a pod", "horovodrun said twice",
-        "mpirun said twice", "srun said twice",
-        "srun and an empty RANK", "srun and no RANK",
+        "ranks at the address of the pod", "a pod", "horovodrun with RANK",
+        "mpirun with RANK", "srun with RANK",
+        "srun with an empty RANK", "srun with WORLD_SIZE only",
     ],
 )  # fmt: skip
-def test_every_launcher_is_detected(variables: dict[str, str], expected: RankInfo) -> None:
+def test_rank_is_detected_for_every_launcher(variables: dict[str, str], expected: RankInfo) -> None:
     found = detect(variables)
     assert found == RankInfo(**{**vars(expected), "evidence": found.evidence})
     for item in found.evidence:
@@ -149,8 +149,8 @@ def test_every_launcher_is_detected(variables: dict[str, str], expected: RankInf
 
 
 def test_horovod_variables_set_by_unitrain_do_not_change_the_detected_launcher() -> None:
-    led = BY_HAND | {environment.HOROVOD_SET_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
-    assert detect(led) == detect(BY_HAND)
+    variables = BY_HAND | {environment.HOROVOD_SET_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+    assert detect(variables) == detect(BY_HAND)
 
 
 def test_evidence_lists_the_variables_that_were_used() -> None:
@@ -198,7 +198,7 @@ def test_evidence_lists_the_variables_that_were_used() -> None:
             "unset HOROVOD_RANK HOROVOD_SIZE",
         ),
         (
-            # A shell from `srun --pty bash`, in which something else starts two processes.
+            # Another program starts two processes in a shell of `srun --pty bash`.
             SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"} | {"RANK": "0", "WORLD_SIZE": "2"},
             "RANK=0 and WORLD_SIZE=2 contradict SLURM_PROCID=0 and SLURM_STEP_NUM_TASKS=1 of srun. Clear the "
             "stale variables: unset RANK WORLD_SIZE, or, if srun has not started this process: "
@@ -240,15 +240,15 @@ def test_evidence_lists_the_variables_that_were_used() -> None:
         "not an ASCII digit",
         "missing under srun",
         "empty",
-        "no ranks",
+        "zero ranks",
         "negative",
         "too large",
-        "a spawner in srun",
-        "a spawner in mpirun",
+        "spawned in srun",
+        "spawned in mpirun",
         "stale under horovodrun",
         "PMI without local rank",
         "PMIx only",
-        "a pod for several processes",
+        "pod for several processes",
     ],
 )
 def test_invalid_variables_are_errors_with_a_fix(variables: dict[str, str], message: str) -> None:
@@ -257,18 +257,18 @@ def test_invalid_variables_are_errors_with_a_fix(variables: dict[str, str], mess
     assert str(caught.value) == message
 
 
-def position(backend: Backend) -> tuple[int, int, int]:
+def get_ranks(backend: Backend) -> tuple[int, int, int]:
     return backend.rank, backend.size, backend.local_rank
 
 
-def test_a_job_started_inside_other_jobs_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_started_inside_other_jobs_ignores_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = SRUN | MPIRUN | HOROVODRUN | TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    assert run_ranks(position, 1, backend="local") == [(0, 1, 0)]
-    assert run_ranks(position, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
+    assert run_ranks(get_ranks, 1, backend="local") == [(0, 1, 0)]
+    assert run_ranks(get_ranks, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
     kept = environment.without_launcher_variables()
-    assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # mpirun and srun need them
+    assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # required by mpirun and srun
 
 
 def test_pods_use_the_rendezvous_address_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_pods_use_the_rendezvous_address_of_torchrun(monkeypatch: pytest.MonkeyP
 
 
 def test_a_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun would read PET_NNODES and wait for the other pods without a limit."""
+    """Otherwise, torchrun would read PET_NNODES and wait indefinitely for the other pods."""
     for name, value in PYTORCHJOB.items():
         monkeypatch.setenv(name, value)
     assert environment.max_pods() == 2
@@ -295,7 +295,7 @@ def test_a_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.
     assert "KUBERNETES_SERVICE_HOST" in environment.without_launcher_variables()
 
 
-def test_variables_are_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_defaults_keeps_existing_variables_and_export_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNITRAIN_A", "UNITRAIN_B"):
         monkeypatch.setenv(name, "of the user")
     monkeypatch.setenv("UNITRAIN_C", "")
@@ -320,7 +320,7 @@ def test_another_debug_value_is_an_error_at_init(value: str, monkeypatch: pytest
         unitrain.init("local", device="cpu")
 
 
-IN_STEP = """
+CHECK_STEP_SHELL = """
 from unitrain.bootstrap import environment
 from unitrain.errors import EnvironmentVariableError
 
@@ -333,7 +333,7 @@ except EnvironmentVariableError as error:
 
 
 def run_in_terminal(command: list[str], variables: dict[str, str]) -> str:
-    """Run a command whose controlling terminal is a new one, as srun --pty does, and return its output."""
+    """Run a command in a new controlling terminal, like `srun --pty`, and return its output."""
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
         command,
@@ -357,14 +357,14 @@ def run_in_terminal(command: list[str], variables: dict[str, str]) -> str:
     return output.decode()
 
 
-def test_command_in_an_interactive_srun_shell_is_rejected_as_a_rank() -> None:
+def test_command_in_the_shell_of_srun_pty_is_not_accepted_as_a_rank() -> None:
     step = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "4711"}
-    program = [sys.executable, "-c", IN_STEP]
+    program = [sys.executable, "-c", CHECK_STEP_SHELL]
     shell = ["bash", "--norc", "-i", "-c", f"{shlex.join(program)}; true"]
     output = run_in_terminal(shell, step)
     assert "SLURM_STEP_NUM_TASKS=8 belongs to the shell of 'srun --pty', whose other 7 tasks do not" in output
     assert "unitrain launch -np 8 train.py" in output
-    # A single task, a program that srun starts itself, and a script that srun starts.
+    # These are accepted: a single task, a program started by srun, and a script started by srun.
     assert "accepted" in run_in_terminal(shell, step | {"SLURM_STEP_NUM_TASKS": "1"})
     assert "accepted" in run_in_terminal(program, step)
     assert "accepted" in run_in_terminal(["bash", "-c", f"{shlex.join(program)}; true"], step)

@@ -1,4 +1,4 @@
-"""The exact reduction computes the mean of gradients, with the same bits for any division among processes."""
+"""The exact reduction computes bit-identical means of gradients for any number of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = [(5, 3), (), (40_000,), (0, 2), (2, 3, 4, 4)]
 
 
 class ThreadedAllreduce:
-    """Allreduces between threads, each of which simulates a process. The terms are added in an arbitrary order."""
+    """Allreduce between threads that simulate processes. The order of the additions is arbitrary."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._lock = Barrier(size), Lock()
@@ -51,7 +51,7 @@ class ThreadedAllreduce:
 def reduce(
     terms: Sequence[Term], size: int = 1, *, parameters: Sequence[Tensor] | None = None, allows_unused: bool = False
 ) -> list[list[Tensor | None]]:
-    """Return the means that each of `size` processes computes for the terms of all logical ranks."""
+    """Reduce the terms of all logical ranks on `size` processes, and return the means of each process."""
     likes = parameters or [next(one for one in same if one is not None) for same in zip(*terms, strict=True)]
     count, allreduce = len(terms), ThreadedAllreduce(size)
 
@@ -92,7 +92,7 @@ def exact_mean(values: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 3, 8, 24])
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
-def test_mean_is_within_a_few_roundings_of_the_exact_mean(count: int, dtype: torch.dtype, bits: int) -> None:
+def test_error_of_the_mean_is_at_most_a_few_roundings(count: int, dtype: torch.dtype, bits: int) -> None:
     terms = random_terms(count, dtype)
     (means,) = reduce(terms)
     quantum = 2.0 ** (math.ceil(math.log2(count)) - (30 if dtype == torch.float32 else 62))
@@ -105,7 +105,7 @@ def test_mean_is_within_a_few_roundings_of_the_exact_mean(count: int, dtype: tor
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 24, 100])
-def test_mean_is_about_as_close_to_the_exact_mean_as_an_ordinary_sum(count: int) -> None:
+def test_error_of_the_mean_is_less_than_twice_that_of_an_ordinary_sum(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     terms: list[Term] = [[torch.randn(20_000, generator=generator)] for _ in range(count)]
     expected = exact_mean([term[0] for term in terms])
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_processes_or_the_order(size: int, d
 
 
 def test_ordinary_sums_depend_on_the_order() -> None:
-    """Guards the test above against values whose sums are exact anyway."""
+    """Ensures that the test above does not use values whose ordinary sums are exact."""
     terms = random_terms(5)
     sums = {tuple(sum(term[0] for term in order).flatten().tolist()) for order in itertools.permutations(terms)}
     assert len(sums) > 1
@@ -135,9 +135,11 @@ def test_ordinary_sums_depend_on_the_order() -> None:
 def reduce_in_backward(
     terms: Sequence[Term], process: int, allreduce: ThreadedAllreduce, size: int
 ) -> tuple[int, list[bool]]:
-    """Reduce the terms twice, in the second step with gradients added in an order that differs between processes.
-    Return the number of operations that are started while the gradients of the second step are added, and whether the
-    results of both steps are equal."""
+    """Reduce the terms in two steps. In the second step, each process adds its gradients in a different order.
+
+    Return the number of operations that start while the gradients of the second step are added, and for each parameter
+    whether the results of both steps are equal.
+    """
     started = 0
     start = allreduce.start_allreduce_of(process)
 
@@ -182,7 +184,7 @@ def test_lazy_conjugates_are_reduced() -> None:
     torch.testing.assert_close(mean.resolve_conj(), expected)
 
 
-def test_gradients_are_reduced_while_others_are_computed() -> None:
+def test_reduction_overlaps_with_the_backward_pass() -> None:
     terms, size = random_terms(5), 3
     allreduce = ThreadedAllreduce(size)
     with ThreadPoolExecutor(size) as pool:
@@ -192,8 +194,8 @@ def test_gradients_are_reduced_while_others_are_computed() -> None:
         assert all(are_equal)
 
 
-def test_a_gradient_that_is_added_twice() -> None:
-    """If it happens in the first step, later steps do not start operations early; otherwise it is an error."""
+def test_gradient_that_is_added_twice_disables_overlap_or_raises_an_error() -> None:
+    """In the first step, it disables the overlap in later steps. In a later step, it raises an error."""
     for is_first in (True, False):
         parameter = torch.zeros(3, requires_grad=True)
         reduction = ExactReduction(
@@ -241,7 +243,7 @@ def test_zero_gradients_stay_zero() -> None:
         assert torch.equal(means[0], torch.zeros(3))
 
 
-def test_unused_parameters() -> None:
+def test_unused_parameters_raise_an_error_unless_they_are_allowed() -> None:
     first: list[Term] = [[torch.ones(2), None, None], [None, torch.ones(3), None], [torch.ones(2), None, None]]
     parameters = [torch.ones(2), torch.ones(3), torch.ones(4)]
     for means in reduce(first, 3, parameters=parameters, allows_unused=True):
@@ -271,7 +273,7 @@ def test_processes_that_freeze_different_parameters_raise_an_error(allows_unused
         list(pool.map(run, range(2)))
 
 
-def test_complex_and_channels_last_gradients() -> None:
+def test_gradients_may_be_complex_or_channels_last() -> None:
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     numbers = torch.randn(5, dtype=torch.complex64)
     ((mean_images, mean_numbers),) = reduce([[images, numbers], [images * 3, numbers.conj()]])
@@ -287,13 +289,13 @@ def test_sparse_gradients_raise_an_error() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_processes_compute_all_logical_ranks_in_order(processes: int) -> None:
+def test_logical_ranks_are_divided_in_order_and_evenly_among_processes(processes: int) -> None:
     parts = [local_logical_ranks(8, rank, processes) for rank in range(processes)]
     assert [rank for part in parts for rank in part] == list(range(8))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_exact_sums() -> None:
+def test_exact_sum_does_not_depend_on_the_order() -> None:
     values = [1e16, 1.0, -1e16, 1e-30, 3.0, -1e-30]
     for order in itertools.permutations(values):
         assert sum_exactly(ExactSum(order).components) == 4.0

@@ -1,4 +1,4 @@
-"""Goodput: the categories add up to the wall-clock time over all attempts; the files survive killed processes."""
+"""Goodput: its categories add up to the wall-clock time of all attempts, and its files survive killed processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 class Clock:
-    """Replaces the module `time`. `time()` is 1,000,000 s ahead of `perf_counter()`."""
+    """Replacement for the module `time`. `time()` is 1,000,000 s ahead of `perf_counter()`."""
 
     now = 50.0
 
@@ -70,7 +70,7 @@ def attempt(started: float, ended: float, last_step: int, **given: Any) -> Attem
     )
 
 
-def test_categories_are_those_of_the_type() -> None:
+def test_categories_equal_the_values_of_the_type() -> None:
     assert get_args(Category) == tuple(CATEGORIES)
 
 
@@ -86,10 +86,10 @@ def test_categories_of_an_attempt_add_up_to_its_time(clock: Clock) -> None:
     clock.now += 4
     with suppress(KeyError), meter.measure("validation"):
         clock.now += 0.5
-        raise KeyError  # as of a failed validation
+        raise KeyError  # the validation fails
     meter.begin_category("other")
     clock.now += 0.25
-    meter.count_steps(7, data_seconds=100.0)  # at most the time of training
+    meter.count_steps(7, data_seconds=100.0)  # limited to the training time
     seconds = {"startup": 6, "hosts": 1.5, "training": 7, "data": 7, "checkpoint": 1, "validation": 0.5, "other": 0.25}
     assert meter.seconds() == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | seconds)
     record = meter.attempt_record(0, 2, "finished")
@@ -98,8 +98,10 @@ def test_categories_of_an_attempt_add_up_to_its_time(clock: Clock) -> None:
 
 
 def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
-    """The earlier attempt had reached step 12, and this one resumes at step 10. It ends 20 s before this one starts,
-    after waiting 8 s for hosts."""
+    """The earlier attempt reaches step 12, and the current attempt resumes at step 10.
+
+    The earlier attempt ends 20 s before the current one starts. 8 of the 20 s are spent waiting for hosts.
+    """
     earlier = attempt(1e6 - 100, 1e6 + 50 - 3 - 20, 12)
     meter = GoodputMeter(AttemptStart(age_seconds=3.0, waiting_seconds=8.0))
     meter.continue_run([earlier], 10)
@@ -118,7 +120,7 @@ def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
     assert (summary.attempts, summary.steps, summary.replayed_steps) == (2, 16, 2)
 
 
-def test_time_after_a_finished_run_is_not_part_of_it(clock: Clock) -> None:
+def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
     meter = GoodputMeter(AttemptStart())
     meter.continue_run([attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
     clock.now += 1
@@ -128,12 +130,12 @@ def test_time_after_a_finished_run_is_not_part_of_it(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("attempts", "expected"), [(1, "12 steps, 0 restarts,"), (2, "12 steps, 1 restart,"), (3, "12 steps, 2 restarts,")]
 )
-def test_text_contains_the_number_of_restarts(attempts: int, expected: str) -> None:
+def test_description_contains_the_number_of_restarts(attempts: int, expected: str) -> None:
     records = [attempt(100.0 * number, 100.0 * number + 90, 12) for number in range(attempts)]
     assert expected in describe_goodput([RunRecord("run", [], [], [], datetime.now(), records)])
 
 
-def test_file_returns_the_written_attempts(tmp_path: Path) -> None:
+def test_written_attempts_are_read_back(tmp_path: Path) -> None:
     file = GoodputFile(tmp_path)
     file.load()
     assert file.earlier_attempts == []
@@ -170,7 +172,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-def test_events_are_appended_after_an_incomplete_line(tmp_path: Path) -> None:
+def test_events_are_appended_on_a_new_line_after_an_incomplete_line(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"event": "start", "step": 0}\n{"event": "che')
     log = EventLog(tmp_path)
     log.open(is_new_run=False)
@@ -229,7 +231,7 @@ def test_end_of_a_preempted_run_states_the_signal(tmp_path: Path) -> None:
         def on_step_end(self, trainer: Trainer) -> None:
             if trainer.progress.step == 4:
                 os.kill(os.getpid(), signal.SIGUSR1)
-                while trainer._stopping._preemption.received_signal is None:  # a thread receives it
+                while trainer._stopping._preemption.received_signal is None:  # a Python thread handles the signal
                     time.sleep(0.01)
 
     with pytest.raises(Preempted):
@@ -247,7 +249,7 @@ def test_new_run_in_a_folder_without_checkpoints_starts_new_records(tmp_path: Pa
 
 
 def test_metrics_are_logged_at_sync_points(tmp_path: Path) -> None:
-    """Without peak_flops, the MFU of a CPU is unknown. The FLOPs of a sample are those of its matrix products."""
+    """The FLOPs of a sample are those of its matrix products. Without peak_flops, the MFU on a CPU is unknown."""
     train(tmp_path / "first", peak_flops=1e6)
     train(tmp_path / "second")
     rows, without = (

@@ -1,4 +1,4 @@
-"""GPU paths of the gradient reduction, with simulated works, time and order instead of a GPU."""
+"""GPU code paths of the gradient reduction, with simulated works and a simulated clock instead of a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_expired(deadlines: Deadlines) -> str | None:
     return None if deadline is None else deadline.describe()
 
 
-def test_rank_that_is_ahead_is_not_missing() -> None:
+def test_rank_that_has_passed_a_phase_is_not_missing() -> None:
     ahead, behind = FlightRecorder(), FlightRecorder()
     for flight_recorder, num_backwards in ((ahead, 8), (behind, 5)):
         for number in range(num_backwards):
@@ -38,7 +38,7 @@ def test_rank_that_is_ahead_is_not_missing() -> None:
     assert ranks_without_phase(None, [1, 2], records) == [1, 2]
 
 
-def test_a_rank_before_a_phase_is_missing_if_another_model_had_a_phase_with_the_same_number() -> None:
+def test_rank_before_a_phase_is_missing_although_another_model_had_a_phase_of_that_number() -> None:
     waiting, stopped = FlightRecorder(), FlightRecorder()
     discriminator, generator = GradientPhase("backward", 3), GradientPhase("backward", 3)
     for flight_recorder in (waiting, stopped):
@@ -65,7 +65,7 @@ class SimulatedMonitor:
 
 
 class SimulatedNccl(dist.ProcessGroup):
-    """A group whose works are done when requested by the test; the host does not wait for them."""
+    """A process group whose works complete when the test completes them. The host does not wait for the works."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -81,7 +81,7 @@ def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     reducer_group = ReducerGroup(group, monitor, None, waits_on_stream=True)  # type: ignore[arg-type]
     found = []
 
-    def end_of_backward() -> None:  # as in a timed step, where the host now waits until the gradients are global
+    def end_of_backward() -> None:  # as in a timed step, in which the host waits here for the reduced gradients
         monitor.clock.now += 1.0
         monitor.deadlines.find_expired()
         monitor.clock.now += 1.0
@@ -111,7 +111,7 @@ class MonitorOfFailedJob(SimulatedMonitor):
 
 
 @pytest.mark.parametrize("defers_allreduces", [False, True])
-def test_an_allreduce_that_cannot_start_raises_the_error_of_the_other_rank(defers_allreduces: bool) -> None:
+def test_allreduce_that_cannot_start_raises_the_error_of_the_failed_rank(defers_allreduces: bool) -> None:
     reducer_group = ReducerGroup(
         FailingGroup(),
         MonitorOfFailedJob(),  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_an_allreduce_that_cannot_start_raises_the_error_of_the_other_rank(defer
 
 
 def run_cases_with_deferred_allreduces(backend: Backend) -> None:
-    """Run the contract's cases on unused parameters with all allreduces at the end of each backward."""
+    """Run the contract cases for unused parameters, with all allreduces at the end of each backward pass."""
     assert backend._needs_group_order is False  # type: ignore[attr-defined]
     backend._needs_group_order = True  # type: ignore[attr-defined]
     gradients.collectives_may_run_inside_backward(backend)
@@ -141,13 +141,13 @@ def run_cases_with_deferred_allreduces(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_gradients_may_be_reduced_at_the_end_of_the_backward(backend: str) -> None:
+def test_contract_holds_if_gradients_are_reduced_at_the_end_of_the_backward_pass(backend: str) -> None:
     with RankGroup(backend, 2) as group:
         group.run(run_cases_with_deferred_allreduces)
 
 
 def timeout_of_second_group(backend: Backend) -> float:
-    """Return the transport timeout in seconds of the group for models with unused parameters."""
+    """Return the transport timeout (in seconds) of the process group for models with unused parameters."""
     backend._waits_on_stream = True  # type: ignore[attr-defined]  # as with NCCL
     backend.distributed_model(torch.nn.Linear(2, 2), find_unused_parameters=True)
     group: Any = backend._unused_parameters_group  # type: ignore[attr-defined]
@@ -156,12 +156,12 @@ def timeout_of_second_group(backend: Backend) -> float:
 
 
 def test_the_second_group_times_out_after_the_watchdog() -> None:
-    """NCCL's own timeout terminates the process without a report, so the watchdog must come first."""
+    """NCCL's timeout terminates the process without a report, so the timeout of the watchdog must expire first."""
     with RankGroup("ddp", 2, backend_timeout_seconds=7) as group:
         assert group.run(timeout_of_second_group) == [7 + 30] * 2
 
 
-CHECKED = """\
+SET_TRANSPORT_TIMEOUT = """\
 import torch, torch.distributed as dist
 from datetime import timedelta
 from unitrain.torch_compat import set_transport_timeout
@@ -173,7 +173,9 @@ print(type(transport).__name__, transport.wrapped_pg.options._timeout)
 """
 
 
-def test_the_transport_timeout_can_be_set_while_torch_checks_collectives() -> None:
+def test_transport_timeout_can_be_set_if_torch_distributed_debug_is_detail() -> None:
     variables = {**environment.without_launcher_variables(), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    done = subprocess.run([sys.executable, "-c", CHECKED], env=variables, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", SET_TRANSPORT_TIMEOUT], env=variables, capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.strip() == "_ProcessGroupWrapper 0:01:17", done.stderr

@@ -1,4 +1,4 @@
-"""The history of a run: rows per start, epoch and sync point, which a resumed run continues."""
+"""History of a run: rows per start, epoch and sync point, to which a resumed run appends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_sync_points_are_recorded_if_epochs_are_shorter_than_their_interval(
+def test_sync_points_are_recorded_if_epochs_are_shorter_than_the_sync_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unitrain.progress.stopping._INTERVAL_SECONDS", 0.1)
@@ -60,7 +60,7 @@ def test_sync_points_are_recorded_if_epochs_are_shorter_than_their_interval(
     train(tmp_path, data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
     sync_point_rows = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
     assert len(sync_point_rows) >= 5
-    assert sync_point_rows[-1] > 100  # of 160
+    assert sync_point_rows[-1] > 100  # the run has 160 steps
 
 
 def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
     sync_point_rows = rows(tmp_path, "steps.jsonl")
     assert [row["step"] for row in sync_point_rows] == [2, 4, 6, 8, 10, 12]
     assert [row["epochs"] for row in sync_point_rows] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
-    # The mean loss of an epoch of 22 samples, from those of its sync points.
+    # The loss of an epoch of 22 samples is the weighted mean of the losses at its sync points.
     first = [row["loss"] for row in sync_point_rows[:3]]
     mean = (8 * first[0] + 8 * first[1] + 6 * first[2]) / 22
     assert rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
@@ -80,7 +80,7 @@ def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
 def test_start_row_describes_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, max_grad_norm=0.5)
     (start,) = rows(tmp_path, "run.jsonl")
-    message_text = {
+    expected = {
         "backend": "local",
         "transport": "none",
         "size": 1,
@@ -88,19 +88,19 @@ def test_start_row_describes_the_run(tmp_path: Path) -> None:
         "model": "Linear",
         "parameters": 4,
     }
-    message_text |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
-    assert {name: start[name] for name in message_text} == message_text
+    expected |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
+    assert {name: start[name] for name in expected} == expected
     assert start["versions"]["unitrain"] == __version__
     assert start["versions"]["torch"] == torch.__version__
     assert start["config"]["max_grad_norm"] == 0.5
     assert start["config"]["output_dir"] == str(tmp_path)
-    assert "max_steps" not in start["config"]  # None is not said
+    assert "max_steps" not in start["config"]  # fields with the value None are omitted
 
 
 def test_resumed_run_rewinds_the_history_to_its_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1)
     train(tmp_path, max_epochs=2, resume=True)
-    # The files of a run that crashed in its third epoch, including an incomplete line.
+    # Simulate a run that crashed in its third epoch, with an incomplete last line.
     for name in ("history.jsonl", "steps.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 14, "epochs": 2.5}\n{"step": 16, "ep')
@@ -108,7 +108,7 @@ def test_resumed_run_rewinds_the_history_to_its_checkpoint(tmp_path: Path) -> No
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
     assert [row["step"] for row in rows(tmp_path, "history.jsonl")] == [6, 12, 18]
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
-    train(tmp_path, max_epochs=3, resume=True)  # has nothing left to do
+    train(tmp_path, max_epochs=3, resume=True)  # the run is already finished
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
 
 
@@ -123,10 +123,10 @@ def test_history_of_a_stream_has_no_fraction_of_an_epoch(tmp_path: Path) -> None
     assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
     assert [row["epochs"] for row in rows(tmp_path, "history.jsonl")] == [1, 2]
     assert [row["epochs"] for row in rows(tmp_path, "steps.jsonl")] == [None] * 6
-    assert not has_epoch_axis(read_records([tmp_path]))  # a report shows it by steps
+    assert not has_epoch_axis(read_records([tmp_path]))  # a report uses steps as its x axis
 
 
-def test_history_continues_after_a_stop_within_an_epoch(tmp_path: Path) -> None:
+def test_history_is_continued_after_a_stop_within_an_epoch(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             if trainer.progress.step == 8:
@@ -136,7 +136,7 @@ def test_history_continues_after_a_stop_within_an_epoch(tmp_path: Path) -> None:
     assert trainer.progress.step == 8
     stopped = rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
-    trainer.fit(data(22))  # the same Trainer, with a new StopCoordinator
+    trainer.fit(data(22))  # the same Trainer uses a new StopCoordinator
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8]
     train(tmp_path, max_epochs=4, resume=True)
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8, 18]
@@ -152,9 +152,9 @@ def test_missing_epoch_row_of_a_killed_run_is_restored_from_the_checkpoint(tmp_p
     train(tmp_path, max_epochs=3, resume=True)
     history = rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in history] == [(1, 6, 1), (2, 12, 2), (3, 18, 3)]
-    had = json.loads(second)
-    assert history[1] == {name: value for name, value in had.items() if not name.endswith("_seconds")}
-    train(tmp_path / "other", max_epochs=4, resume=tmp_path)  # the rows of another folder stay there
+    interrupted = json.loads(second)
+    assert history[1] == {name: value for name, value in interrupted.items() if not name.endswith("_seconds")}
+    train(tmp_path / "other", max_epochs=4, resume=tmp_path)  # the rows are not copied to another folder
     assert [row["epoch"] for row in rows(tmp_path / "other", "history.jsonl")] == [4]
 
 
@@ -165,11 +165,11 @@ def test_epoch_that_ends_twice_has_one_history_row(tmp_path: Path) -> None:
     trainer = train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6, resume=True)
     assert trainer.progress.step == 18
     after = rows(tmp_path, "history.jsonl")
-    assert after[:2] == before  # with the train_loss, which is unknown in the second fit
+    assert after[:2] == before  # the rows keep their train_loss, which the second fit does not know
     assert [row["epoch"] for row in after] == [1, 2, 3]
 
 
-def test_rows_of_a_start_without_checkpoint_are_removed(tmp_path: Path) -> None:
+def test_rows_of_a_run_without_checkpoints_are_removed(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, checkpoint_every_epochs=2, max_seconds=None)
     for path in tmp_path.glob("step-*"):
         for file in path.iterdir():
@@ -180,7 +180,7 @@ def test_rows_of_a_start_without_checkpoint_are_removed(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
 
 
-def test_unwritable_sync_point_row_ends_the_run_at_the_next_epoch_row(
+def test_failed_write_of_a_sync_point_row_ends_the_run_at_the_end_of_the_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = History.append

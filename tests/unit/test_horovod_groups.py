@@ -1,5 +1,4 @@
-"""Parts of Horovod's process group that do not require several ranks: completion of works, process sets, mismatches,
-monitored barriers."""
+"""Horovod's process group on one rank: completion of works, process sets, mismatches and monitored barriers."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Return the handles of the operations that other ranks have also started."""
+    """Replace Horovod's `poll`. Return the set of handles of finished operations, which tests extend."""
     handles: set[int] = set()
     monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: handle in handles)
     monkeypatch.setattr(horovod_work.hvd, "synchronize", lambda handle: torch.ones(2))
@@ -55,7 +54,7 @@ def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
     started = time.monotonic()
     completions.abort()
     waiting.join()
-    assert time.monotonic() - started < 30  # the operations time out after 60 s
+    assert time.monotonic() - started < 30  # the timeout of the operations is 60 s
     for error in (*errors, works[2].exception()):
         assert isinstance(error, dist.DistBackendError)
         assert str(error) == "Horovod's allreduce was aborted, because this rank has aborted its process group."
@@ -78,7 +77,9 @@ def test_completed_works_keep_only_small_results(finished: set[int]) -> None:
     assert [reference() is not None for reference in references] == [True, False, False]
 
 
-def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_the_processing_of_a_result_is_raised_once(
+    finished: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backward = -1
     ends: list[Any] = []
     monkeypatch.setattr(horovod_work, "current_backward", lambda: backward)
@@ -91,7 +92,7 @@ def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], m
     for backward in (-1, 0, 1):
         work = start(completions, backward + 2)
         work._process_output = fail if backward < 1 else None
-        finished.add(backward + 2)  # afterwards, because the background thread completes the work immediately
+        finished.add(backward + 2)  # last, because the background thread then completes the work
         if backward < 1:
             with pytest.raises(ValueError, match=f"backward pass {backward}"):
                 work.wait()
@@ -104,7 +105,7 @@ def test_an_error_outside_the_backward_pass_is_raised_once(finished: set[int], m
 
 @pytest.mark.parametrize("completer", ["unitrain-horovod", "MainThread"])
 def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
-    """The thread that first polls after an operation has finished runs the callback."""
+    """The callback runs in the first thread that polls after an operation has finished."""
     poll = horovod_work.hvd.poll
     monkeypatch.setattr(
         horovod_work.hvd, "poll", lambda handle: threading.current_thread().name == completer and poll(handle)
@@ -144,7 +145,7 @@ def test_operations_are_described_with_their_size(name: str, size: int, text: st
     assert Operation(0, name, "float32", size).describe() == text
 
 
-def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_does_not_respond_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mismatches, "_STORE_TIMEOUT_SECONDS", 0.05)
     responds = threading.Event()
 
@@ -153,11 +154,11 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
             responds.wait()
             return self
 
-    def report(rank: int) -> MismatchDetector:
+    def create_detector(rank: int) -> MismatchDetector:
         return MismatchDetector(store, rank, (4, 6), lambda: [Operation(0, "allreduce.SUM", "float32", rank)])
 
     store = Store()
-    root, other = report(0), report(1)
+    root, other = create_detector(0), create_detector(1)
     before = threading.active_count()
     for _ in range(5):
         assert other.compare_with_rank_0() is None
@@ -173,7 +174,7 @@ def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.Mon
     )
 
 
-def test_ranks_that_have_not_written_an_operation_are_missing() -> None:
+def test_ranks_that_have_not_published_an_operation_are_missing() -> None:
     pending: dict[int, list[Operation]] = {rank: [] for rank in range(4)}
     operation, later = Operation(7, "allreduce.SUM", "float32", 3), Operation(8, "allreduce.SUM", "float32", 3)
     pending |= {0: [operation], 1: [operation, later], 2: [later]}
@@ -194,8 +195,8 @@ def test_ranks_that_have_not_written_an_operation_are_missing() -> None:
     assert detectors[0].find_missing_ranks(operation) == []
 
 
-def test_a_failed_monitored_barrier_keeps_the_result_of_the_previous_barrier() -> None:
-    """A rank that is missing in a barrier may not have read the result of the previous barrier."""
+def test_failed_monitored_barrier_keeps_the_result_of_the_previous_barrier() -> None:
+    """A rank that is missing in a barrier may still have to read the result of the previous barrier."""
     store = dist.HashStore()
     keys, barrier = dist.PrefixStore("monitored_barrier", store), MonitoredBarrier(store, 0, 2)
     keys.set("1/1", "")  # rank 1 reaches the first barrier

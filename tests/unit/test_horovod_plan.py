@@ -15,7 +15,7 @@ from unitrain.horovod_wheel.patches import PATCHES
 from unitrain.horovod_wheel.patching import patch_digest
 
 
-def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> None:
+def test_plan_without_a_gpu_has_cpu_operations_and_does_not_require_a_toolkit() -> None:
     decided = create_plan()
     assert decided.facts["controllers"] == ["gloo", "mpi"]
     assert decided.facts["cuda"] is None
@@ -27,7 +27,7 @@ def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> Non
     ]
 
 
-def test_a_visible_gpu_and_a_matching_toolkit_enable_nccl() -> None:
+def test_nccl_is_enabled_if_a_gpu_is_visible_and_the_toolkit_matches() -> None:
     other = Tool(path="/opt/cuda-12.4", version="12.4")
     decided = create_plan(replace_fields(torch=GPU_TORCH, toolkits=(other, TOOLKIT)))
     assert decided.facts["nccl"] == "2.30.7"
@@ -38,7 +38,7 @@ def test_a_visible_gpu_and_a_matching_toolkit_enable_nccl() -> None:
     assert "link" in step_names(decided)
 
 
-def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
+def test_toolkit_of_cuda_13_is_installed_by_pip_if_it_is_missing() -> None:
     decided = create_plan(cuda=True)
     toolkit = next(step for step in decided.build_steps if step.name == "toolkit")
     assert toolkit.argv[-1] == "cuda-toolkit[nvcc,cccl]==13.0.*"
@@ -46,7 +46,7 @@ def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
     assert step_names(decided).index("toolkit") < step_names(decided).index("wheel")
 
 
-def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
+def test_missing_toolkit_of_cuda_12_is_reported_with_a_fix() -> None:
     old = replace_fields(torch=dataclasses.replace(GPU_TORCH, version="2.7.0+cu128", cuda="12.8"), toolkits=(TOOLKIT,))
     by_itself = create_plan(old)
     assert by_itself.facts["cuda"] is None
@@ -82,14 +82,14 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
     ],
     ids=["compiler", "named compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
 )
-def test_a_missing_requirement_is_reported_with_a_fix(
+def test_missing_requirement_is_reported_with_a_fix(
     found: Machine, request_options: dict[str, bool], message: str
 ) -> None:
     with pytest.raises(HorovodBuildError, match=message):
         create_plan(found, **request_options)
 
 
-def test_commands_for_root_have_no_sudo() -> None:
+def test_commands_for_root_do_not_use_sudo() -> None:
     assert requirements.install_command(replace_fields(is_root=True), "make") == "apt-get install -y make"
 
 
@@ -113,7 +113,7 @@ def test_missing_mpi_is_a_note_if_it_was_not_requested() -> None:
 
 
 @pytest.mark.parametrize("cmake", [None, Tool(path="/usr/bin/cmake", version="3.13.4")], ids=["none", "old"])
-def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: Tool | None) -> None:
+def test_missing_or_old_build_tools_are_installed_into_the_build_folder(cmake: Tool | None) -> None:
     decided = create_plan(replace_fields(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
     tools = decided.build_steps[0]
     assert tools.name == "tools"
@@ -154,7 +154,7 @@ def test_flags_of_the_environment_are_part_of_the_key(name: str) -> None:
     assert any(note.endswith(f"unset {name}") for note in first.notes)
 
 
-def test_native_flags_make_the_key_depend_on_the_processor() -> None:
+def test_key_depends_on_the_processor_if_the_compiler_flags_are_native() -> None:
     assert machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=haswell"}).cpu is None
     here = machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=native"}).cpu
     assert here
@@ -179,7 +179,7 @@ def test_user_variables_that_contradict_the_plan_are_removed() -> None:
     assert (seen["MAKEFLAGS"], seen["HOME"]) == ("-j4", "/h")
 
 
-def test_the_cache_folder_follows_the_variables() -> None:
+def test_cache_folder_is_determined_by_environment_variables() -> None:
     assert plan.cache_folder({"UNITRAIN_CACHE": "/u", "XDG_CACHE_HOME": "/x"}) == Path("/u/horovod")
     assert plan.cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/unitrain/horovod")
     assert plan.cache_folder({}) == Path("~/.cache/unitrain/horovod").expanduser()

@@ -1,4 +1,4 @@
-"""Commands of torchrun, horovodrun and no launcher for a launch spec. Nothing is started."""
+"""Commands that are built for torchrun, for horovodrun and without a launcher. No ranks are started."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALLOWED = os.sched_getaffinity(0)
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 
@@ -95,7 +95,7 @@ def test_parse_hosts_rejects_more_digits_than_python_converts() -> None:
         parse_hosts("a:" + "1" * 5000)
 
 
-def test_two_names_of_one_machine_are_rejected() -> None:
+def test_hosts_with_the_same_address_are_rejected() -> None:
     addresses = {"a": "10.0.0.1", "a.site": "10.0.0.1", "b": "10.0.0.2"}
 
     def resolve(name: str) -> str:
@@ -136,7 +136,7 @@ def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
     assert launch_spec.variables == {"OMP_NUM_THREADS": threads}
 
 
-def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec(environment={"OMP_NUM_THREADS": "3"}, backend="ddp").variables == {
         "OMP_NUM_THREADS": "3",
         "UNITRAIN_BACKEND": "ddp",
@@ -148,8 +148,8 @@ def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 # --- commands ---
 
 
-def test_read_hostfile(tmp_path: Path) -> None:
-    """In the notation of Open MPI and Horovod, and of schedulers, which write one line per slot."""
+def test_hostfile_is_read_in_the_notations_of_open_mpi_horovod_and_schedulers(tmp_path: Path) -> None:
+    """Schedulers write one line per slot."""
     path = tmp_path / "hosts"
     path.write_text("# ours\na slots=4 max_slots=8\n\nb:2  # two\nc\nc\n")
     assert launchers.read_hostfile(path) == (Host("a", 4), Host("b", 2), Host("c", 2))
@@ -177,7 +177,7 @@ def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
         assert all(found.items() <= item.environment.items() for item in [v for _, v in command.per_host] or [command])
 
 
-def test_torchrun_on_one_host() -> None:
+def test_torchrun_command_on_one_host() -> None:
     command = build("torchrun", spec(num_processes=2, backend="horovod"))
     assert command.argv == (
         *TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
@@ -203,8 +203,8 @@ def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
     assert "--master-port 4711" in build("torchrun", replace(launch_spec, port=4711)).shell()
 
 
-def test_plan_of_2000_hosts_fits_into_the_arguments_of_a_process() -> None:
-    """Linux limits one argument to 128 KiB, and all arguments to a quarter of the stack."""
+def test_plan_of_2000_hosts_fits_into_the_command_line() -> None:
+    """Linux limits one argument to 128 KiB and all arguments together to a quarter of the stack limit."""
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(2000))
     launch_spec = spec(num_processes=16000, hosts=hosts, args=("--data", "x" * 3000))
     command = build("torchrun", launch_spec)
@@ -216,7 +216,7 @@ def test_plan_of_2000_hosts_fits_into_the_arguments_of_a_process() -> None:
     assert done.stdout == f"{len(command.argv[3:])}\n"
 
 
-def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_do_not_import_modules_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launchers", "click", "json"):
         (tmp_path / f"{name}.py").write_text(f"print('{name} of the current folder')")
     command = agents.build_command(
@@ -240,8 +240,8 @@ def test_cleanup_names_the_launcher_that_fails() -> None:
     assert [host["name"] for host in parse_plan(command.argv[4:])["hosts"]] == ["horovodrun", "a"]
 
 
-def test_a_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
-    """ssh starts the agent in the home folder."""
+def test_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
+    """The folder of an agent that ssh starts is the home folder."""
     program = Command((sys.executable, "-c", "import os; print(os.getcwd())"))
     command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
     plan = command[-1].replace(json.dumps(str(Path.cwd())), json.dumps(str(tmp_path / "missing")))
@@ -351,7 +351,7 @@ def test_threads_per_rank_respect_the_cpu_affinity() -> None:
     assert done.stdout == "1\n"
 
 
-SIGNALLED = """
+IGNORE_SIGUSR2 = """
 import signal, sys, time
 from pathlib import Path
 
@@ -364,9 +364,9 @@ sys.exit(7)
 
 
 def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> None:
-    """A signal handler that writes to a buffered pipe fails if it interrupts another write to it."""
+    """A signal handler that writes to a buffered pipe fails if it interrupts another write to the same pipe."""
     end = tmp_path / "end"
-    program = Command((sys.executable, "-c", SIGNALLED, str(end)))
+    program = Command((sys.executable, "-c", IGNORE_SIGUSR2, str(end)))
     command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -388,14 +388,14 @@ def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> N
         process.communicate()
 
 
-def test_hosts_without_a_process_have_no_torchrun_command() -> None:
-    """torchrun fails with an AssertionError without a message if it has no process to start."""
+def test_hosts_without_processes_do_not_get_a_torchrun_command() -> None:
+    """torchrun raises an AssertionError without a message if it starts zero processes."""
     launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
     assert commands_per_host(launch_spec) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
     assert [host for host, _ in build("torchrun", launch_spec).per_host] == ["a", "b"]
 
 
-def test_a_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() -> None:
+def test_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() -> None:
     for hosts, num_processes, is_single in (("b:4", 4, True), ("a:4,b:4", 8, False)):
         launch_spec = spec(num_processes=num_processes, hosts=parse_hosts(hosts), elastic=parse_elastic("1:8"))
         with pytest.raises(LaunchError) as caught:
@@ -410,14 +410,14 @@ def test_a_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() 
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
-def test_a_controller_is_rejected_by_other_launchers(launcher: str) -> None:
+def test_launchers_other_than_horovodrun_reject_a_controller(launcher: str) -> None:
     with pytest.raises(
         LaunchError, match=r"^--mpi chooses horovodrun's controller.* or use: --backend horovod --launcher horovodrun$"
     ):
         build(launcher, spec(controller="mpi"))
 
 
-def test_no_launcher_rejects_other_hosts() -> None:
+def test_launch_without_a_launcher_rejects_other_hosts() -> None:
     for here in ("localhost", "127.0.0.1", socket.gethostname()):
         assert "--standalone" in build("torchrun", spec(hosts=(Host(here, 1),))).argv
         build("none", spec(hosts=(Host(here, 1),)))
@@ -486,7 +486,7 @@ def test_command_without_a_launcher() -> None:
 
 
 def test_launchers_of_other_environments_on_path_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torchrun or horovodrun that comes first on PATH would start the ranks with its own Python and packages."""
+    """The first torchrun or horovodrun on PATH might start the ranks with another Python and other packages."""
     for name in ("torchrun", "horovodrun"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
@@ -542,8 +542,8 @@ def test_entry_point_adds_a_launcher_but_does_not_replace_one(tmp_path: Path, mo
     )
 
 
-def test_host_name_with_a_part_of_more_than_63_characters() -> None:
-    """Python's resolver raises UnicodeError for such a name."""
+def test_host_name_with_a_label_of_more_than_63_characters_is_not_this_host() -> None:
+    """For such a name, Python's resolver raises UnicodeError."""
     name = "a" * 64
     assert not is_this_host(Host(name, 1))
     check_distinct((Host(name, 1), Host("localhost", 1)))

@@ -1,4 +1,4 @@
-"""Selection of devices by `unitrain launch --devices`, on hosts with simulated GPUs. No rank is started."""
+"""Selection of devices by `unitrain launch --devices` on hosts with simulated GPUs. Ranks are not started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Selection(NamedTuple):
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a script, and remove the GPU settings of the user."""
+    """Create a script, and remove the user's GPU settings from the environment."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     path = tmp_path / "train.py"
@@ -37,7 +37,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def simulate_gpus(folder: Path, number: int) -> None:
-    """Write an nvidia-smi that lists `number` GPUs."""
+    """Create an nvidia-smi program that lists `number` GPUs."""
     lines = "\n".join(f"GPU {index}: NVIDIA H100 (UUID: GPU-{index:04x})" for index in range(number))
     write_program(folder, "nvidia-smi", f"cat <<END\n{lines}\nEND" if number else "echo No devices found.")
 
@@ -88,7 +88,9 @@ def test_devices_on_a_host_with_four_gpus(options: list[str], selected: Selectio
         pytest.param(["--devices", "3"], Selection(None, 3), id="3 processes"),
     ],
 )
-def test_devices_on_a_host_without_gpus_are_processes(options: list[str], selected: Selection, script: Path) -> None:
+def test_devices_is_the_number_of_processes_on_a_host_without_gpus(
+    options: list[str], selected: Selection, script: Path
+) -> None:
     simulate_gpus(script.parent, 0)
     assert selection(launch(script, *options)) == selected
 
@@ -96,8 +98,8 @@ def test_devices_on_a_host_without_gpus_are_processes(options: list[str], select
 @pytest.mark.parametrize(
     ("setting", "options", "selected"),
     [
-        pytest.param("2,3", ["--devices", "2"], "2,3", id="the visible GPUs"),
-        pytest.param("3,0,2", ["--devices", "1,0"], "0,3", id="in their order"),
+        pytest.param("2,3", ["--devices", "2"], "2,3", id="visible GPUs"),
+        pytest.param("3,0,2", ["--devices", "1,0"], "0,3", id="order of the argument"),
         pytest.param("3,0,2", ["--devices", "-1"], "3,0,2", id="all"),
         pytest.param(",".join(UUIDS), ["--devices", "[1]"], UUIDS[1], id="UUID"),
         pytest.param("1,9,2", ["--devices", "-1"], "1", id="entries after an invalid one"),
@@ -111,7 +113,7 @@ def test_indices_are_relative_to_cuda_visible_devices(
     assert selection(launch(script, *options)) == Selection(selected, len(selected.split(",")))
 
 
-def test_repeated_or_hidden_gpus_are_not_visible(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_and_hidden_gpus_are_not_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpus(script.parent, 4)
     for setting in ("1,1", "", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
@@ -162,7 +164,7 @@ def test_message_of_a_missing_gpu_contains_cuda_visible_devices(script: Path, mo
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "none"])
-def test_every_launcher_of_this_host_sets_the_variable(launcher: str, script: Path) -> None:
+def test_every_launcher_on_this_host_sets_cuda_visible_devices(launcher: str, script: Path) -> None:
     simulate_gpus(script.parent, 4)
     write_program(script.parent, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     command = launch(script, "--devices", "[3]", "--launcher", launcher)
@@ -173,7 +175,7 @@ def test_every_launcher_of_this_host_sets_the_variable(launcher: str, script: Pa
 
 
 def test_devices_are_selected_on_each_of_several_hosts(script: Path) -> None:
-    """The number of GPUs of this host does not matter: it may be a login node."""
+    """The number of GPUs on this host is ignored, because this host may be a login node."""
     simulate_gpus(script.parent, 0)
     lines = launch(script, "--devices", "1,3", "-H", "a:4,b:2").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["on a", "on b"]
@@ -187,7 +189,7 @@ def test_devices_are_selected_on_each_of_several_hosts(script: Path) -> None:
     assert f" env CUDA_VISIBLE_DEVICES=1 {sys.executable} " in command
 
 
-def test_a_slurm_allocation_of_two_hosts_rejects_devices(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_is_rejected_in_a_slurm_allocation_of_two_hosts(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(script.parent, "scontrol", "echo n1; echo n2")
     variables = {"JOB_ID": "7", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "2(x2)"}
     for name, value in variables.items():
@@ -200,14 +202,16 @@ def test_a_slurm_allocation_of_two_hosts_rejects_devices(script: Path, monkeypat
     assert select_devices(parse_devices("0"), "torchrun", 2, (Host("localhost", 2),)).num_processes == 2
 
 
-def test_gpus_are_counted_by_the_driver_without_nvidia_smi(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_with_the_driver_if_nvidia_smi_is_missing(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for address in ("0000:18:00.0", "0000:3b:00.0", "0000:86:00.0"):
         (folder := script.parent / "gpus" / address).mkdir(parents=True)
         (folder / "information").write_text("Model: NVIDIA H100\n")
     monkeypatch.setattr(devices, "DRIVER_FOLDER", script.parent / "gpus")
     monkeypatch.setenv("PATH", str(script.parent))
     assert count_gpus() == 3
-    write_program(script.parent, "nvidia-smi", "exit 9")  # it cannot communicate with the driver
+    write_program(script.parent, "nvidia-smi", "exit 9")  # this nvidia-smi cannot communicate with the driver
     assert count_gpus() == 3
     simulate_gpus(script.parent, 2)
     monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
@@ -224,7 +228,7 @@ def test_gpus_are_counted_by_the_driver_without_nvidia_smi(script: Path, monkeyp
         ("1,3", "devices=[1, 3]"),
     ],
 )
-def test_messages_of_unitrain_run_contain_the_argument(value: int | list[int] | str, text: str) -> None:
+def test_messages_of_unitrain_run_contain_the_devices_argument(value: int | list[int] | str, text: str) -> None:
     assert str(parse_devices(value, from_python=True)) == text
 
 

@@ -1,4 +1,4 @@
-"""Variables that users forward to ranks (-x), and options that they pass to launchers (--launcher-args)."""
+"""Environment variables that `-x` forwards to ranks, and options that `--launcher-args` passes to launchers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.launchers.torchrun import commands_per_host
         ("MAX_TOKENS", "512", False), ("KEYBOARD", "us", False), ("DATABASE_URL", "http://host:80/a@b", False),
     ],
 )  # fmt: skip
-def test_is_likely_secret_detects_names_and_urls(name: str, value: str, secret: bool) -> None:
+def test_is_likely_secret_detects_secret_names_and_urls_with_passwords(name: str, value: str, secret: bool) -> None:
     assert is_likely_secret(name, value) is secret
 
 
@@ -62,7 +62,7 @@ def test_parse_exports_rejects_invalid_variables(text: str, message: str) -> Non
     assert str(caught.value) == message
 
 
-def test_launcher_args_are_split_like_by_a_shell() -> None:
+def test_launcher_args_are_split_like_words_in_a_shell() -> None:
     given = ["--bind-to core", "-mca plm_rsh_args '-o Port=2222'", "--report-bindings"]
     assert parse_launcher_args(given) == (
         "--bind-to", "core", "-mca", "plm_rsh_args", "-o Port=2222", "--report-bindings",
@@ -94,7 +94,9 @@ def test_launcher_args_precede_the_program() -> None:
         build("none", LaunchSpec(script="train.py", launcher_args=("--verbose",)))
 
 
-def test_torchrun_on_several_hosts_shows_values_except_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_commands_on_several_hosts_contain_forwarded_values_except_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
     monkeypatch.setenv("LEVEL", "3")
     hosts = parse_hosts("a:1,b:1")
@@ -109,7 +111,7 @@ def test_torchrun_on_several_hosts_shows_values_except_secrets(monkeypatch: pyte
     assert "abc" not in " ".join(command.argv)
 
 
-def test_torchrun_on_several_hosts_receives_forwarded_values_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_plan_for_several_hosts_contains_names_of_forwarded_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEVEL", "my-level")
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     command = build(
@@ -126,7 +128,7 @@ def test_torchrun_on_several_hosts_receives_forwarded_values_by_name(monkeypatch
         assert {"A": "b", "UNITRAIN_BACKEND": "horovod"}.items() <= host["variables"].items()
 
 
-def test_printed_commands_contain_no_forwarded_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_do_not_contain_forwarded_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
     for launcher in ("torchrun", "horovodrun", "none"):
         assert "abc" not in build(launcher, LaunchSpec(script="train.py", forwarded=("HF_TOKEN",))).shell()

@@ -1,4 +1,4 @@
-"""The command of Open MPI's mpirun. A fake mpirun on PATH prints its version; nothing is started."""
+"""Commands that are built for Open MPI's mpirun. A fake mpirun on PATH prints a version. No ranks are started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SSH = ["-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH of one folder and an otherwise empty environment."""
+    """Set an environment that contains only PATH, which consists of one folder with a fake mpirun."""
     for name in os.environ:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -32,20 +32,20 @@ def spec(folder: Path, **given: object) -> LaunchSpec:
 
 
 def options(command: Command, folder: Path) -> list[str]:
-    """Return the command without its program, and without the script and its arguments."""
+    """Return the options of mpirun: the command without the program, the script and the arguments of the script."""
     assert command.argv[0] == str(folder / "mpirun")
     assert command.argv[-3:] == (str(folder / "python"), "train.py", "-v")
     return list(command.argv[1:-3])
 
 
-def names(*variables: str) -> list[str]:
+def export_options(*variables: str) -> list[str]:
     return [word for name in variables for word in ("-x", name)]
 
 
-def test_mpirun_sets_no_rendezvous_for_horovod_on_one_host(folder: Path) -> None:
+def test_mpirun_does_not_set_a_rendezvous_for_horovod_on_one_host(folder: Path) -> None:
     command = build("mpirun", spec(folder, num_processes=2, backend="horovod"))
     assert options(command, folder) == [
-        "-np", "2", "-H", "localhost:2", *names("UNITRAIN_BACKEND", "OMP_NUM_THREADS"), *DEFAULTS,
+        "-np", "2", "-H", "localhost:2", *export_options("UNITRAIN_BACKEND", "OMP_NUM_THREADS"), *DEFAULTS,
     ]  # fmt: skip
     assert command.environment == {"UNITRAIN_BACKEND": "horovod", "OMP_NUM_THREADS": "4", **ROOT}
 
@@ -77,7 +77,7 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
     command = build("mpirun", launch_spec)
     assert options(command, folder) == [
         "-np", "3", "-H", "a.invalid:2,b.invalid:1",
-        *names(
+        *export_options(
             "LEVEL", "UNITRAIN_BACKEND", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY",
             "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "NCCL_DEBUG", "PATH", "PYTHONPATH",
         ),
@@ -91,7 +91,7 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
 
 
 def test_rendezvous_address_of_the_user_is_kept_and_forwarded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with the address and ranks without it would connect to different rendezvous."""
+    """Otherwise, ranks with and without the address would connect to different stores."""
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
     hosts = parse_hosts("localhost:1,b.invalid:1")
     for backend in ("ddp", "horovod"):
@@ -128,7 +128,7 @@ def test_launcher_args_override_default_options(folder: Path, given: tuple[str, 
     assert options(command, folder)[-len(words) - 1] == "OMP_NUM_THREADS"
 
 
-def test_mpirun_of_another_mpi_is_rejected(folder: Path) -> None:
+def test_mpirun_of_another_mpi_implementation_is_rejected(folder: Path) -> None:
     write_program(folder, "mpirun", "echo 'HYDRA build details:'; echo '    Version:   4.0.2'")
     with pytest.raises(LaunchError) as caught:
         build("mpirun", spec(folder))
@@ -155,7 +155,7 @@ def test_mpirun_in_an_allocation_uses_the_hosts_of_slurm(folder: Path, monkeypat
         monkeypatch.setenv(f"SLURM_{name}", value)
     command = build("mpirun", spec(folder, num_processes=4, backend="ddp"))
     assert "-H" not in command.argv
-    assert "plm_rsh_args" not in command.argv  # Slurm starts mpirun's daemons
+    assert "plm_rsh_args" not in command.argv  # Slurm starts the daemons of mpirun
     assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1.invalid", "29571")
     with pytest.raises(LaunchError, match=r"^-np requests 5 processes, but Slurm job 4071 has 4 tasks\. Use -np 4,"):
         build("mpirun", spec(folder, num_processes=5, backend="ddp"))

@@ -1,4 +1,4 @@
-"""The command of srun without Slurm. The tests set its variables, and a fake scontrol lists two nodes."""
+"""Commands that are built for srun, without Slurm: tests set Slurm's variables, and a fake scontrol lists two nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TAS
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH of one folder, and an environment with only the variables of an allocation."""
+    """Set an environment that contains only the variables of an allocation and PATH, which consists of one folder."""
     for name in os.environ:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -57,8 +57,8 @@ def test_srun_fills_hosts_in_the_order_of_slurm(
     }  # fmt: skip
 
 
-def test_srun_repeats_cpus_per_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun no longer inherits the option from sbatch."""
+def test_srun_command_contains_cpus_per_task_of_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Slurm 22.05, srun does not inherit this option from sbatch."""
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
     command = build("srun", spec(folder, num_processes=2))
     assert "--cpus-per-task 6" in command.shell()
@@ -67,7 +67,7 @@ def test_srun_repeats_cpus_per_task(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "OMP_NUM_THREADS" not in build("srun", spec(folder, num_processes=2)).environment
 
 
-def test_srun_inside_a_step_overlaps_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_inside_a_step_uses_overlap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--overlap" not in build("srun", spec(folder)).argv
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert "--overlap" in build("srun", spec(folder)).argv
@@ -80,14 +80,14 @@ def test_srun_keeps_settings_of_the_user(folder: Path, monkeypatch: pytest.Monke
     assert command.shell().count("--wait") == 1
 
 
-def test_allocated_slots_by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_slots_are_known_for_launchers_that_use_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [allocated_slots(launcher) for launcher in ("srun", "mpirun", "torchrun", "none")] == [8, 8, None, None]
     monkeypatch.delenv("SLURM_JOB_ID")
     assert allocated_slots("srun") is None
 
 
 def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except in one of several tasks, and in an allocation with one host."""
+    """They use only this host in one of several tasks, and in an allocation with one host."""
     for name in ("torchrun", "horovodrun"):
         write_program(folder, name, "exit 1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
@@ -116,13 +116,13 @@ def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, mo
         ("NumTasks=3 CPUs/Task=1 NtasksPerN:B:S:C=2:0:*:*", "64(x2)", [2, 1]),
         ("NumTasks=3 CPUs/Task=2 NtasksPerN:B:S:C=0:0:*:*", "2,4", [1, 2]),
         ("NumTasks=5 CPUs/Task=1 NtasksPerN:B:S:C=0:0:*:*", "64(x2)", [3, 2]),
-        ("NumTasks=4 CPUs/Task=8 NtasksPerN:B:S:C=0:0:*:*", "4(x2)", [2, 2]),  # more than there are cores
+        ("NumTasks=4 CPUs/Task=8 NtasksPerN:B:S:C=0:0:*:*", "4(x2)", [2, 2]),  # more CPUs than the hosts have
     ],
 )
 def test_tasks_of_the_job_are_used_inside_a_step(
     described: str, cpus: str, slots: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's variables count the tasks of the step, which is one in the shell of `srun --ntasks=1 --pty`."""
+    """Slurm's variables describe the step. The shell of `srun --ntasks=1 --pty` is a step with one task."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.setenv(name, "1")

@@ -1,4 +1,4 @@
-"""The learning-rate factor: its value, no lasting change of the optimizer, and no second application."""
+"""Learning-rate scaling: value of the factor, restored learning rates, and resumed runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unitrain.trainer import Trainer
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def test_learning_rate_factors_follow_the_policy() -> None:
+def test_learning_rate_factor_is_determined_by_the_policy() -> None:
     assert LearningRateFactor("linear", 256, 1024, 0).factor_at(0) == 4.0
     assert LearningRateFactor("sqrt", 256, 1024, 0).factor_at(0) == 2.0
     assert LearningRateFactor("linear", 1024, 256, 0).factor_at(0) == 0.25
@@ -39,7 +39,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
 
 
-def parts(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
+def build_model_and_scheduler(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -47,7 +47,7 @@ def parts(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
 
 
 def train(rate: float, **settings: Any) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    model, optimizer, scheduler = parts(rate)
+    model, optimizer, scheduler = build_model_and_scheduler(rate)
     config = TrainConfig(**{"max_epochs": 2, "batch_size": 4, "progress": "off", **settings})
     Trainer(
         model, optimizer, nn.functional.mse_loss, backend=LOCAL, config=config, scheduler=scheduler
@@ -55,14 +55,14 @@ def train(rate: float, **settings: Any) -> tuple[list[Tensor], torch.optim.Optim
     return [parameter.detach() for parameter in model.parameters()], optimizer
 
 
-def test_scaled_training_equals_multiplied_rate_and_keeps_the_users_rate() -> None:
+def test_scaling_equals_training_with_a_multiplied_rate_and_restores_the_rate() -> None:
     expected, _ = train(0.04)
     found, optimizer = train(0.02, lr_scaling="linear", reference_batch_size=2)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert optimizer.param_groups[0]["lr"] == 0.02 * 0.5**4
 
 
-def test_resumed_run_is_scaled_once(tmp_path: Path) -> None:
+def test_resumed_run_is_not_scaled_twice(tmp_path: Path) -> None:
     scaling: dict[str, Any] = {"lr_scaling": "sqrt", "reference_batch_size": 1, "warmup_steps": 5}
     expected, _ = train(0.02, **scaling)
     for epochs in (1, 2):
@@ -70,13 +70,15 @@ def test_resumed_run_is_scaled_once(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_resuming_with_another_policy_is_rejected(tmp_path: Path) -> None:
+def test_resume_with_another_policy_is_rejected(tmp_path: Path) -> None:
     train(0.02, max_epochs=1, output_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"has lr_scaling='none', but TrainConfig\.lr_scaling is 'linear': its"):
         train(0.02, lr_scaling="linear", reference_batch_size=2, output_dir=tmp_path, resume=True)
 
 
-def test_scaling_is_shown_at_the_start_and_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scaling_is_displayed_at_the_start_and_recorded_in_the_history(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     train(0.02, lr_scaling="linear", reference_batch_size=2, progress="lines", output_dir=tmp_path, max_epochs=1)
     assert "learning rates x 2 (linear scaling from batch size 2 to 4)" in capfd.readouterr().err
     row = (tmp_path / "history.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Liveness check between rank 0 and the other ranks: connections, orderly exits, and ends of processes."""
+"""Liveness check between rank 0 and the other ranks: connections, orderly exits and killed processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unitrain.monitoring.peer_connection import (
 
 
 class Ranks:
-    """Liveness checks of several ranks in this process; `ended` receives the ranks that rank 0 reports."""
+    """Liveness checks of several ranks in this process. `ended` receives the ranks that rank 0 reports as ended."""
 
     def __init__(self, size: int) -> None:
         self._size, self._store = size, HashStore()
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def port(self) -> int:
-        """Port at which rank 0 listens."""
+        """Port on which rank 0 listens."""
         return int(MessageStore(PrefixStore("liveness", self._store), "liveness").get("address").split()[0])
 
     def connect(self) -> None:
@@ -74,7 +74,7 @@ def test_orderly_exits_are_distinguished_from_killed_processes() -> None:
     while ranks.checks[0].exited_ranks != {2}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    ranks.checks[3]._peers[0].interrupt()  # as the system closes it when the process is killed
+    ranks.checks[3]._peers[0].interrupt()  # the kernel does the same if the process is killed
     assert ranks.ended.get(timeout=30) == 3
     ranks.close()
 
@@ -96,7 +96,7 @@ def test_silent_connections_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("job_key")
-def test_the_oldest_silent_connections_are_closed_if_there_are_many() -> None:
+def test_oldest_silent_connections_are_closed_if_there_are_too_many() -> None:
     ranks = Ranks(2)
     port = ranks.port
     with contextlib.ExitStack() as strangers:
@@ -107,7 +107,7 @@ def test_the_oldest_silent_connections_are_closed_if_there_are_many() -> None:
     ranks.close()
 
 
-def test_missing_ranks_are_not_awaited_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_stops_waiting_for_missing_ranks_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 0.5)
     ranks = Ranks(3)
     with socket.create_connection(("127.0.0.1", ranks.port), timeout=10):
@@ -126,7 +126,9 @@ def test_missing_ranks_are_not_awaited_longer_than_the_limit(monkeypatch: pytest
         ([ORDERLY_EXIT_MESSAGE, "hello"], DisconnectReason.UNEXPECTED),
     ],
 )
-def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], disconnect: DisconnectReason) -> None:
+def test_connection_distinguishes_an_orderly_exit_of_its_peer_from_a_crash(
+    messages: list[str], disconnect: DisconnectReason
+) -> None:
     here, there = (PeerConnection(end) for end in socket.socketpair())
     for message in messages:
         there.send(message)
@@ -138,7 +140,7 @@ def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], discon
     here.close()
 
 
-def test_ranks_start_without_liveness_check_if_rank_0_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_without_a_liveness_check_if_rank_0_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(host: str, port: int) -> socket.socket:
         raise OSError("too many open files")
 

@@ -1,4 +1,4 @@
-"""Loggers write the values of a run and of its resumption; the values are read back with the package of each logger."""
+"""Values that loggers write in a run and after its resumption, read back with the package of each logger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGGERS: dict[str, tuple[Callable[[], Logger], Callable[[Path], logger_output.Po
     "wandb": (lambda: WandbLogger(mode="offline"), logger_output.from_wandb),
     "mlflow": (MLflowLogger, logger_output.from_mlflow),
 }
-# Loggers that remove the values after the checkpoint. The others keep the values of the first start.
+# When a run resumes, these loggers remove the values after its checkpoint. The other loggers keep those values.
 REWOUND = ("csv", "json lines", "tensorboard")
 DESCRIPTION = {"size": 2, "config": {"batch_size": 8, "output_dir": Path("somewhere")}}
 
@@ -39,7 +39,7 @@ def _mlflow_database(tmp_path: Path) -> None:
 
 
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
-    """Log "loss" in the steps after `first`, "even" and "rate" in every second step, and an image after the last."""
+    """Log "loss" in every step after `first`, "even" and "rate" in every second step, and an image after `last`."""
     logger.prepare(folder)
     background = BackgroundLogger(logger, RunInfo(first, folder, DESCRIPTION))
     for step in range(first + 1, last + 1):
@@ -60,7 +60,7 @@ def expected(steps: dict[int, float]) -> logger_output.Points:
 
 
 def rounded(points: logger_output.Points) -> logger_output.Points:
-    return sorted((name, step, round(value, 6)) for name, step, value in points)  # events are float32
+    return sorted((name, step, round(value, 6)) for name, step, value in points)  # TensorBoard stores float32
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
@@ -75,7 +75,7 @@ def test_resumed_run_logs_every_step_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_a_new_start_creates_another_run(kind: str, tmp_path: Path) -> None:
+def test_run_that_is_not_resumed_creates_a_new_run(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     run(make(), tmp_path, 0, 3, offset=0.25)
     run(make(), tmp_path, 0, 2, offset=0.75)
@@ -89,7 +89,7 @@ def test_a_new_start_creates_another_run(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_nan_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
+def test_nan_infinity_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     logger = make()
     logger.prepare(tmp_path)
@@ -103,7 +103,7 @@ def test_nan_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
     assert [value for name, _, value in found if name.startswith("strange")] == [1.0]
 
 
-def test_tensorboard_has_images_and_the_description(tmp_path: Path) -> None:
+def test_tensorboard_logger_writes_images_and_the_description(tmp_path: Path) -> None:
     run(TensorBoardLogger(tmp_path), tmp_path, 0, 2, offset=0.0)
     found = logger_output.events(tmp_path)
     (image,) = found.Images("picture")
@@ -114,7 +114,7 @@ def test_tensorboard_has_images_and_the_description(tmp_path: Path) -> None:
     assert "grey" in texts
 
 
-def test_wandb_has_images_the_description_and_one_id(tmp_path: Path) -> None:
+def test_wandb_logger_writes_images_and_the_description_and_keeps_the_run_id(tmp_path: Path) -> None:
     run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 0, 3, offset=0.0)
     run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 2, 4, offset=0.0)
     (name, records), (again, _) = logger_output.wandb_starts(tmp_path)
@@ -129,7 +129,7 @@ def test_wandb_has_images_the_description_and_one_id(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/picture_*.png"))) == 2
 
 
-def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> None:
+def test_wandb_and_tensorboard_loggers_write_tables_and_histograms(tmp_path: Path) -> None:
     counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
     for logger in (WandbLogger("things", mode="offline"), TensorBoardLogger()):
         logger.prepare(tmp_path)
@@ -158,19 +158,19 @@ def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("values", [[1.0, math.nextafter(1.0, 2.0)], [1e17, 1e17], [-1e300, -1e300]])
-def test_histogram_of_almost_equal_values(values: list[float]) -> None:
-    """float64 cannot represent 64 different edges between these values."""
+def test_histogram_of_almost_equal_values_has_increasing_edges(values: list[float]) -> None:
+    """64 different edges between these values cannot be represented in float64."""
     counts, edges = to_histogram(torch.tensor(values, dtype=torch.float64))
     assert counts.sum() == 2
     assert (np.diff(edges) > 0).all()
     assert edges[0] <= min(values) <= max(values) <= edges[-1]
 
 
-def test_json_lines_and_mlflow_have_tables_and_histograms(tmp_path: Path) -> None:
+def test_json_lines_and_mlflow_loggers_write_tables_and_histograms(tmp_path: Path) -> None:
     counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
     for logger in (JSONLinesLogger(), MLflowLogger(), CSVLogger()):
         logger.prepare(tmp_path)
-        for start in (0, 4):  # a resumed run does not log them again
+        for start in (0, 4):  # the second start resumes the run
             logger.start(RunInfo(start, tmp_path, DESCRIPTION))
             if start == 0 or not isinstance(logger, JSONLinesLogger):
                 logger.histogram("weights", counts, edges, 4)
@@ -185,10 +185,10 @@ def test_json_lines_and_mlflow_have_tables_and_histograms(tmp_path: Path) -> Non
     assert json.loads(histogram.read_text()) == {"counts": [1, 0, 3], "edges": [0.0, 1.0, 2.0, 3.0]}
     (table,) = tmp_path.glob("mlflow/*/artifacts/tables/*/4.json")
     assert json.loads(table.read_text()) == {"columns": ["label", "b"], "data": [[7, "x"], [None, 1.5]]}
-    assert (tmp_path / "metrics.csv").read_text() == "step\n"  # CSV ignores them
+    assert (tmp_path / "metrics.csv").read_text() == "step\n"  # the CSV logger ignores tables and histograms
 
 
-def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:
+def test_mlflow_logger_writes_images_and_parameters_to_one_run(tmp_path: Path) -> None:
     run(MLflowLogger(run_name="mine"), tmp_path, 0, 3, offset=0.0)
     run(MLflowLogger(run_name="mine"), tmp_path, 2, 4, offset=0.0)
     client, (found,) = logger_output.mlflow_runs(tmp_path)
@@ -199,7 +199,7 @@ def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:
     assert list(tmp_path.glob("mlflow/*/artifacts/images/*.png"))
 
 
-def test_csv_and_json_lines_drop_an_unfinished_line(tmp_path: Path) -> None:
+def test_csv_and_json_lines_loggers_remove_an_incomplete_line(tmp_path: Path) -> None:
     for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
         make, read = LOGGERS[kind]
         run(make(), tmp_path, 0, 12, offset=0.5)
@@ -214,15 +214,15 @@ def test_csv_and_json_lines_drop_an_unfinished_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "4,0.2\n",  # the end is missing
-        "2,0.25,0.1,0.3,4\n",  # two rows without the newline between them
+        "4,0.2\n",  # incomplete
+        "2,0.25,0.1,0.3,4\n",  # two rows on one line
         "\0\0\0\n",
-        f"{chr(0) * 200_000}\n",  # longer than a cell that the csv module accepts
+        f"{chr(0) * 200_000}\n",  # exceeds the cell size limit of the csv module
         "4\0,0.25,4.25,0.1\n",
         "\udcff,,,\n",
     ],
 )
-def test_csv_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_csv_logger_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(CSVLogger(), tmp_path, 0, 4, offset=0.25)
     path = tmp_path / "metrics.csv"
     header, *rows = path.read_text().splitlines(keepends=True)
@@ -238,7 +238,7 @@ def test_csv_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("header", ["\0\0\0\n", "loss\n", f"{chr(0) * 200_000}\n", ""])
-def test_csv_with_a_damaged_header_starts_again(header: str, tmp_path: Path) -> None:
+def test_csv_logger_starts_a_new_file_if_the_header_is_damaged(header: str, tmp_path: Path) -> None:
     run(CSVLogger(), tmp_path, 0, 3, offset=0.25)
     path = tmp_path / "metrics.csv"
     path.write_text(header + path.read_text().partition("\n")[2])
@@ -250,7 +250,7 @@ def test_csv_with_a_damaged_header_starts_again(header: str, tmp_path: Path) -> 
     "damaged",
     [b"", b"\0\0\0", b'{"id": "a", "ste', b"[]", b'{"id": "a"}', b'{"id": "a", "steps": {"loss": "x"}}', b"\xff"],
 )
-def test_damaged_file_of_a_tracking_service_starts_another_run(
+def test_damaged_state_file_of_a_tracking_service_starts_a_new_run(
     damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_at_service = ServiceRun("mlflow", tmp_path, 0)

@@ -1,4 +1,4 @@
-"""Work at low priority leaves the priority of the process unchanged."""
+"""A function that runs at low priority does not change the priority of the process afterwards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from unitrain import processes
 from unitrain.processes import run_at_low_priority
 
-# A session leader, which prints the niceness of its threads and of its session before, during and after the call.
+# Prints the niceness of the process and of its session before, during and after the call.
 PROGRAM = """
 import json, os, pathlib
 from unitrain.processes import run_at_low_priority
 
 def state():
     session = pathlib.Path("/proc/self/autogroup")
-    words = session.read_text().split() if session.exists() else []  # the kernel does not group all sessions
+    words = session.read_text().split() if session.exists() else []  # some sessions have no autogroup
     return os.getpriority(os.PRIO_PROCESS, 0), words[-1] if words else None
 
 states = [state()]
@@ -44,10 +44,10 @@ def test_priority_is_low_during_the_call_only(is_leader: bool) -> None:
     if before[1] is not None and is_leader:
         assert (before[1], during[1]) == ("0", "19")
     else:
-        assert during[1] == before[1], "the session belongs to other processes too"
+        assert during[1] == before[1], "the priority of a session with other processes must not change"
 
 
-def test_restoring_the_priority_is_repeated_until_the_kernel_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restoring_the_priority_is_retried_until_the_kernel_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
     class AutogroupFile:
@@ -64,6 +64,6 @@ def test_restoring_the_priority_is_repeated_until_the_kernel_accepts_it(monkeypa
     assert written == ["0"]
 
 
-def test_errors_of_the_function_are_raised() -> None:
+def test_exceptions_of_the_function_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run_at_low_priority(lambda: 1 // 0)

@@ -19,12 +19,12 @@ from unitrain.supervisor.membership import Membership
 
 
 class Cluster:
-    """Hosts that are listed, and those of them that answer."""
+    """Simulated hosts: the listed hosts, and the `silent` hosts among them, which do not respond."""
 
     def __init__(self, listed: str) -> None:
         self.listed = listed
         self.silent: set[str] = set()
-        self.request_options: list[str] = []
+        self.requested_hosts: list[str] = []
 
     def hosts(self) -> tuple[Host, ...]:
         if self.listed == "broken":
@@ -32,8 +32,8 @@ class Cluster:
         return parse_hosts(self.listed) if self.listed else ()
 
     def find_reachable_hosts(self, hosts: list[Host]) -> set[str]:
-        self.request_options = [host.name for host in hosts]
-        return set(self.request_options) - self.silent
+        self.requested_hosts = [host.name for host in hosts]
+        return set(self.requested_hosts) - self.silent
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def select(members: Membership) -> str:
 
 
 def stable_change(members: Membership) -> str | None:
-    assert members.find_change() is None, "hosts that join one after another must not each restart the job"
+    assert members.find_change() is None, "hosts that join one after another must restart the job only once"
     return members.find_change()
 
 
@@ -61,19 +61,19 @@ def test_hosts_are_filled_in_order_up_to_the_maximum(cluster: Cluster) -> None:
     assert select(Membership(ElasticRange(3, 6), cluster.hosts, 1)) == "b:2,c:2"
 
 
-def test_previous_hosts_come_first_after_hosts_are_added(cluster: Cluster) -> None:
+def test_hosts_of_the_previous_attempt_precede_added_hosts(cluster: Cluster) -> None:
     cluster.silent = {"a"}
     members = Membership(ElasticRange(1, 6), cluster.hosts, 1)
     assert select(members) == "b:2,c:2"
     assert members.find_change() is None
-    assert cluster.request_options == ["a"]  # those of a running job are left alone
+    assert cluster.requested_hosts == ["a"]  # hosts of the running job are not checked
     cluster.silent = set()
     assert stable_change(members) == "there are 6 slots instead of 4"
     assert select(members) == "b:2,c:2,a:2"
     assert stable_change(members) is None
 
 
-def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cluster) -> None:
+def test_host_that_is_no_longer_listed_is_removed_if_enough_slots_remain(cluster: Cluster) -> None:
     members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
     select(members)
     cluster.listed = "a:2,c:1"
@@ -84,7 +84,7 @@ def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cl
     assert stable_change(members) is None
 
 
-def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_for_hosts_is_reported_and_times_out(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.silent = {"a", "b"}
     members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError) as caught:
@@ -99,7 +99,7 @@ def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest
     assert members.wait_for_hosts(ended) == ()
 
 
-def test_a_failing_host_list_is_requested_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_request_for_the_host_list_is_retried(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.listed = "broken"
     members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError, match=r"after 0\.05 s the hosts that respond are: none \(the script is broken\)\."):
@@ -123,7 +123,7 @@ def test_a_host_whose_ranks_fail_first_twice_is_excluded(cluster: Cluster) -> No
     assert select(members) == "a:2,b:2"
 
 
-def test_a_discovery_script_prints_the_hosts(tmp_path: Path) -> None:
+def test_output_of_the_discovery_script_is_parsed_and_invalid_output_is_rejected(tmp_path: Path) -> None:
     script = tmp_path / "discover"
     script.write_text("#!/bin/sh\nprintf 'a:4\\n\\n b \\n'\n")
     with pytest.raises(LaunchError, match=r"discover' cannot be run: Permission denied\. .*chmod \+x "):
@@ -175,13 +175,13 @@ def test_missing_ssh_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) ->
         select(members)
 
 
-def test_failing_host_discovery_is_repeated_within_the_elastic_timeout(
+def test_failed_host_discovery_is_retried_within_the_elastic_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
     (tmp_path / "train.py").touch()
     script = tmp_path / "discover"
-    # Fails in its first two runs.
+    # The script fails in its first two runs.
     script.write_text(f"#!/bin/sh\necho >> {tmp_path}/runs\n[ $(wc -l < {tmp_path}/runs) -gt 2 ] && echo localhost:2\n")
     script.chmod(0o755)
     request = LaunchRequest(
@@ -196,12 +196,12 @@ def test_failing_host_discovery_is_repeated_within_the_elastic_timeout(
 
 
 @pytest.mark.parametrize("text", ["2", "a:b", "2:", ":3", "2:3:4", "-1:3", "1.5:2"])
-def test_an_invalid_range_is_rejected(text: str) -> None:
+def test_invalid_elastic_range_is_rejected(text: str) -> None:
     with pytest.raises(LaunchError, match=r"--elastic takes MIN:MAX ranks, got .* as in --elastic 2:8"):
         parse_elastic(text)
 
 
-def test_elastic_ranges_are_parsed() -> None:
+def test_elastic_range_is_parsed_and_an_impossible_range_is_rejected() -> None:
     assert parse_elastic("2:8") == ElasticRange(2, 8)
     with pytest.raises(LaunchError, match=r"got '4:2'\. Use --elastic 2:4"):
         parse_elastic("4:2")
@@ -259,7 +259,7 @@ def test_elastic_torchrun_uses_the_rendezvous_address_of_the_user(
         assert f"--local-addr {host.rpartition(':')[0].strip('[]')} --rdzv-conf " in output
 
 
-def test_torchrun_on_several_hosts_uses_its_own_elasticity(tmp_path: Path) -> None:
+def test_elastic_torchrun_on_several_hosts_uses_nnodes_instead_of_the_supervisor(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     options = ["--elastic", "3:8", "--max-restarts", "5", "-H", "a:2,b:2"]

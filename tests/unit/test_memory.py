@@ -61,7 +61,7 @@ def network(blocks: int = 5, classes: int = CLASSES) -> nn.Module:
 
 @contextmanager
 def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[int, list[SavedStorage]]]]]:
-    """Track the saved tensors of `model`. The list receives the bytes and the storages of each local maximum."""
+    """Track the saved tensors of `model`. Yield the tracker and a list of (bytes, storages) at each local maximum."""
     maxima: list[tuple[int, list[SavedStorage]]] = []
     saved = SavedTensorTracker(lambda: maxima.append((saved.total_bytes, saved.update_sizes())), lambda module: None)
     saved.excluded_addresses = set(storages_of([*model.parameters(), *model.buffers()]))
@@ -73,27 +73,27 @@ def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[i
 
 
 def peak_of_step(model: nn.Module, classes: int = CLASSES) -> tuple[int, list[SavedStorage]]:
-    """Train a step, and return the largest sum of saved bytes with the storages at that time."""
+    """Train one step. Return the maximum number of saved bytes and the storages at that time."""
     inputs = torch.randn(BATCH, WIDTH)
     with tracked(model) as (saved, maxima):
         cross_entropy(model(inputs), torch.randint(classes, (BATCH,))).backward()
-        assert saved.total_bytes == 0, "the backward pass releases all saved tensors"
+        assert saved.total_bytes == 0, "the backward pass must release all saved tensors"
         assert not saved.update_sizes()
     return max(maxima, key=lambda one: one[0])
 
 
-def test_saved_tensors_equal_a_calculation_by_hand() -> None:
+def test_bytes_of_saved_tensors_equal_a_calculation_by_hand() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 4))
     with tracked(model) as (saved, maxima):
         loss = model(torch.randn(10, 8)).square().mean()
-        # The inputs of both linear layers (the second is the output of the sigmoid) and of the square.
+        # The inputs of both linear layers and of `square`. The sigmoid saves its output, which is such an input.
         assert saved.total_bytes == 4 * 10 * (8 + 16 + 4)
         del loss
-        assert saved.total_bytes == 0, "a graph without a backward pass is released with the loss"
+        assert saved.total_bytes == 0, "deleting the loss must release the graph"
     assert len(maxima) == 1
 
 
-def test_saved_tensors_of_a_compiled_model_are_those_of_the_plain_model() -> None:
+def test_saved_tensors_of_a_compiled_model_equal_those_of_the_plain_model() -> None:
     found = []
     for is_compiled in (False, True):
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
@@ -107,7 +107,7 @@ def test_saved_tensors_of_a_compiled_model_are_those_of_the_plain_model() -> Non
     assert found == [4 * 10 * (8 + 16 + 16 + 4)] * 2
 
 
-def test_a_retained_graph_keeps_its_saved_tensors() -> None:
+def test_retained_graph_keeps_its_saved_tensors() -> None:
     model = nn.Linear(8, 16)
     with tracked(model) as (saved, _):
         loss = model(torch.randn(10, 8)).exp().sum()
@@ -117,8 +117,8 @@ def test_a_retained_graph_keeps_its_saved_tensors() -> None:
         assert saved.total_bytes == 0
 
 
-def test_storages_at_the_same_address_count_separately() -> None:
-    """FSDP frees gathered parameters that autograd has saved, and other tensors may then have their addresses."""
+def test_storages_at_the_same_address_are_counted_separately() -> None:
+    """FSDP frees gathered parameters that autograd has saved. Other tensors may then use the same addresses."""
     factor = torch.ones((), requires_grad=True)
     memory = bytearray(MB)
     with tracked(nn.Identity()) as (saved, _):
@@ -132,7 +132,7 @@ def test_storages_at_the_same_address_count_separately() -> None:
         assert saved.total_bytes == 0
 
 
-def test_a_freed_storage_has_no_bytes() -> None:
+def test_freed_storage_counts_zero_bytes() -> None:
     factor = torch.ones((), requires_grad=True)
     with tracked(nn.Identity()) as (saved, _):
         gathered = torch.empty(MB, dtype=torch.int8)
@@ -162,8 +162,10 @@ def test_gradients_are_the_same_while_saved_tensors_are_tracked() -> None:
 
 @pytest.mark.parametrize("classes", [10, 1000], ids=["blocks dominate", "outputs dominate"])
 def test_checkpointed_activations_equal_the_prediction(classes: int) -> None:
-    """The saved bytes with `checkpoint_activations`, and the peak with recomputation in torch's reentrant variant, in
-    which the recomputed tensors are also saved tensors of the default graph."""
+    """`checkpoint_activations` saves the predicted bytes, and reentrant checkpointing reaches the predicted peak.
+
+    In the reentrant variant, autograd also saves the recomputed tensors.
+    """
     (predicted,) = [
         block for block in checkpointing_by_class(peak_of_step(network(classes=classes), classes)[1])
         if block.name == "Block"
@@ -206,7 +208,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_each_optimizer_equals_the_formula_within_one_percent(name: str) -> None:
+def test_state_bytes_of_each_optimizer_equal_the_formula_within_one_percent(name: str) -> None:
     model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 100))
     optimizer = OPTIMIZERS[name](model.parameters())
     model(torch.randn(2, 100)).sum().backward()
@@ -216,11 +218,11 @@ def test_the_state_of_each_optimizer_equals_the_formula_within_one_percent(name:
     assert abs(measured - formula) <= 0.01 * formula
 
 
-def test_the_state_of_other_optimizers_has_no_formula() -> None:
+def test_formula_is_none_for_unknown_optimizers() -> None:
     assert formula_state_bytes(torch.optim.Adafactor(nn.Linear(2, 2).parameters())) is None
 
 
-def test_shared_memory_counts_once() -> None:
+def test_shared_storage_is_counted_once() -> None:
     bucket = torch.zeros(100)
     views = [bucket[:40], bucket[40:80], bucket[:40]]
     assert storage_bytes(views) == 400
@@ -229,13 +231,13 @@ def test_shared_memory_counts_once() -> None:
     assert element_bytes([sparse]) == 32
 
 
-def test_parameters_without_a_state_are_not_sharded() -> None:
-    """SGD without momentum stores nothing."""
+def test_missing_state_means_sharding_only_if_the_optimizer_has_state() -> None:
+    """SGD has state only for parameters with momentum."""
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "momentum": 0.9}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     layers(torch.ones(4, 2)).sum().backward()
-    assert not is_state_complete(optimizer), "momentum was not stored yet, as on a rank that has no shard"
+    assert not is_state_complete(optimizer), "the momentum is missing before the first step"
     optimizer.step()
     assert is_state_complete(optimizer)
     assert not is_state_complete(torch.optim.Adam([*layers.parameters()]))
@@ -282,11 +284,11 @@ def test_savings_are_differences_of_the_peak() -> None:
 
 @pytest.mark.parametrize(("batch_size", "setting"), [(9, "batch_size=3, gradient_accumulation_steps=3"),
                                                      (7, "batch_size=1, gradient_accumulation_steps=7")])  # fmt: skip
-def test_smaller_batch_keeps_the_global_batch_size(batch_size: int, setting: str) -> None:
+def test_suggested_smaller_batch_keeps_the_global_batch_size(batch_size: int, setting: str) -> None:
     assert setting in savings(4, record(settings={"precision": "fp32", "batch_size": batch_size, "shard": "none"}))
 
 
-def test_smaller_batch_scales_a_schedule_of_accumulation(tmp_path: Path) -> None:
+def test_suggested_smaller_batch_scales_the_accumulation_schedule(tmp_path: Path) -> None:
     settings = {"precision": "fp32", "batch_size": 8, "shard": "none", "gradient_accumulation_steps": {0: 1, 4: 4}}
     record(size=1, settings=settings).write(tmp_path)
     records = read_records(tmp_path)
@@ -294,14 +296,14 @@ def test_smaller_batch_scales_a_schedule_of_accumulation(tmp_path: Path) -> None
     assert "batch_size=4, gradient_accumulation_steps={0: 2, 4: 8}" in savings(4, *records)
 
 
-def test_activations_save_nothing_beyond_the_peak_in_the_optimizer_step() -> None:
+def test_saving_of_activations_is_limited_by_the_peak_of_the_optimizer_step() -> None:
     found = savings(2, record(step_peak=900 * MB))
     assert found['checkpoint_activations=("Layer",)'] == found['precision="bf16"'] == 100 * MB
     assert 'precision="bf16"' not in savings(2, record(step_peak=1000 * MB))
 
 
-def test_gradients_that_replace_activations_limit_the_saving() -> None:
-    """On one rank, gradients are created in the backward pass."""
+def test_saving_of_activations_is_limited_by_gradients_created_in_backward() -> None:
+    """On one rank, the backward pass allocates the gradients while it frees activations."""
     found = savings(8, record(size=1, early_gradients=0, gradients_at_peak=0))
     assert found['checkpoint_activations=("Layer",)'] == 300 * MB
 
@@ -313,7 +315,7 @@ def test_settings_in_use_are_not_suggested() -> None:
     later = [stage for stage in get_args(ShardingMode) if stage not in ("none", "state")]
     assert set(found) == {f'shard="{stage}"' for stage in later}
     assert Usage.of_ranks([sharded, sharded]).state == 200 * MB
-    # An own loop has no settings, so a sharded state is found in the tensors.
+    # A custom training loop has no settings, so sharding is detected from the optimizer state.
     assert Usage.of_ranks([record(settings={}, is_state_complete=False)] * 2).shard == "state"
 
 
@@ -322,7 +324,7 @@ def summary(ranks: int = 4, **changes: Any) -> str:
     return report.summarize(usage, list_savings(usage, ranks), ranks)
 
 
-def test_the_first_sentence_names_the_largest_kind_and_the_best_setting() -> None:
+def test_summary_names_the_largest_part_and_the_best_setting() -> None:
     found = summary()
     assert found.startswith("Activations are the largest part of training memory: 400 MB of 900 MB per rank (44%). ")
     assert 'checkpoint_activations=("Layer",) would save the most: 400 MB (44%). ' in found
@@ -337,7 +339,7 @@ def test_the_first_sentence_names_the_largest_kind_and_the_best_setting() -> Non
     )
 
 
-def test_the_rows_add_up_to_the_peak() -> None:
+def test_rows_of_the_report_add_up_to_the_peak() -> None:
     for changes in ({}, {"step_peak": 2000 * MB}, {"fusion_buffer": 16 * MB, "buffers": MB, "average": 5 * MB}):
         usage = Usage.of_ranks([record(**changes)])
         rows = report.memory_rows(usage)
@@ -355,7 +357,7 @@ def test_the_report_fits_80_columns() -> None:
     assert any(line.split()[:1] == ["peak"] and "1000 MB" in line for line in lines)
 
 
-def test_the_peak_of_the_process_counts_released_memory() -> None:
+def test_peak_of_the_process_includes_released_memory() -> None:
     memory = process_memory.process_memory(torch.device("cpu"))
     memory.reset_peak()
     before = memory.current()
@@ -367,7 +369,7 @@ def test_the_peak_of_the_process_counts_released_memory() -> None:
     assert memory.peak() < before + 16 * MB
 
 
-def test_a_system_without_a_resettable_peak_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_system_on_which_the_peak_cannot_be_reset_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     with pytest.raises(UnsupportedError, match=r"Run the program on Linux, in a container with a writable /proc\.$"):
         process_memory.process_memory(torch.device("cpu"))

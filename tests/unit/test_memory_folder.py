@@ -1,4 +1,4 @@
-"""The folder for checkpoints in memory is private, and is removed on every path."""
+"""The folder for checkpoints in memory is private and is always removed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_folder_of_a_killed_command_is_removed_by_its_ranks_or_the_next_command(
             monkeypatch.setenv(environment.SHARED_MEMORY_FOLDER_VARIABLE, str(path))
             other = MemoryFolder(tmp_path)
             remove_abandoned_folder()
-            assert path.is_dir()  # its command is running
+            assert path.is_dir()  # its command is still running
             holder.send_signal(signal.SIGKILL)
             holder.wait()
         if removed_by == "rank":
@@ -65,7 +65,7 @@ def test_folder_of_a_killed_command_is_removed_by_its_ranks_or_the_next_command(
         other.close()
 
 
-def test_an_abandoned_folder_that_another_command_removes_first_is_skipped(
+def test_abandoned_folder_that_another_command_removes_first_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abandoned = tmp_path / f"unitrain-{os.getuid()}-abandoned"
@@ -84,10 +84,10 @@ def test_an_abandoned_folder_that_another_command_removes_first_is_skipped(
     folder.close()
 
 
-def test_there_is_no_folder_without_shared_memory(
+def test_folder_is_not_created_and_the_reason_is_logged_if_shared_memory_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The supervisor passes the reason to the ranks, and rank 0 of a run with checkpoints in memory logs it."""
+    """The supervisor passes the reason to the ranks. Rank 0 logs the reason if the run uses checkpoints in memory."""
     folder = MemoryFolder(tmp_path / "missing")
     assert (folder.path, folder.error) == (None, "No such file or directory")
     folder.close()
@@ -106,7 +106,7 @@ def test_there_is_no_folder_without_shared_memory(
     assert message.endswith("or leave TrainConfig.memory_checkpoint_every_steps out.")
 
 
-def test_an_unfinished_checkpoint_is_removed_after_a_failure(tmp_path: Path) -> None:
+def test_unfinished_checkpoint_is_removed_after_a_failure(tmp_path: Path) -> None:
     memory = MemoryCheckpoints(tmp_path, LocalBackend(torch.device("cpu")), asynchronous=False)
     unfinished = tmp_path / ".step-000000002.unfinished"
 

@@ -1,4 +1,4 @@
-"""Predicted step times and bytes of gradient compression and low-communication training."""
+"""Predicted step times and transferred bytes with gradient compression and with low-communication training."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ MODEL = Model(parameters=1e6, bytes_per_parameter=4, step_seconds=0.1, backward_
 NETWORK = Network(alpha=1e-3, beta=8 / 100e6)
 
 
-def predicted(name: str, ranks: int = 4, **options: Any) -> tuple[float, float]:
+def predict(name: str, ranks: int = 4, **options: Any) -> tuple[float, float]:
     found = predict_method(name, MODEL, ranks, NETWORK, **{"local_steps": 25, **options})
     return found.seconds, found.sent_bytes
 
 
-def test_synchronous_training_is_predicted_as_without_methods() -> None:
+def test_prediction_of_synchronous_training_equals_predict_step() -> None:
     step = predict_step(MODEL.work(), lambda size: ring_allreduce(4, size, NETWORK))
-    assert predicted("synchronous") == pytest.approx((step.seconds, 2 * 3 / 4 * 4e6))
+    assert predict("synchronous") == pytest.approx((step.seconds, 2 * 3 / 4 * 4e6))
 
 
 def test_bf16_halves_the_bytes_of_every_bucket() -> None:
     step = predict_step(MODEL.work(), lambda size: ring_allreduce(4, size / 2, NETWORK))
-    assert predicted("bf16") == pytest.approx((step.seconds, 2 * 3 / 4 * 2e6))
+    assert predict("bf16") == pytest.approx((step.seconds, 2 * 3 / 4 * 2e6))
 
 
 def test_bf16_does_not_reduce_the_bytes_of_bf16_gradients() -> None:
@@ -44,43 +44,43 @@ def test_bf16_does_not_reduce_the_bytes_of_bf16_gradients() -> None:
     assert found.sent_bytes == pytest.approx(2 * 3 / 4 * 2e6)
 
 
-def test_local_steps_share_the_time_and_bytes_of_a_synchronization() -> None:
-    # 6 messages of 1 MB, which take 80 ms each at 100 Mbit/s, once in 25 steps.
-    assert predicted("local-sgd") == pytest.approx((0.1 + 6 * (1e-3 + 0.08) / 25, 6e6 / 25))
-    assert predicted("local-sgd", local_steps=1) == pytest.approx((0.1 + 6 * (1e-3 + 0.08), 6e6))
+def test_synchronization_is_divided_by_the_number_of_local_steps() -> None:
+    # A synchronization sends 6 messages of 1 MB, each of which takes 80 ms at 100 Mbit/s.
+    assert predict("local-sgd") == pytest.approx((0.1 + 6 * (1e-3 + 0.08) / 25, 6e6 / 25))
+    assert predict("local-sgd", local_steps=1) == pytest.approx((0.1 + 6 * (1e-3 + 0.08), 6e6))
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("local-sgd-bf16", 1 / 2), ("local-sgd-int8", 1 / 4)])
 def test_compression_divides_the_bytes_of_a_synchronization(name: str, ratio: float) -> None:
-    seconds, sent = predicted(name)
-    assert sent == pytest.approx(ratio * 6e6 / 25, rel=0.02)  # int8 also sends the scales of blocks
+    seconds, sent = predict(name)
+    assert sent == pytest.approx(ratio * 6e6 / 25, rel=0.02)  # int8 also sends a scale per block
     assert seconds == pytest.approx(0.1 + 6 * (1e-3 + ratio * 0.08) / 25, rel=0.01)
 
 
-def test_streaming_is_free_while_the_steps_take_longer_than_the_transfer() -> None:
-    # A fragment of 200,000 parameters takes 6 messages of 17 ms, and 5 steps take 500 ms.
-    assert predicted("streaming") == pytest.approx((0.1, 6e6 / 25))
+def test_streaming_has_no_cost_if_the_steps_take_longer_than_the_transfer() -> None:
+    # A fragment of 200,000 parameters needs 6 messages of 17 ms, which 5 steps of 100 ms hide.
+    assert predict("streaming") == pytest.approx((0.1, 6e6 / 25))
     slow = Network(alpha=1e-3, beta=8 / 10e6)
     found = predict_method("streaming", MODEL, 4, slow, local_steps=25)
     assert found.exposed_seconds == pytest.approx(5 * (6 * (1e-3 + 0.16) - 0.5) / 25)
     assert found.seconds == pytest.approx(0.1 + found.exposed_seconds)
 
 
-def test_hosts_synchronize_once_per_host() -> None:
+def test_one_rank_per_host_synchronizes_with_other_hosts() -> None:
     hosts = HostLayout(ranks_per_host=2, network=Network(alpha=1e-5, beta=1e-9))
     within = 2 * (1e-5 + 2e6 * 1e-9)  # an allreduce of 4 MB over 2 ranks
-    between = 2 * (1e-3 + 2e6 * 8 / 100e6) + 1e-5 + 4e6 * 1e-9  # the same between 2 hosts, and a broadcast
-    assert predicted("local-sgd-hosts", hosts=hosts) == pytest.approx((0.1 + within + between / 25, 4e6 / 25))
-    assert predicted("local-sgd-hosts", 2, hosts=hosts) == pytest.approx((0.1 + within, 0))
+    between = 2 * (1e-3 + 2e6 * 8 / 100e6) + 1e-5 + 4e6 * 1e-9  # between 2 hosts, then a broadcast
+    assert predict("local-sgd-hosts", hosts=hosts) == pytest.approx((0.1 + within + between / 25, 4e6 / 25))
+    assert predict("local-sgd-hosts", 2, hosts=hosts) == pytest.approx((0.1 + within, 0))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "local-sgd-hosts"])
 def test_one_rank_does_not_communicate(name: str) -> None:
-    assert predicted(name, 1) == pytest.approx((0.1, 0))
+    assert predict(name, 1) == pytest.approx((0.1, 0))
 
 
 @pytest.mark.parametrize("local_steps", [1, 2, 25])
-def test_the_displayed_settings_are_valid(local_steps: int) -> None:
+def test_displayed_settings_are_valid(local_steps: int) -> None:
     for setting in method_settings(local_steps).values():
         config = eval(
             f"TrainConfig(max_epochs=1, {setting})", {"TrainConfig": TrainConfig, "LocalSGDConfig": LocalSGDConfig}
@@ -102,8 +102,8 @@ def test_the_command_lists_methods_with_their_settings(tmp_path: Path) -> None:
     assert code == 0, output
     first, second = json.loads(saved.read_text())["rows"]
     assert (first["method"], second["method"]) == ("local-sgd", "streaming")
-    assert first["step_seconds"] == pytest.approx(predicted("local-sgd")[0])
-    assert second["speedup"] == pytest.approx(predicted("synchronous")[0] / 0.1)
+    assert first["step_seconds"] == pytest.approx(predict("local-sgd")[0])
+    assert second["speedup"] == pytest.approx(predict("synchronous")[0] / 0.1)
     assert "local-sgd: TrainConfig(local_sgd=25)" in output
     assert "synchronous" not in output
     code, output = run(*GIVEN, "--methods", "all")

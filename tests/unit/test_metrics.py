@@ -1,4 +1,4 @@
-"""Means: exact, weighted by samples."""
+"""Means of losses and metrics, weighted by samples and without rounding errors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_means_accept_python_numbers_and_integer_tensors() -> None:
 
 def test_means_of_python_numbers_are_exact_in_float64() -> None:
     means = Means(("a", "b"), CPU)
-    means.add((0.1, 16777217), 1)  # float32 has neither
+    means.add((0.1, 16777217), 1)  # neither value is exact in float32
     assert means.reduce(LocalBackend(CPU)) == {"a": 0.1, "b": 16777217.0}
 
 
-def test_means_keep_small_numbers_added_to_a_large_one() -> None:
+def test_means_do_not_lose_small_numbers_that_are_added_to_a_large_number() -> None:
     means = Means(("loss",), CPU)
     means.add((torch.tensor(1e8),), 1)
     for _ in range(1000):
-        means.add((torch.tensor(1.0),), 1)  # in float32, 1e8 + 1 is 1e8
+        means.add((torch.tensor(1.0),), 1)  # in float32, 1e8 + 1 equals 1e8
     ((total,), samples) = means.reduce_totals(LocalBackend(CPU))
     assert (total, samples) == (100_001_000.0, 1001)
 
 
-def test_reduce_discards_all_batches() -> None:
+def test_reduce_resets_the_means() -> None:
     means = Means(("loss",), CPU)
     means.add((torch.tensor(1.0),), 2)
     assert means.reduce(LocalBackend(CPU)) == {"loss": 1.0}
@@ -53,14 +53,14 @@ def test_reduce_discards_all_batches() -> None:
     assert means.reduce(LocalBackend(CPU)) == {"loss": 3.0}
 
 
-def test_batch_without_samples_has_no_effect_on_the_mean() -> None:
+def test_batch_without_samples_does_not_change_the_mean() -> None:
     means = Means(("loss",), CPU)
     means.add((torch.tensor(2.0),), 4)
     means.add((torch.tensor(float("nan")),), 0)
     assert means.reduce(LocalBackend(CPU)) == {"loss": 2.0}
 
 
-def test_means_keep_no_autograd_graph() -> None:
+def test_means_do_not_keep_the_autograd_graph() -> None:
     weight = torch.ones((), requires_grad=True)
     means = Means(("loss",), CPU)
     means.add((weight * 2,), 1)
@@ -76,16 +76,16 @@ def test_value_of_another_shape_is_rejected() -> None:
         means.reduce(LocalBackend(CPU))
 
 
-def test_means_copy_values_that_are_changed_later() -> None:
+def test_means_copy_values_that_are_changed_in_place_later() -> None:
     means, one, many = Means(("one", "many"), CPU), torch.zeros(()), torch.zeros(2)
-    for number in range(1, 131):  # more than are added up at a time
+    for number in range(1, 131):  # more batches than are summed at once
         one.fill_(number)
         many.fill_(2 * number)
         means.add((one, many), 2)
     assert means.reduce(LocalBackend(CPU)) == {"one": 65.5, "many": 131.0}
 
 
-def test_means_copy_a_loss_that_is_changed_later() -> None:
+def test_running_loss_copies_a_loss_that_is_changed_in_place_later() -> None:
     loss, value = RunningLoss(LocalBackend(CPU)), torch.zeros(())
     for number in range(1, 4):
         loss.add(value.fill_(number), 1)
@@ -94,22 +94,22 @@ def test_means_copy_a_loss_that_is_changed_later() -> None:
 
 
 def mean_of(*updates: tuple[object, object]) -> float:
-    """Return the mean of `updates`, pairs of a value and a count."""
+    """Return the mean of `updates`, which are pairs of a value and a count."""
     metric = MeanMetric(LocalBackend(CPU))
     for update in updates:
         metric.update(*update)  # type: ignore[arg-type]
     return metric.compute()
 
 
-def test_mean_metric_keeps_a_loss_that_is_added_to_in_place_later() -> None:
+def test_mean_metric_copies_a_loss_that_is_changed_in_place_later() -> None:
     metric, loss = MeanMetric(LocalBackend(CPU)), torch.ones(3, requires_grad=True).mean()
     metric.update(loss, 3)
-    loss += 100  # a penalty, say
+    loss += 100  # such as a penalty term
     metric.update(loss, 3)
     assert metric.compute() == 51.0
 
 
-def test_mean_metric_keeps_a_parameter_that_the_optimizer_changes_later() -> None:
+def test_mean_metric_copies_a_parameter_that_the_optimizer_changes_later() -> None:
     metric, temperature = MeanMetric(LocalBackend(CPU)), torch.nn.Parameter(torch.tensor(1.0))
     metric.update(temperature)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_mean_metric_keeps_a_parameter_that_the_optimizer_changes_later() -> Non
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_mean_metric_keeps_a_count_that_is_overwritten_later(exact: bool) -> None:
+def test_mean_metric_copies_a_count_that_is_overwritten_later(exact: bool) -> None:
     metric, count = MeanMetric(LocalBackend(CPU), exact=exact), torch.tensor(1)
     metric.update(2.0, count)
     count.fill_(3)
@@ -139,7 +139,7 @@ def test_mean_metric_sums_batches_of_several_dtypes_without_rounding() -> None:
     assert mean_of(*((value, 1) for value in values)) == (16777218.0 + 1e-9) / 3
 
 
-def test_mean_metric_accepts_means_and_values_per_sample_in_turn() -> None:
+def test_mean_metric_accepts_means_and_values_per_sample_alternately() -> None:
     assert mean_of((1.0, 2), (torch.tensor([2.0, 3.0]), 2), (torch.tensor([4.0]), 1), (5.0, 1)) == 16 / 6
 
 

@@ -1,4 +1,4 @@
-"""Conversion of training scripts: each rule, its reason, and what is refused. No ranks are started."""
+"""Conversion of training scripts: rules, reasons, and refused constructs. Ranks are not started."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_ddp_script_is_converted() -> None:
         ),
     ],
 )
-def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(
+def test_accelerate_and_fabric_use_the_process_group_of_the_backend(
     library: str, call: str, rank: str, settings: str
 ) -> None:
     check = (
@@ -137,7 +137,7 @@ def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(
     assert problems(f"{library}\ntrain({call})\nlast = 1\n") == {2: call}
 
 
-def test_settings_without_a_process_group_for_ddp_are_refused() -> None:
+def test_settings_that_do_not_use_ddp_are_refused() -> None:
     fabric = "from lightning.fabric import Fabric\nfabric = Fabric(strategy='fsdp')\nlast = 1\n"
     assert problems(fabric) == {2: "strategy"}
     script = "from accelerate import Accelerator\naccelerator = Accelerator({})\n{}accelerator.end_training()\nx = 1\n"
@@ -147,7 +147,7 @@ def test_settings_without_a_process_group_for_ddp_are_refused() -> None:
 
 
 @pytest.mark.parametrize("line", ["dist.barrier()", "DistributedSampler(data)"])
-def test_members_of_ddp_remain_if_the_script_needs_a_process_group(line: str) -> None:
+def test_attributes_of_ddp_models_are_kept_if_the_script_needs_a_process_group(line: str) -> None:
     header = "from torch.utils.data import DistributedSampler"
     body = "model = torch.nn.parallel.DistributedDataParallel(m)\nmodel.module.save()\nlast = 1"
     assert "\nmodel.module.save()\n" in convert(in_ddp(f"{line}\n{body}", header))
@@ -155,7 +155,7 @@ def test_members_of_ddp_remain_if_the_script_needs_a_process_group(line: str) ->
     assert "\nbackend.unwrap(model).save()\n" in convert(in_ddp(f"{other}{body}", header))
 
 
-def test_each_changed_line_has_a_reason_in_the_original_script() -> None:
+def test_each_changed_line_of_the_original_script_has_a_reason() -> None:
     result = migrate(HOROVOD)
     assert result.source is not None
     before = HOROVOD.splitlines()
@@ -330,7 +330,7 @@ def test_trainers_of_other_libraries_are_refused(module: str) -> None:
     assert problems(in_horovod("trainer = Trainer(accelerator='horovod')\nlast = 1", header)) == {5: "Trainer"}
 
 
-def test_models_are_followed_through_functions_and_attributes() -> None:
+def test_models_are_tracked_through_functions_and_attributes() -> None:
     converted = convert("""
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -387,7 +387,7 @@ def test_init_is_refused_under_a_condition_and_before_the_ranks_are_started() ->
     }
 
 
-def test_arguments_of_init_process_group() -> None:
+def test_arguments_of_init_process_group_are_converted_or_refused() -> None:
     script = "import torch.distributed as dist\ndist.init_process_group({})\nlast = 1\n"
     converted = convert(script.format("'nccl', timeout=timedelta(minutes=5), rank=0, world_size=2"))
     assert "backend = unitrain.init(timeout_seconds=(timedelta(minutes=5)).total_seconds())\n" in converted
@@ -396,7 +396,7 @@ def test_arguments_of_init_process_group() -> None:
     assert problems(script.format("store=s")) == {2: "store"}
 
 
-def test_exit_before_the_shutdown_of_the_backend_is_refused() -> None:
+def test_exit_before_the_backend_is_shut_down_is_refused() -> None:
     assert problems(f"import sys\n{in_ddp('sys.exit(0)')}") == {7: "sys.exit(0)"}
 
 
@@ -414,12 +414,12 @@ def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
         ("import horovod_utils\nhorovod_utils.train()\n", "neither Horovod nor DDP"),
     ],
 )
-def test_other_scripts_are_refused(source: str, message: str) -> None:
+def test_scripts_that_cannot_be_converted_are_refused(source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         migrate(source)
 
 
-def test_modules_of_the_user_named_like_a_library_remain() -> None:
+def test_user_modules_with_the_name_of_a_library_are_kept() -> None:
     own = "from .horovod import helper\nfrom . import horovod\n"
     assert own in convert(in_horovod("print(hvd.rank())", own))
 
@@ -432,7 +432,7 @@ def test_statements_are_inserted_before_a_removed_statement() -> None:
     assert edits.source() == "a = 1\nc = 3\n"
 
 
-def test_changed_lines_counts_replaced_lines_once_and_no_comments() -> None:
+def test_number_of_changed_lines_counts_replaced_lines_once_and_ignores_comments() -> None:
     assert num_changed_lines("a\nb\nc\n", "a\nx\nc\n") == 1
     assert num_changed_lines("a\nb\nc\n", "a\nx\ny\nc\n") == 2
     assert num_changed_lines("# a\n\nb\n", "b\n") == 0
@@ -485,7 +485,7 @@ def test_command_reports_a_script_that_cannot_be_written(tmp_path: Path, monkeyp
     assert f"Error: {path} and {path}.orig cannot be written: Permission denied." in result.stderr
 
 
-def test_command_names_the_lines_that_it_does_not_convert(tmp_path: Path) -> None:
+def test_command_lists_the_lines_that_it_cannot_convert(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(in_horovod("hvd.join()"))
     result = CliRunner().invoke(command, ["migrate", "--write", str(path)])
@@ -498,8 +498,8 @@ def test_command_names_the_lines_that_it_does_not_convert(tmp_path: Path) -> Non
     assert CliRunner().invoke(command, ["migrate", str(path)]).exit_code == 2
 
 
-def test_without_libcst_the_extra_is_named(tmp_path: Path) -> None:
-    """The hint names the source folder, because the PyPI package named unitrain is a different project."""
+def test_missing_libcst_is_reported_with_the_extra(tmp_path: Path) -> None:
+    """The command installs the extra from the source folder, because `unitrain` on PyPI is a different project."""
     path = tmp_path / "train.py"
     path.write_text(HOROVOD)
     program = "import sys; sys.modules['libcst'] = None; from unitrain.cli import unitrain; unitrain()"

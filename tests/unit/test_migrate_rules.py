@@ -1,4 +1,4 @@
-"""`unitrain migrate` neither deletes nor repeats code of the user, and its result is valid Python."""
+"""`unitrain migrate` neither deletes nor duplicates user code, and the converted script is valid Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters())
 
 
 def converted_lines(script: str) -> str:
-    """Return the converted script between the start and the shutdown of the backend."""
+    """Return the part of the converted script between the start and the shutdown of the backend."""
     return convert(script).partition("backend = unitrain.init()\n")[2].partition("last = 1\n")[0]
 
 
@@ -34,12 +34,12 @@ def converted_lines(script: str) -> str:
         ("print(f'{f\"{hvd.allreduce(x)}\"}')", "print(f'{f\"{backend.allreduce(x)}\"}')"),
     ],
 )
-def test_string_in_an_f_string_has_the_other_quote(line: str, expected: str) -> None:
+def test_string_inside_an_f_string_uses_the_other_quote_character(line: str, expected: str) -> None:
     assert converted_lines(in_horovod(f"{line}\nlast = 1")) == f"{expected}\n"
 
 
 @pytest.mark.parametrize("name", ["hvd.allreduce(x, op=hvd.Sum)", "hvd.Compression.fp16"])
-def test_string_in_f_strings_with_both_quotes_is_refused(name: str) -> None:
+def test_string_inside_f_strings_with_both_quote_characters_is_refused(name: str) -> None:
     line = "print(f'{f\"{" + name + "}\"}')"
     assert problems(in_horovod(f"{line}\nlast = 1")) == {5: name}
 
@@ -74,7 +74,7 @@ def test_byte_order_mark_and_invalid_escape_sequences_are_accepted() -> None:
 @pytest.mark.parametrize(
     "tensor", ["x", "x.grad", "xs[0]", "xs[-1].data", "xs[i]", "xs[1:n]", "state['w']", "self.nets[0].weight.grad"]
 )
-def test_collective_in_place_accepts_variables(tensor: str) -> None:
+def test_in_place_collective_on_a_variable_is_converted(tensor: str) -> None:
     lines = converted_lines(in_horovod(f"y = hvd.broadcast_({tensor}, 0)\nlast = 1"))
     assert lines == f"y = {tensor}.copy_(backend.broadcast({tensor}, root=0))\n"
 
@@ -83,7 +83,7 @@ def test_collective_in_place_accepts_variables(tensor: str) -> None:
     "tensor", ["total.mul_(10)", "queue.pop()", "next(x).grad", "xs[next(i)]", "xs[: pop()]", "(y := f())", "x + y"]
 )
 @pytest.mark.parametrize("collective", ["hvd.allreduce_({}, op=hvd.Sum)", "hvd.broadcast_({}, 0)"])
-def test_collective_in_place_does_not_evaluate_its_tensor_twice(collective: str, tensor: str) -> None:
+def test_in_place_collective_is_refused_if_its_tensor_would_be_evaluated_twice(collective: str, tensor: str) -> None:
     call = collective.format(tensor)
     assert problems(in_horovod(f"{call}\nlast = 1")) == {5: call}
 
@@ -91,14 +91,14 @@ def test_collective_in_place_does_not_evaluate_its_tensor_twice(collective: str,
 @pytest.mark.parametrize(
     ("target", "model"), [("opt", "build()"), ("opt", "nets[next(i)]"), ("opts[make()]", "model"), ("f().opt", "model")]
 )
-def test_model_and_optimizer_are_not_evaluated_twice(target: str, model: str) -> None:
+def test_optimizer_is_refused_if_the_model_or_target_would_be_evaluated_twice(target: str, model: str) -> None:
     script = in_horovod(
         f"{target} = hvd.DistributedOptimizer(opt, named_parameters={model}.named_parameters())\nlast = 1"
     )
     assert list(problems(script)) == [5]
 
 
-def test_calls_in_the_optimizer_that_is_wrapped_are_converted() -> None:
+def test_calls_in_the_arguments_of_a_wrapped_optimizer_are_converted() -> None:
     optimizer = "torch.optim.SGD(model.parameters(), lr=0.1 * {})"
     line = (
         f"opt = hvd.DistributedOptimizer({optimizer.format('hvd.size()')}, named_parameters=model.named_parameters())"
@@ -145,18 +145,18 @@ def test_synchronize_of_the_optimizer_is_removed(lines: str, expected: str) -> N
         "event = torch.cuda.Event() if cuda else None\nif event:\n    event.synchronize()\n",
     ],
 )
-def test_synchronize_of_other_objects_remains(lines: str) -> None:
+def test_synchronize_of_other_objects_is_kept(lines: str) -> None:
     assert converted_lines(in_horovod(f"{OPTIMIZER}{lines}last = 1")).endswith(f"optimizer(opt, model)\n{lines}")
 
 
-def test_synchronize_of_an_unknown_object_is_mentioned() -> None:
+def test_synchronize_of_an_unknown_object_is_kept_and_mentioned() -> None:
     result = migrate(in_horovod(f"{OPTIMIZER}def f(timer):\n    timer.synchronize()\nlast = 1"))
     assert (9, "unchanged: if this object is the optimizer, remove the call") in {
         (reason.line, reason.text) for reason in result.reasons
     }
 
 
-def test_synchronize_of_a_parameter_for_several_objects_is_refused() -> None:
+def test_synchronize_in_a_function_that_is_called_with_several_objects_is_refused() -> None:
     lines = "def finish(x):\n    x.synchronize()\nfinish(opt)\nfinish(meter)\n"
     assert problems(in_horovod(f"{OPTIMIZER}{lines}last = 1")) == {9: "x.synchronize()"}
 
@@ -166,7 +166,7 @@ def test_skip_synchronize_of_an_unknown_object_is_refused() -> None:
     assert problems(in_horovod(f"{OPTIMIZER}{lines}last = 1")) == {8: "other.skip_synchronize()"}
 
 
-def test_end_training_is_removed_for_the_accelerator_only() -> None:
+def test_end_training_is_removed_only_if_the_object_is_the_accelerator() -> None:
     header = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
     lines = "def stop(a):\n    print(a)\n    a.end_training()\nstop(accelerator)\naccelerator.end_training()\n"
     converted = convert(f"{header}run = Run()\nrun.end_training()\n{lines}last = 1\n")
@@ -193,7 +193,7 @@ def test_scripts_that_start_their_own_ranks_are_refused(start: str, end: str) ->
     assert 8 in problems(script)
 
 
-def test_other_processes_remain() -> None:
+def test_scripts_that_start_other_processes_are_converted() -> None:
     line = "mp.Process(target=load).start()"
     assert line in convert(in_ddp(f"def load(): pass\n{line}\nlast = 1", "import torch.multiprocessing as mp"))
 
@@ -208,7 +208,7 @@ def test_other_processes_remain() -> None:
         ("", "args.node * 2 + gpu", "print(args.node)"),
     ],
 )
-def test_rank_that_the_script_also_uses_elsewhere_is_refused(before: str, rank: str, after: str) -> None:
+def test_rank_variable_that_is_also_used_elsewhere_is_refused(before: str, rank: str, after: str) -> None:
     script = f"import os\nimport torch.distributed as dist\n{before}\ndist.init_process_group(rank={rank})\n{after}\n"
     assert problems(script) == {4: f"rank={rank}"}
 
@@ -249,11 +249,11 @@ def test_rank_of_the_launcher_is_converted(before: str, rank: str) -> None:
         "os.putenv('RANK', '0')",
     ],
 )
-def test_variables_of_the_launcher_are_refused_in_each_form(line: str) -> None:
+def test_each_form_of_reading_a_launcher_variable_is_refused(line: str) -> None:
     assert list(problems(in_ddp(line.replace("; ", "\n") + "\nlast = 1"))) == [6 + line.count(";")]
 
 
-def test_variable_of_the_launcher_is_read_through_an_alias() -> None:
+def test_launcher_variable_that_is_read_through_an_alias_is_converted() -> None:
     lines = "env = os.environ\nrank = int(env['RANK'])\nsize = int(env.get('WORLD_SIZE', 1))\n"
     assert "rank = backend.rank\nsize = backend.size\n" in convert(in_ddp(f"{lines}last = 1"))
 
@@ -268,7 +268,7 @@ def test_use_of_the_backend_after_the_main_function_is_refused(use: str) -> None
 
 
 @pytest.mark.parametrize("end", ["exit(0)", "quit()", "os._exit(0)", "raise SystemExit(0)"])
-def test_each_exit_before_the_shutdown_of_the_backend_is_refused(end: str) -> None:
+def test_each_form_of_exit_before_the_backend_is_shut_down_is_refused(end: str) -> None:
     assert problems(in_ddp(end)) == {6: end}
 
 

@@ -1,4 +1,4 @@
-"""Checks of a model before it is distributed."""
+"""Checks of a model before and while it is trained on several ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Pruned(nn.Module):
-    """A user's module with an unrelated attribute `sparse`."""
+    """A module with an unrelated attribute `sparse`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_models_with_sparse_gradients_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
-def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
+def test_weights_of_real_and_complex_dtypes_are_compared(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
     assert check_same_weights(simulate_rank(0, 2), model)
@@ -57,14 +57,14 @@ def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
-def test_a_digest_changes_with_each_bit_and_with_all_signs(dtype: torch.dtype) -> None:
+def test_digest_changes_if_one_bit_or_all_signs_change(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     assert digest_bits(torch.zeros(0, dtype=dtype)) == 0
     for size in (1, 3, 255, 257, 1000, 70_001):
-        values = (5 * torch.randn(size + 1, generator=generator)).round().to(dtype)[1:]  # at any address
+        values = (5 * torch.randn(size + 1, generator=generator)).round().to(dtype)[1:]  # an unaligned address
         before = digest_bits(values)
         assert digest_bits(values.clone()) == before
-        assert digest_bits(-values) != before  # changes the highest bit of every word
+        assert digest_bits(-values) != before  # flips the highest bit of every value
         content = values.view(torch.uint8)
         for _ in range(20):
             position, bit = (
@@ -83,7 +83,7 @@ def test_model_on_another_device_is_rejected() -> None:
         ModelError, match=r"^The model is on cpu and this rank computes on cuda:0\. Use model\.to\(backend\.device\) f"
     ):
         check_trainable_model(nn.Linear(2, 2), "none", torch.device("cuda", 0))
-    with FakeTensorMode():  # without GPUs
+    with FakeTensorMode():  # does not require GPUs
         first, second = nn.Linear(2, 2, device="cuda:0"), nn.Linear(2, 2, device="cuda:1")
         check_trainable_model(first, "none", torch.device("cuda", 0))
         check_trainable_model(nn.Sequential(first, second), "none", torch.device("cuda", 0))
@@ -98,7 +98,7 @@ def test_model_on_another_device_is_rejected() -> None:
         LocalBackend(CPU).distributed_model(partly)
 
 
-def test_a_model_that_is_not_a_module_is_rejected() -> None:
+def test_model_that_is_not_a_module_is_rejected() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ModelError, match=r"^distributed_optimizer\(model\) must be a torch\.nn\.Module, got 'net'\."):
         check_optimizer_of_model(optimizer, "net")  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_compiled_embedding_function_with_max_norm_is_rejected(detaches: bool) -
     model = EmbeddingLookup(nn.functional.embedding, detaches=detaches)
     model.max_norm = 0.5
     compiled = torch.compile(LocalBackend(CPU).distributed_model(model), backend="eager")
-    # torch.compile raises another class of error with the same text.
+    # torch.compile raises a different exception class with the same message.
     with pytest.raises(RuntimeError, match=r"max_norm=0\.5 for parameter 'weight' of EmbeddingLookup"):
         compiled(torch.arange(3))
 
@@ -131,7 +131,7 @@ def test_embedding_with_max_norm_is_rejected_inside_torch_func() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_embedding_with_max_norm_of_other_modules_is_allowed() -> None:
-    """The weight has the shape and dtype of a parameter of the distributed model."""
+    """The other weight has the same shape and dtype as a parameter of the distributed model."""
     distributed = LocalBackend(CPU).distributed_model(EmbeddingLookup(nn.functional.embedding, detaches=False))
     empty = LocalBackend(CPU).distributed_model(nn.ParameterList([torch.zeros(0, 4)]))
     other = EmbeddingLookup(nn.functional.embedding, detaches=False)
@@ -149,7 +149,7 @@ def test_embedding_can_be_scripted_after_a_model_was_distributed() -> None:
         assert torch.jit.script(layer)(torch.arange(5)).shape == (5, 4)
 
 
-def test_a_timeout_of_a_comparison_names_the_parameter_that_only_this_rank_has_unfrozen() -> None:
+def test_timeout_names_the_parameter_that_only_this_rank_has_unfrozen() -> None:
     rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=0.1))
     with pytest.raises(CollectiveTimeoutError) as caught:
         check_requires_grad_changes(rendezvous, "trains", ["0.weight", "1.weight"], [True, False], [False, True])
@@ -159,7 +159,7 @@ def test_a_timeout_of_a_comparison_names_the_parameter_that_only_this_rank_has_u
     )
 
 
-def test_a_timeout_after_the_first_backward_pass_states_that_other_ranks_used_no_parameter() -> None:
+def test_timeout_after_the_first_backward_pass_states_that_this_rank_used_parameters() -> None:
     rendezvous = Rendezvous(RankInfo("env", 1, 2, 1), HashStore(), "127.0.0.1", timedelta(seconds=0.1))
     with pytest.raises(
         CollectiveTimeoutError, match=r"Missing: rank 0\. On rank 1, a backward pass has used parameters"

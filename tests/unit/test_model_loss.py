@@ -1,4 +1,4 @@
-"""Mapping batches, whose items are the model's keyword arguments, and losses that the model returns."""
+"""Batches that are mappings of the model's keyword arguments, and losses that the model returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output:
 
 
 class CausalLMOutput(Output):
-    """Has the name of a class of transformers."""
+    """A class with the name of a transformers class, by which unitrain recognizes it."""
 
 
 class MaskedLMOutput(Output):
@@ -37,7 +37,7 @@ class MaskedLMOutput(Output):
 
 
 class Regression(nn.Module):
-    """Returns its loss in the way that `returned` names."""
+    """Linear regression that returns its loss in an output of the type `returned`."""
 
     def __init__(self, returned: str = "object") -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def make(model: nn.Module, loss_fn: Any = None, backend: Any = LOCAL, **settings
     return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, backend=backend, config=config)
 
 
-def by_hand() -> list[Tensor]:
+def train_in_plain_torch() -> list[Tensor]:
     model, rows = Regression("loss"), Rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -92,7 +92,7 @@ def by_hand() -> list[Tensor]:
 def test_trainer_uses_the_loss_in_the_output(returned: str) -> None:
     model = Regression(returned)
     make(model, shuffle=False).fit(Rows(), Rows())
-    for one, other in zip(model.parameters(), by_hand(), strict=True):
+    for one, other in zip(model.parameters(), train_in_plain_torch(), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -112,7 +112,7 @@ def test_loss_function_and_metrics_receive_the_output_and_the_mapping() -> None:
     rows = Rows()
     results = trainer.fit(rows, rows)
     assert seen[0].keys() == {"inputs", "labels"}
-    for one, other in zip(model.parameters(), by_hand(), strict=True):
+    for one, other in zip(model.parameters(), train_in_plain_torch(), strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
         scores = model(rows.inputs)["scores"]
@@ -128,7 +128,7 @@ def test_predict_returns_the_outputs_without_the_loss(returned: str) -> None:
 
 
 class TokenModel(nn.Module):
-    """Returns the mean loss over the labels that are not -100, in an object of class `kind`."""
+    """A model that returns the mean loss over the labels other than -100, in an object of class `kind`."""
 
     def __init__(self, kind: Any, *, is_shifted: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class TokenModel(nn.Module):
 class Tokens(Dataset[dict[str, Tensor]]):
     def __init__(self, dtype: torch.dtype = torch.int64) -> None:
         self.ids = torch.randint(5, (8, 6), generator=torch.Generator().manual_seed(2))
-        lengths = torch.tensor([6, 5, 2, 1, 1, 1, 3, 6])  # step 2 of 4 has no token to predict if labels are shifted
+        lengths = torch.tensor([6, 5, 2, 1, 1, 1, 3, 6])  # if labels are shifted, step 2 of 4 has no labels
         self.labels = torch.where(torch.arange(6) < lengths[:, None], self.ids, -100).to(dtype)
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_mean_over_tokens_weights_micro_batches_by_their_labels(case: str) -> None:
+def test_micro_batches_are_weighted_by_their_number_of_labels(case: str) -> None:
     kind, is_shifted, loss_fn = CASES[case]
     found, expected = TokenModel(kind, is_shifted=is_shifted), TokenModel(SimpleNamespace, is_shifted=is_shifted)
     tokens = Tokens()
@@ -178,12 +178,12 @@ def test_mean_over_tokens_weights_micro_batches_by_their_labels(case: str) -> No
     torch.testing.assert_close(found.layer.weight, expected.layer.weight)
 
 
-def test_mean_over_samples_can_be_requested() -> None:
+def test_average_over_samples_or_tokens_can_be_selected() -> None:
     output = CausalLMOutput(torch.tensor(2.0), torch.ones(1))
     batch = {"input_ids": torch.ones(2, 3), "labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}
     assert ModelLoss("samples")(output, batch) is output.loss
     assert ModelLoss()(output, {"labels": torch.ones(2)}) is output.loss
-    assert ModelLoss()(output, {"labels": torch.ones(2, 3)}) is output.loss, "labels are not tokens"
+    assert ModelLoss()(output, {"labels": torch.ones(2, 3)}) is output.loss, "floating-point labels are not tokens"
     total, count = ModelLoss()(output, batch)  # type: ignore[misc]
     assert (total.item(), int(count)) == (2.0, 1)
     total, count = ModelLoss(ignore_index=2)(output, batch)  # type: ignore[misc]
@@ -232,7 +232,7 @@ def test_output_without_a_loss_is_rejected() -> None:
     )
 
 
-def test_unknown_average_is_rejected_with_the_two_choices() -> None:
+def test_unknown_average_is_rejected_with_the_choices() -> None:
     found = message(lambda: make(TokenModel(SimpleNamespace, is_shifted=False)).fit(Tokens()))
     assert found.startswith(
         "ModelError: The batch has labels of shape [4, 6], and the model returned an object of class SimpleNamespace"
@@ -321,13 +321,13 @@ def test_stream_of_batches_with_different_lengths_is_rejected() -> None:
     assert "the first dimensions of its tensors differ ('inputs': 3, 'labels': 2). Make the samples the first" in found
 
 
-def keys_that_differ(backend: Any) -> str:
+def raise_error_for_different_keys(backend: Any) -> str:
     extra = {"scale": 1.0} if backend.rank == 1 else {}
     return message(lambda: make(Regression(), backend=backend).fit(Rows(**extra)))
 
 
 def loader_batches(backend: Any) -> tuple[list[Tensor], list[float], list[int]]:
-    """Return the inputs, weights and samples of the batches of a loop without the Trainer."""
+    """Return the inputs, loss weights and numbers of samples of the batches of a `ShardedLoader`."""
     loader = ShardedLoader(Rows(5), backend, batch_size=2, shuffle=True)
     found: tuple[list[Tensor], list[float], list[int]] = ([], [], [])
     for batch in loader:
@@ -338,8 +338,8 @@ def loader_batches(backend: Any) -> tuple[list[Tensor], list[float], list[int]]:
 
 
 @pytest.mark.ci
-def test_keys_that_differ_between_ranks_are_rejected_and_the_sharded_loader_yields_mappings() -> None:
-    for found in run_ranks(keys_that_differ, 2):
+def test_keys_that_differ_between_ranks_are_rejected_and_sharded_loader_yields_mappings() -> None:
+    for found in run_ranks(raise_error_for_different_keys, 2):
         assert found.startswith(
             "DataError: The batches do not have the same keys on every rank (rank 0: 'inputs', 'labels'; rank 1: "
             "'inputs', 'labels', 'scale'). Give every rank the same data"
@@ -353,10 +353,10 @@ def test_keys_that_differ_between_ranks_are_rejected_and_the_sharded_loader_yiel
 
 @pytest.mark.parametrize("is_shifted", [True, False])
 @pytest.mark.parametrize("masks_first", [True, False])
-def test_labels_of_causal_language_models_are_counted_as_the_model_shifts_them(
+def test_labels_of_causal_language_models_are_counted_with_the_shift_of_the_model(
     is_shifted: bool, masks_first: bool
 ) -> None:
-    """Some models, such as BartForCausalLM, return the output class of the others, but do not shift the labels."""
+    """Some models that return a CausalLMOutput, such as BartForCausalLM, do not shift the labels."""
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 600, 7), torch.randint(0, 7, (2, 600))
     labels[0, 300:] = -100
@@ -373,7 +373,7 @@ def test_labels_of_causal_language_models_are_counted_as_the_model_shifts_them(
         torch.testing.assert_close(total, expected)
 
 
-def test_labels_are_shifted_if_the_loss_is_another_one_than_cross_entropy() -> None:
+def test_labels_are_assumed_to_be_shifted_if_the_loss_is_not_the_cross_entropy() -> None:
     labels = torch.randint(0, 7, (2, 5))
     output = CausalLMOutput(torch.tensor(70.0), torch.empty(0))
     output.logits = torch.randn(2, 5, 7)  # type: ignore[attr-defined]
@@ -382,7 +382,7 @@ def test_labels_are_shifted_if_the_loss_is_another_one_than_cross_entropy() -> N
         assert int(loss_fn(output, {"input_ids": labels, "labels": labels})[1]) == 8  # type: ignore[index]
 
 
-def test_a_loss_that_is_not_finite_does_not_determine_whether_labels_are_shifted() -> None:
+def test_labels_are_assumed_to_be_shifted_if_the_loss_is_not_finite() -> None:
     labels = torch.randint(0, 7, (2, 5))
     output = CausalLMOutput(torch.tensor(torch.nan), torch.empty(0))
     output.logits = torch.randn(2, 5, 7)  # type: ignore[attr-defined]

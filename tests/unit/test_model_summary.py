@@ -1,4 +1,4 @@
-"""The summary of a model, compared with numbers computed by hand, and an unchanged model."""
+"""`summarize` returns numbers that equal a calculation by hand, and does not change the model."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_numbers_equal_those_computed_by_hand() -> None:
     assert modules["0"].output_shapes == ((2, 8),)
     assert modules["3"].output_shapes == ((2, 3),)
     assert (summary.parameter_bytes, summary.buffer_bytes) == (4 * 83, 4 * 16 + 8)
-    assert modules["0"].activation_bytes == inputs.nbytes  # the input is saved for the gradient of the weight
-    # BatchNorm saves its input, and the mean and the inverse deviation of 8 channels.
+    assert modules["0"].activation_bytes == inputs.nbytes  # Linear saves its input
+    # BatchNorm saves its input, and the means and inverse standard deviations of 8 channels.
     assert modules["1"].activation_bytes == 4 * (16 + 8 + 8)
-    assert modules["2"].activation_bytes == 4 * 16  # ReLU saves its output, which the next layer also saves
+    assert modules["2"].activation_bytes == 4 * 16  # ReLU saves its output; the next layer saves the same tensor
     assert modules["3.0"].activation_bytes == 0
     assert modules[""].activation_bytes == sum(modules[name].activation_bytes for name in "0123")
 
 
-def test_activations_equal_those_that_the_graph_holds() -> None:
+def test_activation_bytes_equal_the_tensors_saved_by_the_graph() -> None:
     model, inputs = network(), torch.randn(16, 4)
     held: dict[int, Any] = {}
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -60,7 +60,7 @@ def test_activations_equal_those_that_the_graph_holds() -> None:
     del output
 
 
-def test_model_buffers_modes_and_random_numbers_do_not_change() -> None:
+def test_parameters_buffers_modes_and_random_state_do_not_change() -> None:
     model = network()
     model[1].eval()
     parameter_ids = [id(parameter) for parameter in model.parameters()]
@@ -87,7 +87,7 @@ def test_model_on_the_meta_device_has_the_same_numbers() -> None:
 
 
 class Shared(nn.Module):
-    """Calls one layer twice, does not call another, and returns a dictionary."""
+    """A model that calls one layer twice, does not call another layer, and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Shared(nn.Module):
         return {"sum": self.layer(first) + self.same(second), "parts": [first, None]}
 
 
-def test_arguments_repeated_calls_and_nested_outputs() -> None:
+def test_repeated_calls_are_summed_and_nested_outputs_are_listed() -> None:
     inputs = torch.randn(3, 4), torch.randn(3, 4)
     modules = by_name(Shared(), inputs)
     assert modules == by_name(Shared(), {"first": inputs[0], "second": inputs[1]})

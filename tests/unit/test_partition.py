@@ -1,4 +1,4 @@
-"""Division of parameters among ranks."""
+"""Division of the elements of parameters among ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_divide_runs_assigns_every_element_to_one_rank_and_balances_each_run(
 
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 8 * MIN_DIVIDED_ELEMENTS))
-def test_batches_contain_every_shard_once_and_about_the_limit_per_rank(
+def test_batches_contain_every_shard_once_and_end_when_a_rank_reaches_the_limit(
     sizes: list[int], ranks: int, limit: int
 ) -> None:
     shards = divide_elements(sizes, ranks)
@@ -59,12 +59,12 @@ def test_batches_contain_every_shard_once_and_about_the_limit_per_rank(
         parts = [[shard for shard in batch if shard.owner == owner] for batch in batches]
         num_bytes = [sum(4 * (shard.stop - shard.start) for shard in part) for part in parts if part]
         assert all(found >= limit for found in num_bytes[:-1])
-        # A batch is complete as soon as it reaches the limit.
+        # A batch ends as soon as it reaches the limit.
         assert all(4 * sum(one.stop - one.start for one in part[:-1]) < limit for part in parts)
 
 
 class CountedSizes(list[int]):
-    """Counts the accesses to its elements."""
+    """A list that counts the accesses to its elements."""
 
     accesses = 0
 
@@ -76,10 +76,10 @@ class CountedSizes(list[int]):
 def test_many_small_tensors_are_divided_with_a_constant_number_of_accesses_per_tensor() -> None:
     sizes = CountedSizes([10] * 2_000)
     divide_runs(sizes, 4, 10**7)
-    assert 0 < sizes.accesses <= 4 * len(sizes)  # quadratic code reads an element 1,000 times on average
+    assert 0 < sizes.accesses <= 4 * len(sizes)  # a quadratic algorithm reads each element 1,000 times on average
 
 
 @given(SIZES, st.integers(1, 5))
-@example([22275, 22273], 2)  # the limit is one element before the end of the first tensor
+@example([22275, 22273], 2)  # the boundary is one element before the end of the first tensor
 def test_divide_elements_assigns_every_element_to_one_rank(sizes: list[int], ranks: int) -> None:
     assert_complete(divide_elements(sizes, ranks), sizes)

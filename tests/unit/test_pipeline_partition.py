@@ -20,7 +20,7 @@ from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.fake_backend import FakeBackend
 
 
-def test_on_rank_zero_is_true_on_one_rank_of_a_pipeline_and_rejects_collectives() -> None:
+def test_on_rank_zero_is_true_only_on_rank_0_of_a_pipeline_and_rejects_collectives() -> None:
     found = []
     for rank in range(4):
         replicas = Replicas(FakeBackend(rank, 4), stages=2)
@@ -37,7 +37,7 @@ def all_partitions(blocks: int, stages: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4), st.sets(st.integers(0, 6)))
-def test_partition_has_the_smallest_maximum_and_then_the_smallest_squares(
+def test_partition_minimizes_the_maximum_cost_and_then_the_sum_of_squares(
     costs: list[int], stages: int, no_start: set[int]
 ) -> None:
     def cost(stage: int, start: int, stop: int) -> float:
@@ -72,19 +72,19 @@ def test_stages_without_trainable_parameters_are_excluded() -> None:
     assert partition(5, 2, create_time_cost(costs[:5])) is None
 
 
-def test_the_first_stage_of_1f1b_holds_more_micro_batches() -> None:
+def test_first_stage_of_1f1b_has_fewer_blocks_because_it_holds_more_micro_batches() -> None:
     costs = [block(held=10) for _ in range(6)]
-    # stage 0 holds the activations of two micro-batches; stage 1 those of one, and its stage input
+    # Stage 0 holds the activations of two micro-batches. Stage 1 holds the activations of one and its stage input.
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "1f1b")) == [2, 4]
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "gpipe")) == [3, 3]
     assert partition(6, 2, create_memory_cost(costs, 2, 1, "1f1b")) == [3, 3]
 
 
 class Stack(nn.Sequential):
-    """Several layers as one block."""
+    """A block of several layers."""
 
 
-def test_measured_memory_is_that_of_the_tensors_of_a_block() -> None:
+def test_measured_memory_equals_the_tensors_that_a_block_holds() -> None:
     torch.manual_seed(0)
     wide = Stack(nn.Linear(8, 100, bias=False), nn.Sigmoid(), nn.Linear(100, 8, bias=False))
     model = nn.Sequential(nn.Linear(8, 8), wide, nn.BatchNorm1d(8), nn.Dropout(0.5))
@@ -94,7 +94,7 @@ def test_measured_memory_is_that_of_the_tensors_of_a_block() -> None:
     assert plain.can_start_stage
     assert plain.input_bytes == 16 * 8 * 4
     assert plain.state_bytes == 4 * 4 * 1600
-    # The outputs of Sigmoid and of the last Linear layer. The output of the first Linear layer is freed.
+    # The block holds the outputs of Sigmoid and of the last Linear layer, but not of the first Linear layer.
     assert plain.held_bytes == 4 * 16 * (100 + 8)
     unitrain.checkpoint_activations(model, Stack)
     _, checkpointed, _, _ = measure_blocks(list(model.named_children()), torch.ones(16, 8), torch.device("cpu"))
@@ -105,7 +105,7 @@ def test_measured_memory_is_that_of_the_tensors_of_a_block() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_failing_block_is_named() -> None:
+def test_error_in_a_block_names_the_block() -> None:
     with pytest.raises(unitrain.ModelError, match=r"Block 'b' failed on a micro-batch of example_inputs: RuntimeError"):
         measure_blocks([("a", nn.Linear(2, 3)), ("b", nn.Linear(2, 2))], torch.ones(4, 2), torch.device("cpu"))
 
@@ -116,7 +116,7 @@ def test_micro_batches_differ_by_at_most_one_sample() -> None:
     assert micro_batch_sizes(2, 4) == [1, 1]
 
 
-def test_weights_of_micro_batches_are_their_shares_of_the_batch() -> None:
+def test_weight_of_a_micro_batch_is_its_fraction_of_the_batch() -> None:
     targets = {"label": torch.arange(5), "masks": [torch.ones(5, 2)]}
     first, second = split_targets(targets, [3, 2], loss_weight=0.5)
     assert first.values["label"].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Signals that terminate a command whose ranks run in other sessions."""
+"""Signals to commands whose ranks run in other sessions, and searches for processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ finally:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_termination_signal_raises_system_exit(number: signal.Signals) -> None:
+def test_termination_signal_raises_system_exit(number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -39,7 +39,7 @@ def test_a_termination_signal_raises_system_exit(number: signal.Signals) -> None
     assert process.returncode == 128 + number
 
 
-def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+def test_sighup_is_ignored_under_nohup() -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, "nohup"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -49,7 +49,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_ranks_below_a_process_of_another_user_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_found_if_their_parent_belongs_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"RANK_OF_{os.getpid()}"
     program = f"{variable}=0 sleep 60 & echo $!; wait"
     with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE, text=True) as wrapper:
@@ -74,8 +74,8 @@ def test_ranks_below_a_process_of_another_user_are_found(monkeypatch: pytest.Mon
             os.kill(rank, signal.SIGKILL)
 
 
-def test_children_are_found_if_the_name_of_a_process_is_not_text() -> None:
-    """The kernel cuts a name after 15 bytes, which may be within a character."""
+def test_children_are_found_if_the_name_of_a_process_is_not_valid_utf_8() -> None:
+    """The kernel truncates a name to 15 bytes, which may split a multi-byte character."""
     program = "import sys; open('/proc/self/comm', 'wb').write(b'x\\xff'); print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:  # type: ignore[call-overload]
@@ -86,7 +86,7 @@ def test_children_are_found_if_the_name_of_a_process_is_not_text() -> None:
         child.stdin.close()
 
 
-def test_a_process_that_cannot_be_killed_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_processes_returns_if_a_process_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL has no effect on a process in an uninterruptible system call."""
     monkeypatch.setattr(processes, "_KILL_TIMEOUT_SECONDS", 0.2)
     with subprocess.Popen(["sleep", "20"]) as process:

@@ -1,4 +1,4 @@
-"""The supervisor's connections to ranks: which rank has ended first, and how."""
+"""Connections of the supervisor to ranks: detection of the first crashed rank and of orderly exits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unitrain.supervisor.ranks import MAX_UNAUTHENTICATED, RankConnections
 from unitrain.supervisor.standby import Standby
 
 KEY = "0123456789abcdef"
-# A rank without torch, which ends in order, after a checkpoint, or is killed.
+# A rank without torch, which exits normally, exits after a checkpoint, or kills itself.
 RANK = """
 import os, signal, sys, time
 from unitrain.bootstrap.authentication import authenticate
@@ -53,7 +53,7 @@ if ending.startswith("is killed"):
 
 
 class Rank:
-    """A process that is a rank of job "mine"."""
+    """A process that connects to the supervisor as a rank of `job`."""
 
     def __init__(self, ranks: RankConnections, rank: int, ending: str, job: str = "mine", key: str = KEY) -> None:
         variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job, "UNITRAIN_JOB_KEY": key}
@@ -66,7 +66,7 @@ class Rank:
             text=True,
         )
         assert self.process.stdout is not None
-        self.process.stdout.readline()  # it is connected, or was asked to exit
+        self.process.stdout.readline()  # the rank is connected, or was requested to exit
 
     def end(self) -> int:
         _, self.stderr = self.process.communicate("\n", timeout=30)
@@ -81,19 +81,19 @@ def wait_until(happens: Callable[[], object]) -> None:
 
 
 def stop_process(process: subprocess.Popen[str]) -> None:
-    """Send SIGSTOP, and wait until the process is stopped, because the kernel stops it asynchronously."""
+    """Send SIGSTOP, and wait until the kernel has stopped the process, which it does asynchronously."""
     process.send_signal(signal.SIGSTOP)
     stat = Path(f"/proc/{process.pid}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
-def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> None:
+def test_first_crashed_rank_is_known_unless_another_rank_exited_before() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
+        crashing, exiting = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "exits normally")
         wait_until(lambda: len(ranks._connections) == 2)
-        assert dies.end() == -signal.SIGKILL
+        assert crashing.end() == -signal.SIGKILL
         wait_until(lambda: ranks.crashed_ranks)
-        assert leaves.end() == 0
+        assert exiting.end() == 0
         ranks.exit_all_ranks(30)
         assert (ranks.crashed_ranks, ranks.first_crashed_rank, ranks.unreachable_ranks, ranks.is_preempted) == (
             [1],
@@ -102,18 +102,18 @@ def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> No
             False,
         )
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
+        crashing, exiting = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "exits normally")
         wait_until(lambda: len(ranks._connections) == 2)
-        assert leaves.end() == 0
+        assert exiting.end() == 0
         wait_until(lambda: len(ranks._connections) == 1)
-        dies.end()
+        crashing.end()
         ranks.exit_all_ranks(30)
         assert (ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], None)
 
 
 @pytest.mark.parametrize("ending", ["is killed", "is killed after shutdown"])
-def test_a_crash_after_the_shutdown_of_the_backend_is_distinguished(ending: str) -> None:
-    """A script may call os._exit at its end, which does not require a restart."""
+def test_crash_after_the_backend_was_shut_down_does_not_require_a_restart(ending: str) -> None:
+    """A script may call os._exit at its end."""
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         rank = Rank(ranks, 0, ending)
         wait_until(lambda: ranks.num_running == 1 or ending == "is killed after shutdown")
@@ -123,19 +123,19 @@ def test_a_crash_after_the_shutdown_of_the_backend_is_distinguished(ending: str)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_rank_0_receives_the_request_to_end_before_or_after_it_connects(early: bool) -> None:
+def test_exit_request_reaches_a_rank_that_connects_before_or_after_it(early: bool) -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
             ranks.request_exit()
-        request_options = Rank(ranks, 0, "handles SIGTERM")
+        rank = Rank(ranks, 0, "handles SIGTERM")
         if not early:
             ranks.request_exit()
-        assert request_options.end() == 0
+        assert rank.end() == 0
         wait_until(lambda: ranks.is_preempted)
         assert ranks.crashed_ranks == []
 
 
-def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
+def test_exit_all_ranks_ends_connected_ranks_and_ranks_that_connect_later() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         left = Rank(ranks, 1, "handles SIGTERM")
         wait_until(lambda: ranks._connections)
@@ -147,22 +147,22 @@ def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
         wait_until(lambda: ranks.crashed_ranks == [1, 0])
 
 
-def test_no_rank_crashed_first_if_the_launcher_kills_the_ranks_after_a_host_was_lost() -> None:
+def test_first_crashed_rank_is_unknown_if_the_launcher_kills_ranks_after_a_host_failed() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        lost, dies = Rank(ranks, 1, "ends in order"), Rank(ranks, 0, "is killed")
+        lost, crashing = Rank(ranks, 1, "exits normally"), Rank(ranks, 0, "is killed")
         wait_until(lambda: len(ranks._connections) == 2)
         with ranks._state_changed:
             ranks._record_disconnect(1, DisconnectReason.UNREACHABLE, "")
-        dies.end()
+        crashing.end()
         lost.end()
         wait_until(lambda: ranks.crashed_ranks)
         assert (ranks.unreachable_ranks, ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], [0], None)
 
 
-def test_a_rank_that_does_not_exit_is_unreachable_and_has_not_crashed() -> None:
+def test_rank_that_does_not_exit_is_unreachable_but_not_crashed() -> None:
     num_threads = threading.active_count()
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        stopped = Rank(ranks, 0, "ends in order")
+        stopped = Rank(ranks, 0, "exits normally")
         wait_until(lambda: ranks._connections)
         stop_process(stopped.process)
         ranks.exit_all_ranks(0.1)
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_exit_is_unreachable_and_has_not_crashed() -> None:
     stopped.process.communicate()
 
 
-def test_standby_ranks_run_after_they_are_started() -> None:
+def test_standby_ranks_run_after_the_supervisor_starts_them() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         early = Rank(ranks, 0, "is standby")
         wait_until(lambda: ranks.num_ready == 1)
@@ -188,8 +188,8 @@ def test_standby_ranks_run_after_they_are_started() -> None:
 
 
 @pytest.mark.parametrize("requested", [True, False])
-def test_standby_ranks_exit_with_code_0_if_they_are_not_started(requested: bool) -> None:
-    """On request, or if the supervisor has exited. Otherwise, their launcher would report a failure."""
+def test_standby_ranks_that_are_not_started_exit_with_code_0(requested: bool) -> None:
+    """They exit on request or when the supervisor exits. Another exit code would make the launcher report a failure."""
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         rank = Rank(ranks, 0, "is standby")
         wait_until(lambda: ranks.num_ready == 1)
@@ -200,7 +200,7 @@ def test_standby_ranks_exit_with_code_0_if_they_are_not_started(requested: bool)
     assert "started" not in rank.process.communicate()[0]
 
 
-def test_a_stopped_standby_rank_does_not_respond() -> None:
+def test_stopped_standby_rank_is_detected_because_it_does_not_respond() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         standby_ranks = [Rank(ranks, rank, "is standby") for rank in range(2)]
         wait_until(lambda: ranks.num_ready == 2)
@@ -214,8 +214,8 @@ def test_a_stopped_standby_rank_does_not_respond() -> None:
         assert rank.process.returncode == 0
 
 
-def test_standby_ranks_that_do_not_exit_are_not_awaited_before_the_job_ends() -> None:
-    """They are neither started nor awaited if one is stopped; if one has exited, the others are not awaited."""
+def test_supervisor_does_not_wait_for_failed_standby_ranks_until_the_job_ends() -> None:
+    """If one standby rank is stopped or has exited, the supervisor cancels the others in the background."""
     has_begun, may_end, standby = threading.Event(), threading.Event(), Standby(Mock(uses_standby=True))
 
     def cancel() -> None:
@@ -240,7 +240,7 @@ def test_standby_ranks_that_do_not_exit_are_not_awaited_before_the_job_ends() ->
     assert not any(thread.name == "unitrain standby" for thread in threading.enumerate())
 
 
-def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
+def test_ranks_exit_after_a_checkpoint_if_the_supervisor_has_exited() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         handles, plain = Rank(ranks, 0, "handles SIGTERM"), Rank(ranks, 1, "has no handler")
         wait_until(lambda: len(ranks._connections) == 2)
@@ -248,20 +248,20 @@ def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
     assert plain.end() == -signal.SIGTERM
 
 
-def test_a_rank_whose_error_output_nobody_reads_ends_if_the_supervisor_has_ended() -> None:
+def test_rank_with_a_closed_stderr_pipe_exits_if_the_supervisor_has_exited() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         rank = Rank(ranks, 0, "has no handler")
         wait_until(lambda: ranks._connections)
         assert rank.process.stderr is not None
-        rank.process.stderr.close()  # the reader, such as the launcher, has exited
+        rank.process.stderr.close()  # as if the reader of the pipe (the launcher) has exited
         rank.process.stderr = None
     assert rank.end() == -signal.SIGTERM
 
 
 def test_connections_without_the_key_or_job_are_ignored() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        other = Rank(ranks, 0, "ends in order", job="another")
-        without_key = Rank(ranks, 0, "ends in order", key="another")
+        other = Rank(ranks, 0, "exits normally", job="another")
+        without_key = Rank(ranks, 0, "exits normally", key="another")
         host, _, port = ranks.address.rpartition(":")
         for text in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * 2000):
             with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -273,7 +273,7 @@ def test_connections_without_the_key_or_job_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:x", ":"])
-def test_an_invalid_supervisor_address_is_reported_without_an_error(
+def test_invalid_supervisor_address_is_reported_but_does_not_raise(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNITRAIN_SUPERVISOR", address)
@@ -281,7 +281,7 @@ def test_an_invalid_supervisor_address_is_reported_without_an_error(
     assert f"rank 0 cannot reach unitrain launch at {address}" in capsys.readouterr().err
 
 
-def test_rank_is_served_after_connections_could_not_be_accepted() -> None:
+def test_rank_can_connect_after_the_supervisor_failed_to_accept_connections() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
         RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks,
@@ -294,7 +294,8 @@ def test_rank_is_served_after_connections_could_not_be_accepted() -> None:
         os.close(next_descriptor)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor, raised[1]))
-            first.connect(address)  # Linux reserved its descriptor when `accept` was called; the next call fails
+            # Linux reserved a descriptor for this connection when `accept` was called. The next `accept` fails.
+            first.connect(address)
             time.sleep(0.5)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, raised)
@@ -315,11 +316,11 @@ def test_many_connections_without_the_key_do_not_exhaust_the_threads() -> None:
             stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
             for _ in range(MAX_UNAUTHENTICATED + 100)
         ]
-        rank = Rank(ranks, 0, "ends in order")
+        rank = Rank(ranks, 0, "exits normally")
         wait_until(lambda: ranks.num_running == 1)
         wait_until(lambda: threading.active_count() - before <= MAX_UNAUTHENTICATED + 1)
         for connection in (idle[0], idle[99]):
-            assert len(connection.recv(100)) <= 16, "the nonce at most, then the end"
+            assert len(connection.recv(100)) <= 16, "the supervisor may send its nonce before it closes the connection"
             assert connection.recv(100) == b""
         assert rank.end() == 0
         wait_until(lambda: ranks.has_disconnected_ranks)

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks, and its errors; each wait is tested with one rank."""
+"""Rendezvous of ranks and its errors. One rank per test waits for a peer that never responds."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def clear_rendezvous_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_missing_rendezvous_address_is_an_error_with_a_fix(launcher: str, message: str) -> None:
+def test_missing_rendezvous_address_is_reported_with_a_fix(launcher: str, message: str) -> None:
     with pytest.raises(LauncherMismatchError) as caught:
         connect_ranks(RankInfo(launcher, 1, 2, 1), timedelta(seconds=1))
     assert str(caught.value) == message
 
 
 class ServerWithoutAddress(BaseHTTPRequestHandler):
-    """horovodrun's server before rank 0 has published its address; after a while it does not answer at all."""
+    """Simulated server of horovodrun before rank 0 publishes its address. It does not respond after `silent_from`."""
 
     def do_GET(self) -> None:
         if time.monotonic() > self.server.silent_from:  # type: ignore[attr-defined]
@@ -86,17 +86,17 @@ class ServerWithoutAddress(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["has no address", "stops answering", "has ended"])
-def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "has ended":
-        with socket.socket() as held:  # bound, but not listening
+@pytest.fixture(params=["has no address", "stops responding", "has exited"])
+def horovodrun_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "has exited":
+        with socket.socket() as held:  # bound but not listening
             held.bind(("127.0.0.1", 0))
             yield f"127.0.0.1:{held.getsockname()[1]}"
         return
     server = ThreadingHTTPServer(("127.0.0.1", 0), ServerWithoutAddress)
     server.over = Event()  # type: ignore[attr-defined]
-    server.daemon_threads = False  # closing waits for the remaining requests
-    server.silent_from = time.monotonic() + (1.6 if request.param == "stops answering" else 60)  # type: ignore[attr-defined]
+    server.daemon_threads = False  # server_close waits for the remaining requests
+    server.silent_from = time.monotonic() + (1.6 if request.param == "stops responding" else 60)  # type: ignore[attr-defined]
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
@@ -107,10 +107,10 @@ def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("rank", "purpose"), [(0, "publish its address"), (1, "get the address of rank 0")])
-def test_the_wait_for_horovodruns_server_has_one_limit(
-    horovodruns_server: str, rank: int, purpose: str, monkeypatch: pytest.MonkeyPatch
+def test_timeout_limits_the_total_wait_for_horovodruns_server(
+    horovodrun_server: str, rank: int, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, _, port = horovodruns_server.partition(":")
+    host, _, port = horovodrun_server.partition(":")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", host)
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
     began = time.monotonic()
@@ -118,13 +118,13 @@ def test_the_wait_for_horovodruns_server_has_one_limit(
         connect_ranks(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=2))
     assert 1.9 < time.monotonic() - began < 20
     assert str(caught.value).startswith(
-        f"This rank could not {purpose} at horovodrun's server {horovodruns_server} within 2 s: "
+        f"This rank could not {purpose} at horovodrun's server {horovodrun_server} within 2 s: "
     )
     assert str(caught.value).endswith(". Check the first error that rank 0 or horovodrun logged.")
 
 
 def test_only_addresses_with_a_listener_are_reachable() -> None:
-    """127.0.0.2 is an address of this host without a listener."""
+    """No program listens at 127.0.0.2, which is an address of this host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert network.find_reachable_addresses(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
@@ -134,8 +134,8 @@ def test_only_addresses_with_a_listener_are_reachable() -> None:
 
 
 @contextlib.contextmanager
-def program_that_listens(kind: str) -> Iterator[int]:
-    """Run a program that is not rank 0: it accepts connections and then sends nothing, closes them, or sends HTTP."""
+def start_other_program(kind: str) -> Iterator[int]:
+    """Simulate a program other than rank 0. It accepts connections, and then is silent, closes them or sends HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held: list[socket.socket] = []
 
@@ -162,7 +162,7 @@ NOT_RANK_ZERO = "the program that listens there does not respond as rank 0 does"
 
 @pytest.mark.parametrize("kind", ["silent", "closes", "http"])
 def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with program_that_listens(kind) as port:
+    with start_other_program(kind) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         began = time.monotonic()
@@ -180,7 +180,7 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
         )
 
 
-def test_a_port_without_a_listener_is_reported_within_the_timeout(
+def test_port_without_a_listener_is_reported_within_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = r"within 2 s: \[Errno 111\] Connection refused\. Check the first"
@@ -192,11 +192,11 @@ def test_a_port_without_a_listener_is_reported_within_the_timeout(
         with pytest.raises(CollectiveTimeoutError, match=expected):
             connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
         assert time.monotonic() - began < 20
-    assert f"{port})" not in capfd.readouterr().err  # torch has not logged a C++ stack for each attempt
+    assert f"{port})" not in capfd.readouterr().err  # torch does not log a C++ stack for each attempt
 
 
-def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listener whose queue is full drops them too."""
+def test_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is simulated by a listener whose queue is full, because such a listener drops packets."""
     with socket.socket() as full, contextlib.ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -213,7 +213,7 @@ def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: p
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
-def test_an_invalid_port_is_rejected(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_port_is_rejected(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(EnvironmentVariableError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
@@ -221,7 +221,7 @@ def test_an_invalid_port_is_rejected(port: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_unresolvable_address_is_an_error_without_a_wait(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_cannot_be_resolved_is_reported_immediately(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "29500")
     began = time.monotonic()
@@ -233,7 +233,7 @@ def test_an_unresolvable_address_is_an_error_without_a_wait(rank: int, monkeypat
 
 
 def test_pods_wait_until_an_address_can_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Kubernetes, the name of the first pod gets its address after other pods have started."""
+    """In Kubernetes, other pods may start before the name of the first pod can be resolved."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -242,16 +242,16 @@ def test_pods_wait_until_an_address_can_be_resolved(monkeypatch: pytest.MonkeyPa
 
 
 def test_another_program_instead_of_horovodruns_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with program_that_listens("closes") as port:
+    with start_other_program("closes") as port:
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
         with pytest.raises(CollectiveTimeoutError, match="This rank could not get the address of rank 0 at horovodr"):
             connect_ranks(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
 
 
-def test_a_process_exits_after_a_timeout_on_a_silent_program() -> None:
-    """A thread of the process still waits for an answer."""
-    with program_that_listens("silent") as port:
+def test_process_exits_after_a_timeout_although_a_thread_waits_for_a_response() -> None:
+    """The program at the rendezvous address does not respond."""
+    with start_other_program("silent") as port:
         variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         done = subprocess.run(
             [sys.executable, "-c", "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"],
@@ -265,7 +265,7 @@ def test_a_process_exits_after_a_timeout_on_a_silent_program() -> None:
 
 
 class CountingStore:
-    """A store that counts its requests by name, and forwards them."""
+    """A store that counts requests by name and forwards them to another store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -280,7 +280,7 @@ class CountingStore:
 
 
 @pytest.mark.ci
-def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks(
+def test_number_of_requests_per_rank_does_not_depend_on_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 40
@@ -306,17 +306,17 @@ def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks
     expected = [[{"of": rank} for rank in range(size)], [f"line\n{rank}" for rank in range(size)]]
     assert all(result == expected for result in results)
     for store in stores:
-        del store.requests["check"]  # a rank polls with it
+        del store.requests["check"]  # ranks poll with `check`
     assert sum((store.requests for store in stores), Counter()) == {
         "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 + 4 * size,
     }  # fmt: skip
-    assert len(verified) == 2 * (size + 2 * size)  # the last rank verifies every value, each rank the complete list
+    assert len(verified) == 2 * (size + 2 * size)  # by the last rank and by all ranks
 
 
-def test_a_timeout_names_every_missing_rank() -> None:
+def test_timeout_names_every_missing_rank() -> None:
     store = HashStore()
     ranks = [Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)) for rank in (1, 2)]
-    for rendezvous in ranks:  # before the time of either rank begins
+    for rendezvous in ranks:  # before the timeout of either rank starts
         rendezvous.post("key", rendezvous.rank_info.rank)
 
     def error_of(rendezvous: Rendezvous) -> str:
@@ -354,7 +354,7 @@ def test_timeout_reports_messages_with_other_keys(monkeypatch: pytest.MonkeyPatc
         other.allgather("positions", 0)
 
 
-def test_ranks_that_start_different_backends_are_an_error() -> None:
+def test_different_backends_on_ranks_are_reported() -> None:
     store = HashStore()
     ranks = [
         Rendezvous(RankInfo("env", rank, 3, rank), store, "127.0.0.1", timedelta(seconds=20), backend)
@@ -372,8 +372,8 @@ def test_ranks_that_start_different_backends_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(("first", "timeout_seconds"), [(1, 60.0), (0, 1.0)])
-def test_ranks_with_different_sizes_are_an_error(first: int, timeout_seconds: float) -> None:
-    """The error is raised immediately if the last rank has the smallest size, and otherwise at the timeout."""
+def test_different_world_sizes_on_ranks_are_reported(first: int, timeout_seconds: float) -> None:
+    """The error is raised immediately if the last rank has the smallest world size, otherwise at the timeout."""
     store = HashStore()
     ranks = [
         Rendezvous(RankInfo("env", rank, rank + 2, rank), store, "127.0.0.1", timedelta(seconds=timeout_seconds))
@@ -390,13 +390,13 @@ def test_ranks_with_different_sizes_are_an_error(first: int, timeout_seconds: fl
     assert time.monotonic() - began < 20
 
 
-def test_bytes_that_are_not_text_are_ignored_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_text_are_rejected_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
     with pytest.raises(AuthenticationError, match="it is not text"):
         unseal(b"u\xff\xfe", "key")
 
 
-def test_a_rank_that_posts_twice_counts_once() -> None:
+def test_rank_that_posts_twice_is_counted_once() -> None:
     rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=1))
     for _ in range(2):
         rendezvous.post("stuck", None)
@@ -419,8 +419,8 @@ for rank, size in ((0, 2), (0, 500), (5, 1024), (0, 1024)):
 """
 
 
-def test_the_descriptor_limit_is_raised_or_an_error() -> None:
-    """A process with a soft limit of 200 and a hard limit of 4,000, as rank 0 of 2, of 500, rank 5, 0 of 1,024."""
+def test_descriptor_limit_is_raised_or_an_error_names_the_required_limit() -> None:
+    """The soft limit is 200 and the hard limit is 4,000, for rank 0 of 2, 0 of 500, 5 of 1,024 and 0 of 1,024 ranks."""
     lines = subprocess.check_output([sys.executable, "-c", LIMITS], text=True).splitlines()
     two, many, other, too_many = (json.loads(line) for line in lines)
     assert 200 <= two[0] < 1000
@@ -443,11 +443,13 @@ def test_the_descriptor_limit_is_raised_or_an_error() -> None:
         ("--rdzv-endpoint a --master-port 1234", "a:1234"),
         ("--rdzv-endpoint a:1234", "a:1234"),
         ("--rdzv-endpoint [::1]", "[::1]:29500"),
-        ("--nnodes 1 --rdzv-endpoint a", "a:0"),  # a free port, which only this host needs
+        ("--nnodes 1 --rdzv-endpoint a", "a:0"),  # a free port suffices on one host
     ],
 )
-def test_static_rendezvous_of_torchrun_has_a_port(options: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's own static rendezvous raises an error for an endpoint without a port."""
+def test_endpoint_of_a_static_rendezvous_gets_a_port(
+    options: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the port, the static rendezvous of torchrun raises an error."""
     used = []
     monkeypatch.setattr(torchrun.run, "run", lambda options: used.append(options.rdzv_endpoint))
     torchrun._run(torchrun.run.parse_args(["--nnodes", "2", *options.split(), "train.py"]))

@@ -1,4 +1,4 @@
-"""CI repeats a few failed tests, and fails if one fails again."""
+"""CI repeats a limited number of failed tests once, and fails if a test fails again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Each test fails on its first runs, and counts its runs in a file.
+# A test that fails in its first `failures` runs. It counts its runs in a file.
 PROGRAM = """
 from pathlib import Path
 import pytest
@@ -24,7 +24,7 @@ def test_fails(failures, request):
 
 
 def run_and_repeat(folder: Path, program: str, limit: int) -> subprocess.CompletedProcess[str]:
-    """Run the tests of `program`, and repeat up to `limit` failed ones."""
+    """Run the tests in `program`, and repeat the failed tests if there are at most `limit`."""
     (folder / "test_failing.py").write_text(program)
     python = f"{sys.executable} -m"
     command = f"{python} pytest -q test_failing.py || {python} tests.support.repeat_failed $? {limit}"
@@ -34,7 +34,7 @@ def run_and_repeat(folder: Path, program: str, limit: int) -> subprocess.Complet
     )
 
 
-def test_tests_that_pass_the_second_time_are_listed(tmp_path: Path) -> None:
+def test_tests_that_pass_when_repeated_are_listed(tmp_path: Path) -> None:
     done = run_and_repeat(tmp_path, PROGRAM.format(failures=[0, 1, 0, 1]), limit=2)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("test_failing.py::test_fails[1_0]\ntest_failing.py::test_fails[1_1]\n")
@@ -42,7 +42,7 @@ def test_tests_that_pass_the_second_time_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("failures", "limit", "runs"), [([1, 2], 2, 2), ([1, 1], 1, 1)])
-def test_repeated_failures_and_too_many_failures_fail(
+def test_command_fails_if_a_test_fails_again_or_too_many_tests_fail(
     failures: list[int], limit: int, runs: int, tmp_path: Path
 ) -> None:
     done = run_and_repeat(tmp_path, PROGRAM.format(failures=failures), limit)
@@ -50,7 +50,7 @@ def test_repeated_failures_and_too_many_failures_fail(
     assert {path.read_text() for path in tmp_path.glob("test_fails*")} == {str(runs)}
 
 
-def test_runs_that_did_not_complete_are_not_repeated(tmp_path: Path) -> None:
+def test_tests_are_not_repeated_if_the_run_did_not_complete(tmp_path: Path) -> None:
     done = run_and_repeat(tmp_path, "import missing_module", limit=2)
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
     assert "Repeating" not in done.stdout

@@ -1,4 +1,4 @@
-"""Differences in properties that affect the bits of results are reported."""
+"""Differences in properties that change results bitwise are reported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_difference_is_reported_with_a_fix(name: str, fix: str, caplog: pytest.L
     assert record.getMessage().endswith(fix)
 
 
-def test_different_processes_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_differences_between_ranks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     def peers(operation: str, value: Any, rank: int) -> Any:
         return {**value, "threads": value["threads"] + rank}
 

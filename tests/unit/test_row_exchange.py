@@ -20,7 +20,7 @@ from unitrain.bootstrap.network import LOOPBACK
 from unitrain.bootstrap.rendezvous import Rendezvous
 
 T = TypeVar("T")
-# The text depends on whether this rank sends its row before or after the other rank closes the connection.
+# The message depends on whether this rank sends its row before or after the other rank closes the connection.
 PEER_LOST = "^(Connection closed by peer|Connection reset by peer|Broken pipe): the exchange with rank {} failed"
 
 
@@ -32,25 +32,26 @@ def job_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("UNITRAIN_JOB_KEY", request.param)
 
 
-def on_ranks(size: int, function: Callable[[int], T]) -> list[T]:
-    """Return `function(rank)` of each rank, called in threads."""
+def run_on_ranks(size: int, function: Callable[[int], T]) -> list[T]:
+    """Call `function(rank)` in one thread per rank, and return the results in rank order."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, range(size), timeout=60))
 
 
-def connect(size: int, *, unwilling: int = -1) -> list[RowExchange | None]:
+def connect(size: int, *, declining: int = -1) -> list[RowExchange | None]:
     store = HashStore()
 
     def connect_rank(rank: int) -> RowExchange | None:
         info = RankInfo("env", rank, size, rank)
         rendezvous = Rendezvous(info, store, LOOPBACK, timedelta(seconds=30))
-        vars(rendezvous)["own_address"] = LOOPBACK  # a cached property waits for the ranks with a lock of all threads
-        return RowExchange.connect(rendezvous, is_wanted=rank != unwilling)
+        # Skip the cached property, which would wait for the other ranks while it holds a lock that threads share.
+        vars(rendezvous)["own_address"] = LOOPBACK
+        return RowExchange.connect(rendezvous, is_wanted=rank != declining)
 
-    return on_ranks(size, connect_rank)
+    return run_on_ranks(size, connect_rank)
 
 
-def connected(size: int) -> list[RowExchange]:
+def connect_all(size: int) -> list[RowExchange]:
     return [exchange for exchange in connect(size) if exchange is not None]
 
 
@@ -61,18 +62,18 @@ def close(exchanges: list[RowExchange]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, MAX_RANKS])
 def test_allgather_returns_all_rows_in_rank_order_on_every_rank(size: int) -> None:
-    exchanges = connected(size)
-    for length in (1, 4120, 3_000_000):  # the last one exceeds the buffers of the connections
+    exchanges = connect_all(size)
+    for length in (1, 4120, 3_000_000):  # the last length exceeds the socket buffers
         rows = [bytes([rank + 1]) * length for rank in range(size)]
         for step in range(3):
-            results = on_ranks(size, lambda rank, rows=rows: exchanges[rank].allgather(rows[rank]))
+            results = run_on_ranks(size, lambda rank, rows=rows: exchanges[rank].allgather(rows[rank]))
             assert results == [b"".join(rows)] * size, (length, step)
     close(exchanges)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_rank_receives_the_bytes_that_other_ranks_send_to_it(size: int) -> None:
-    exchanges = connected(size)
+    exchanges = connect_all(size)
     for length in (0, 1, 3_000_000):
 
         def exchange(rank: int, length: int = length) -> list[bytes]:
@@ -84,7 +85,7 @@ def test_each_rank_receives_the_bytes_that_other_ranks_send_to_it(size: int) -> 
             exchanges[rank].exchange([*map(memoryview, sent)], [*map(memoryview, received)])
             return [bytes(part) for part in received]
 
-        for rank, received in enumerate(on_ranks(size, exchange)):
+        for rank, received in enumerate(run_on_ranks(size, exchange)):
             for other, part in enumerate(received):
                 count = 0 if other == 0 and rank == 1 else length * other + rank
                 assert part == (bytes([other, rank]) * count if other != rank else bytes(2 * count)), (length, rank)
@@ -92,21 +93,21 @@ def test_each_rank_receives_the_bytes_that_other_ranks_send_to_it(size: int) -> 
 
 
 def test_allgather_waits_for_a_late_rank() -> None:
-    exchanges = connected(3)
+    exchanges = connect_all(3)
 
     def gather(rank: int) -> bytes:
-        time.sleep(0.2 * rank)  # longer than ranks poll without sleeping
+        time.sleep(0.2 * rank)  # longer than the phase in which ranks poll without sleeping
         return bytes(exchanges[rank].allgather(b"%d" % rank))
 
-    assert on_ranks(3, gather) == [b"012"] * 3
+    assert run_on_ranks(3, gather) == [b"012"] * 3
     close(exchanges)
 
 
-def test_no_rank_connects_if_one_rank_does_not_want_to() -> None:
-    assert connect(3, unwilling=1) == [None] * 3
+def test_ranks_do_not_connect_if_one_rank_declines() -> None:
+    assert connect(3, declining=1) == [None] * 3
 
 
-def test_no_rank_connects_if_one_rank_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_connect_if_one_rank_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     create, calls = socket.create_server, iter(range(3))
 
     def fail_once(*args: object, **kwargs: object) -> socket.socket:
@@ -118,7 +119,7 @@ def test_no_rank_connects_if_one_rank_cannot_listen(monkeypatch: pytest.MonkeyPa
     assert connect(3) == [None] * 3
 
 
-def test_no_rank_connects_if_two_ranks_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_connect_if_two_ranks_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_exchange, "_CONNECT_TIMEOUT_SECONDS", 0.5)
     original = row_exchange.connect_to_rank
 
@@ -133,26 +134,26 @@ def test_no_rank_connects_if_two_ranks_cannot_reach_each_other(monkeypatch: pyte
     assert connect(3) == [None] * 3
 
 
-def test_more_than_the_maximum_number_of_ranks_do_not_connect() -> None:
+def test_ranks_do_not_connect_if_there_are_too_many_or_only_one() -> None:
     assert connect(MAX_RANKS + 1) == [None] * (MAX_RANKS + 1)
     assert connect(1) == [None]
 
 
-def test_ranks_listen_on_the_interface_of_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_listen_only_on_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = []
     create = socket.create_server
 
-    def noted(address: tuple[str, int], **kwargs: int) -> socket.socket:
+    def record_address(address: tuple[str, int], **kwargs: int) -> socket.socket:
         addresses.append(address)
         return create(address, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", noted)
-    close(connected(2))
+    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", record_address)
+    close(connect_all(2))
     assert addresses == [(LOOPBACK, 0)] * 2
 
 
-def test_allgather_raises_an_error_that_names_the_rank_that_has_closed_its_connection() -> None:
-    exchanges = connected(2)
+def test_error_of_allgather_names_the_rank_that_has_closed_its_connection() -> None:
+    exchanges = connect_all(2)
     exchanges[1].close()
     with pytest.raises(RuntimeError, match=PEER_LOST.format(1)):
         exchanges[0].allgather(b"row")
@@ -162,28 +163,28 @@ def test_allgather_raises_an_error_that_names_the_rank_that_has_closed_its_conne
     close(exchanges)
 
 
-def test_allgather_raises_an_error_when_the_timeout_expires() -> None:
-    exchanges = connected(3)
-    for exchange in exchanges:  # not earlier, because the ranks may need longer to connect
+def test_allgather_raises_an_error_after_the_timeout() -> None:
+    exchanges = connect_all(3)
+    for exchange in exchanges:  # set after the ranks have connected, which may take longer
         exchange._timeout_seconds = 0.3
 
     def gather(rank: int) -> float:
         if rank == 1:
             return 0.0
-        time.sleep(0.1 * rank)  # rank 2 times out later than rank 0, and also reports the timeout
+        time.sleep(0.1 * rank)  # rank 2 starts later than rank 0 and must report a timeout too
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"^Timed out waiting 0.3 s for the row of another rank"):
             exchanges[rank].allgather(b"row")
         return time.monotonic() - began
 
-    first, _, last = on_ranks(3, gather)
+    first, _, last = run_on_ranks(3, gather)
     assert all(0.3 <= seconds < 20 for seconds in (first, last))
     close(exchanges)
 
 
-def test_a_forked_process_does_not_keep_the_connections_open() -> None:
+def test_forked_process_does_not_keep_the_connections_open() -> None:
     reads, writes = os.pipe()
-    exchanges = connected(2)
+    exchanges = connect_all(2)
     child = os.fork()
     if child == 0:
         os.read(reads, 1)
@@ -211,15 +212,15 @@ def test_programs_that_are_not_ranks_cannot_connect(monkeypatch: pytest.MonkeyPa
         return server
 
     monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", with_stranger)
-    exchanges = connected(2)
-    assert on_ranks(2, lambda rank: bytes(exchanges[rank].allgather(b"%d" % rank))) == [b"01"] * 2
+    exchanges = connect_all(2)
+    assert run_on_ranks(2, lambda rank: bytes(exchanges[rank].allgather(b"%d" % rank))) == [b"01"] * 2
     close(exchanges)
     for stranger in strangers:
         stranger.close()
 
 
-def test_ranks_are_not_blocked_by_a_rank_that_has_already_started_the_next_exchange() -> None:
-    exchanges = connected(3)
+def test_rank_that_has_started_the_next_exchange_does_not_block_other_ranks() -> None:
+    exchanges = connect_all(3)
 
     def gather(rank: int) -> list[bytes]:
         found = []
@@ -229,5 +230,5 @@ def test_ranks_are_not_blocked_by_a_rank_that_has_already_started_the_next_excha
             found.append(bytes(exchanges[rank].allgather(b"%d%d" % (step, rank))))
         return found
 
-    assert on_ranks(3, gather) == [[b"000102", b"101112"]] * 3
+    assert run_on_ranks(3, gather) == [[b"000102", b"101112"]] * 3
     close(exchanges)

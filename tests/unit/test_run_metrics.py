@@ -1,4 +1,4 @@
-"""FLOPs, the endpoint for Prometheus, and the options that configure it."""
+"""FLOPs, the Prometheus endpoint, and its options."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def count(model: nn.Module, inputs: Tensor, tokens: Tensor | None = None) -> Flo
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_flops_are_those_of_the_matrix_products_without_recomputation(checkpointing: bool) -> None:
+def test_flops_count_matrix_products_but_not_recomputation(checkpointing: bool) -> None:
     model = nn.Sequential(Block(), Block())
     if checkpointing:
         checkpoint_activations(model, Block)
     found = count(model, torch.randn(4, 10, 16), torch.tensor(20.0))
-    products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # of the forward pass of a sample with 10 positions
-    # The backward pass computes as much for the weights, and for the inputs except those of the model.
+    products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # forward pass of a sample with 10 positions
+    # The backward pass computes as many FLOPs for the weights, and again for the inputs except those of the model.
     assert found.flops_per_sample == 3 * products - 2 * 10 * 16 * 32
     assert found.flops_per_token == 4 * found.flops_per_sample / 20
 
 
 def test_flops_of_attention_are_counted() -> None:
-    """Two products of the scores in the forward pass; four or, with recomputed scores, five in the backward pass."""
+    """The forward pass has two matrix products. The backward pass has four, or five if it recomputes the scores."""
 
     def attend(inputs: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs)
@@ -88,7 +88,7 @@ def test_flops_of_attention_are_counted() -> None:
     assert found.flops_per_sample in (6 * product, 7 * product)
 
 
-def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_formula_that_raises_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
     measurement = FlopsMeasurement(is_enabled=True)
 
     def fails(*shapes: Any) -> int:
@@ -119,9 +119,7 @@ def test_peak_flops_of_known_gpus(name: str, half: bool, tf32: bool, expected: f
 
 
 @pytest.mark.parametrize(("tf32", "expected"), [(True, 156e12), (False, 19.5e12)])
-def test_peak_flops_follow_the_tf32_setting_of_the_run(
-    tf32: bool, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_flops_depend_on_the_tf32_setting(tf32: bool, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     config = TrainConfig(max_epochs=1, tf32=tf32)
     assert device_peak_flops(torch.device("cuda"), nn.Linear(1, 1), config) == expected
@@ -176,7 +174,7 @@ def test_endpoint_serves_the_metrics(values: RunValues) -> None:
         scrape(port)
 
 
-def test_port_in_use_is_an_error_or_is_opened_later(values: RunValues, caplog: pytest.LogCaptureFixture) -> None:
+def test_port_in_use_is_an_error_or_is_retried(values: RunValues, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use. Use another port"):
@@ -213,7 +211,7 @@ def test_launch_rejects_metrics_options(options: list[str], message: str, tmp_pa
     assert message in re.sub(r"\s+", " ", result.output)
 
 
-def test_launch_without_the_package_of_the_endpoint_starts_no_rank(
+def test_launch_does_not_start_ranks_if_prometheus_client_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
@@ -236,10 +234,10 @@ def test_launch_without_the_package_of_the_endpoint_starts_no_rank(
         (9400, errno.EADDRNOTAVAIL, "--metrics-address 127.0.0.1"),
     ],
 )
-def test_launch_suggests_a_port_or_an_address(
+def test_launch_suggests_another_port_or_address(
     port: int, code: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A test as root, which can listen on every port, does not get EACCES.
+    # Simulated, because root can listen on every port and does not get EACCES.
     def cannot_listen(address: str, port: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -275,7 +273,7 @@ def test_invalid_settings_are_rejected(given: dict[str, Any], message: str) -> N
         TrainConfig(max_epochs=1, **given)
 
 
-def test_clients_cannot_use_up_the_connections_of_rank_0(
+def test_incomplete_requests_do_not_exhaust_the_connections_of_the_endpoint(
     values: RunValues, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 1.0)
@@ -284,13 +282,13 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
     endpoint.set_values(values)
     connections: list[socket.socket] = []
     try:
-        for _ in range(metrics_server._MAX_CONNECTIONS + 8):  # requests that never end
+        for _ in range(metrics_server._MAX_CONNECTIONS + 8):  # incomplete requests
             connections.append(socket.create_connection(("127.0.0.1", port), timeout=10))
             with contextlib.suppress(OSError):
                 connections[-1].sendall(b"GET /metr")
             assert threading.active_count() - before <= metrics_server._MAX_CONNECTIONS + 2
         deadline = time.monotonic() + 30
-        while True:  # after the timeout, the endpoint responds again
+        while True:  # the endpoint responds again after its timeout
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
                     assert b"unitrain_step" in response.read()
@@ -306,7 +304,7 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
 
 
 def test_endpoint_starts_without_a_dns_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a DNS server, a request can take seconds."""
+    """A DNS request can take seconds if the DNS server does not respond."""
     lookups: list[str] = []
     monkeypatch.setattr(socket, "getfqdn", lookups.append)
     server = metrics_server.MetricsServer("127.0.0.1", 0, lambda environ, start_response: [])
@@ -353,7 +351,7 @@ def test_forked_processes_do_not_keep_the_port_and_closed_endpoints_are_freed() 
     assert freed() is None
 
 
-def test_another_port_is_suggested_for_a_privileged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_port_is_suggested_if_the_port_is_privileged(monkeypatch: pytest.MonkeyPatch) -> None:
     def listen(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

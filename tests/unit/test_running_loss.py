@@ -1,4 +1,4 @@
-"""The running loss: means at sync points and over an epoch, independent of the number of sync points."""
+"""The running loss: means at sync points and over epochs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
     return loss.pop_mean_since_sync([loss.local_sums()], epoch, step)
 
 
-def collected(sync_point_rows: list[int]) -> tuple[list[float], float]:
-    """Return the means at the sync points `sync_point_rows` and at the end of ten steps with 3 samples each."""
+def collect_means(sync_steps: list[int]) -> tuple[list[float], float]:
+    """Run ten steps of 3 samples; return the means at the sync points after `sync_steps`, and the epoch mean."""
     loss = RunningLoss(LOCAL)
     seen = []
     for step in range(1, 11):
         loss.add(torch.tensor(step / 3), 3)
         loss.finish_step()
-        if step in sync_point_rows:
+        if step in sync_steps:
             seen.append(sync_mean(loss, 1, step))
     return seen, loss.reduce_epoch_mean(1, 10)
 
 
-def test_mean_since_sync_covers_the_steps_since_the_last_call() -> None:
-    seen, uninterrupted = collected([2, 10])
+def test_mean_since_sync_includes_the_steps_since_the_last_sync_point() -> None:
+    seen, uninterrupted = collect_means([2, 10])
     assert seen == pytest.approx([1.5 / 3, 6.5 / 3], rel=1e-6)
     assert uninterrupted == pytest.approx(5.5 / 3, rel=1e-6)
 
 
 def test_epoch_mean_does_not_depend_on_sync_points() -> None:
-    assert len({collected(sync_point_rows)[1] for sync_point_rows in ([], [1], [3, 4, 9], list(range(1, 11)))}) == 1
+    assert len({collect_means(sync_steps)[1] for sync_steps in ([], [1], [3, 4, 9], list(range(1, 11)))}) == 1
 
 
 def test_start_epoch_resets_the_epoch_mean() -> None:
@@ -95,7 +95,7 @@ def test_unfinished_step_is_not_included_in_the_mean() -> None:
 
 @pytest.mark.parametrize("count", [None, 5])
 @pytest.mark.parametrize("at", [0, 1, 99, 100, 130])
-def test_mean_of_an_interrupted_run_is_bit_equal_to_uninterrupted(at: int, count: int | None) -> None:
+def test_mean_of_a_resumed_run_is_bit_identical_to_that_of_an_uninterrupted_run(at: int, count: int | None) -> None:
     values = torch.randn(170, generator=torch.Generator().manual_seed(3))
 
     def collect(loss: RunningLoss, values: torch.Tensor) -> RunningLoss:
@@ -131,7 +131,7 @@ def test_mean_since_sync_is_over_all_ranks() -> None:
 
 
 class ThreeRanks(LocalBackend):
-    """A rank whose two peers have the sums 0.2 and 0.3, and one token each. The backend adds them up with rounding."""
+    """One of three ranks. Its peers have the sums 0.2 and 0.3 and one token each. Additions are rounded."""
 
     PEERS = ([0.2, 1.0], [0.3, 1.0])
 
@@ -152,14 +152,14 @@ def test_mean_since_sync_is_zero_after_an_epoch_if_its_first_steps_have_no_token
     loss = token_loss(ranks, 0.1)
     rows = [loss.local_sums(), *ranks.PEERS]
     assert loss.pop_mean_since_sync(rows, 1, 1) == pytest.approx(0.2)
-    assert loss.reduce_epoch_mean(1, 1) != sum_exactly(rows) / 3  # the sums are rounded differently
+    assert loss.reduce_epoch_mean(1, 1) != sum_exactly(rows) / 3  # allreduce rounds the sum differently
     loss.start_epoch()
     loss.add(torch.tensor(0.0), 1, 0.0)
     loss.finish_step()
     assert loss.pop_mean_since_sync([loss.local_sums(), [0.0, 0.0], [0.0, 0.0]], 2, 2) == 0.0
 
 
-def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_the_first_steps_have_no_tokens() -> None:
+def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_no_steps_have_run() -> None:
     states = [token_loss(LOCAL, value).state_dict()["ranks"][0] for value in (0.1, 0.2, 0.3)]
     loss = RunningLoss(LOCAL)
     loss.load_state_dict({"steps": 1, "seen": [sum_exactly([[0.1, 1.0], *ThreeRanks.PEERS]), 3.0], "ranks": states})
@@ -172,7 +172,7 @@ def sum_exactly(rows: Sequence[Sequence[float]]) -> float:
 
 @pytest.mark.parametrize("count", [0.0, -3.0])
 def test_invalid_token_counts_are_rejected(count: float) -> None:
-    """As on a device, where the host does not read each batch."""
+    """The counts are tensors, which the host reads only at sync points."""
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(2.0), 1, torch.tensor(count))
     loss.finish_step()

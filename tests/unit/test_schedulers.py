@@ -1,4 +1,4 @@
-"""Schedulers that step per epoch: objects, and functions that build them."""
+"""Schedulers that step once per epoch, passed as objects or as functions that build them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(optimizer: torch.optim.Optimizer, total_steps: int = 4) -> ReduceLROnP
 
 
 def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) -> float:
-    """Train for four epochs, and return the learning rate afterwards."""
+    """Train for four epochs, and return the final learning rate."""
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,7 +37,7 @@ def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) ->
     return learning_rate
 
 
-def test_runs_of_the_maximum_length_are_planned() -> None:
+def test_number_of_steps_is_exact_for_runs_of_the_maximum_length() -> None:
     progress = TrainingProgress()
     share = TrainingShard(TensorDataset(torch.zeros(16)), LOCAL, ShardSettings(batch_size=8))  # 2 steps per epoch
     by_steps = TrainConfig(max_steps=2**63 - 1, batch_size=8, scheduler_interval="epoch")
@@ -53,7 +53,7 @@ def test_function_that_builds_a_plateau_scheduler_equals_the_scheduler(monitor: 
 
 
 @pytest.mark.parametrize("is_function", [True, False])
-def test_plateau_scheduler_that_steps_per_optimizer_step_raises(is_function: bool) -> None:
+def test_plateau_scheduler_with_interval_step_raises(is_function: bool) -> None:
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs the results of an epoch"):
         fit(build, is_function=is_function, scheduler_interval="step")
 

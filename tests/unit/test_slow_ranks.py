@@ -1,4 +1,4 @@
-"""Causes of slow ranks: attribution from figures, and the readers of the evidence."""
+"""Slow ranks: attribution of causes to measured figures, and measurement of these figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNKNOWN = RankFigures()
 def observe(
     detector: StragglerDetector, ranks: list[RankFigures], earlier: list[RankFigures], times: int = 2
 ) -> list[Straggler]:
-    """Add observations with the figures of all ranks, and return the slow ranks."""
+    """Add `times` observations with the figures of all ranks, and return the detected slow ranks."""
     for _ in range(times):
         rows = [[STEPS * value for value in figures] for figures in ranks]
         evidence = [[*row[len(TRAINING) :], *before] for row, before in zip(rows, earlier, strict=True)]
@@ -56,35 +56,35 @@ def observe(
 
 
 @pytest.mark.parametrize("cause", SLOW)
-def test_slow_rank_is_attributed_compared_with_peers(cause: str) -> None:
+def test_cause_of_a_slow_rank_is_found_by_comparison_with_other_ranks(cause: str) -> None:
     (slow,) = observe(StragglerDetector(), [WAITING, SLOW[cause], WAITING], [UNKNOWN] * 3)
     assert (slow.rank, slow.cause, slow.earlier) == (1, cause, None)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("cause", SLOW)
-def test_slowdown_of_all_ranks_is_attributed_compared_with_earlier_steps(cause: str, size: int) -> None:
+def test_cause_of_a_slowdown_of_all_ranks_is_found_by_comparison_with_earlier_steps(cause: str, size: int) -> None:
     slow = observe(StragglerDetector(), [SLOW[cause]] * size, [NORMAL] * size)
     assert [(straggler.rank, straggler.cause) for straggler in slow] == [(rank, cause) for rank in range(size)]
     assert all(straggler.earlier is not None and straggler.earlier < straggler.seconds for straggler in slow)
 
 
-def test_the_earlier_steps_decide_which_of_two_causes_is_new() -> None:
-    """Rank 0 always loads data slowly, and now rank 1 has a slow forward pass."""
+def test_only_causes_that_are_new_since_earlier_steps_are_reported() -> None:
+    """Rank 0 has always loaded data slowly. Now, rank 1 has a slow forward pass."""
     always = NORMAL._replace(data=0.012, wait=0.001)
     slow = observe(StragglerDetector(), [always._replace(wait=0.011), SLOW["forward"]], [always, NORMAL])
     assert [(straggler.rank, straggler.cause) for straggler in slow] == [(1, "forward")]
 
 
-def test_rise_that_delays_no_rank_is_not_reported() -> None:
-    """Rank 1 takes longer than before, but still waits for the larger batches of two ranks."""
+def test_rank_that_slows_down_but_still_waits_for_others_is_not_reported() -> None:
+    """Rank 1 takes longer than before, but still waits for ranks 2 and 3, which have larger batches."""
     large = NORMAL._replace(compute=0.040, wait=0.0)
     before = [NORMAL._replace(wait=0.032), NORMAL._replace(wait=0.032), large, large]
     now = [before[0], NORMAL._replace(compute=0.026, wait=0.018), large, large]
     assert [straggler.rank for straggler in observe(StragglerDetector(), now, before)] == [2, 3]
 
 
-def test_slow_workers_are_attributed_to_the_processes_on_their_cores() -> None:
+def test_slow_data_workers_are_attributed_to_other_processes_on_their_cores() -> None:
     slow = SLOW["data_loading"]._replace(worker_wait=0.018)
     (straggler,) = observe(StragglerDetector(), [WAITING, slow], [UNKNOWN] * 2)
     assert straggler.cause == "other_processes"
@@ -93,8 +93,8 @@ def test_slow_workers_are_attributed_to_the_processes_on_their_cores() -> None:
 
 
 @pytest.mark.parametrize("earlier", [UNKNOWN, NORMAL])
-def test_slow_link_is_attributed_to_the_rank_that_sends(earlier: RankFigures) -> None:
-    """All ranks wait longer for the gradients, because each rank of a ring waits for its predecessor."""
+def test_slow_link_is_attributed_to_the_sending_rank(earlier: RankFigures) -> None:
+    """A slow link delays the gradients on all ranks, because each rank in a ring waits for its predecessor."""
     waiting = NORMAL._replace(wait=0.034, network=0.002)
     for ranks, named in (([waiting, SLOW_LINK, waiting], 1), ([SLOW_LINK, waiting], 0)):
         (slow,) = observe(StragglerDetector(), ranks, [earlier] * len(ranks))
@@ -102,26 +102,26 @@ def test_slow_link_is_attributed_to_the_rank_that_sends(earlier: RankFigures) ->
         assert str(slow).startswith(f"rank {named} is slow: network 28 ms a step, others 2 ms")
 
 
-def test_equal_links_are_not_reported_without_a_rise() -> None:
+def test_equal_links_are_reported_only_if_they_became_slower() -> None:
     assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [SLOW_LINK] * 3)
     assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [UNKNOWN] * 3)
     both = observe(StragglerDetector(), [SLOW_LINK] * 2, [NORMAL] * 2)
     assert [straggler.rank for straggler in both] == [0, 1]
 
 
-def test_rank_without_cpu_time_is_not_reported_as_a_slow_link() -> None:
+def test_rank_that_waits_for_a_core_is_not_reported_as_a_slow_link() -> None:
     starved = SLOW["other_processes"]._replace(wait=0.02, network=0.02)
     waiting = NORMAL._replace(wait=0.04)
     (slow,) = observe(StragglerDetector(), [waiting, starved], [NORMAL] * 2)
     assert (slow.rank, slow.cause) == (1, "other_processes")
 
 
-def test_longer_steps_with_the_same_phases_on_all_ranks_are_not_reported_at_first() -> None:
-    """Without earlier figures, equal ranks are not slow."""
+def test_equal_ranks_are_not_reported_if_earlier_figures_are_unknown() -> None:
+    """At the start of a run, there are no earlier figures."""
     assert not observe(StragglerDetector(), [SLOW["forward"]] * 4, [UNKNOWN] * 4)
 
 
-def test_a_single_slow_observation_is_not_reported() -> None:
+def test_single_slow_observation_is_not_reported() -> None:
     detector = StragglerDetector()
     assert not observe(detector, [WAITING, SLOW["forward"]], [NORMAL] * 2, times=1)
     assert detector.suspected_ranks == {1}
@@ -129,7 +129,7 @@ def test_a_single_slow_observation_is_not_reported() -> None:
     assert detector.suspected_ranks == set()
 
 
-def test_earlier_figures_exclude_slow_observations_until_these_are_permanent() -> None:
+def test_baseline_excludes_slow_observations_until_there_are_60() -> None:
     earlier = RankBaseline()
     for number in range(3):
         assert earlier.median() == UNKNOWN
@@ -166,14 +166,14 @@ def test_every_cause_has_a_description() -> None:
         assert described.endswith((" a step", "time", "core")) or cause in ("data_loading", "update")
 
 
-def test_old_rows_without_a_cause_are_read() -> None:
+def test_rows_of_earlier_versions_without_a_cause_are_read() -> None:
     straggler = Straggler.from_row({"rank": 1, "phase": "data", "seconds": 0.041, "others": 0.006})
     assert str(straggler) == "rank 1 is slow: data 41 ms a step, others 6 ms"
     assert straggler.explanation == ""
     assert straggler.to_row() == {"rank": 1, "phase": "data", "seconds": 0.041, "others": 0.006}
 
 
-def test_without_other_ranks_their_times_are_not_shown() -> None:
+def test_description_omits_other_ranks_if_there_is_one_rank() -> None:
     own = SLOW["forward"]
     (slow,) = observe(StragglerDetector(), [own], [NORMAL])
     assert str(slow) == "rank 0 is slow: compute 32 ms a step, earlier 12 ms (forward pass)"
@@ -186,7 +186,7 @@ V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegat
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_cpu_stat_files_of_both_cgroup_versions_are_found(version: int, tmp_path: Path) -> None:
-    """The quota may be that of a parent. The mount shows only the part below /docker/c1."""
+    """The quota may be set in a parent cgroup. The mount contains only the cgroups below /docker/c1."""
     mount, pod = tmp_path / "cgroup", tmp_path / "cgroup" / "pod"
     (pod / "rank").mkdir(parents=True)
     for folder in (pod, pod / "rank"):
@@ -196,7 +196,7 @@ def test_cpu_stat_files_of_both_cgroup_versions_are_found(version: int, tmp_path
         mounts = f"31 23 0:27 /docker/c1 {mount} rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
     else:
         membership = "0::/docker/c1/pod/rank\n"
-        # A mount may have an empty source.
+        # The source of a mount may be empty.
         mounts = f"29 1 0:5 / / rw - tmpfs  rw\n30 23 0:26 /docker/c1 {mount} rw - cgroup2 none rw\n"
     files = find_cpu_stat_files(membership, mounts)
     assert files == [str(pod / "rank" / "cpu.stat"), str(pod / "cpu.stat")]
@@ -236,8 +236,8 @@ def test_throttled_time_and_quota_are_read(
     assert reader.quota_cores() == cores
 
 
-def test_files_that_the_kernel_returns_in_several_parts_are_read_completely() -> None:
-    """The list of mounts of a host with many containers, like this list of memory areas, is longer than 4 KiB."""
+def test_files_in_proc_are_read_completely_if_several_reads_are_needed() -> None:
+    """On a host with many containers, the list of mounts exceeds 4 KiB, like this list of memory mappings."""
     text = cpu_evidence._read_all("/proc/self/maps")
     assert text.find("[stack]") > 4096
     assert cpu_evidence._read_all("/proc/missing") == ""
@@ -249,10 +249,10 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_time_without_a_core_and_the_process_that_used_it_are_measured() -> None:
-    """Two processes share a core. On a busy machine, other processes take even more of it.
+def test_time_that_a_thread_waits_for_a_core_is_measured() -> None:
+    """Two processes share a core, which may be used by further processes on a busy machine.
 
-    The time of the reader is between the time of the loop and the time of the loop and both readings.
+    The measured interval includes the loop and a part of both readings, so two intervals bound the expected time.
     """
 
     def seconds_without_core(began: tuple[float, float]) -> float:
@@ -263,11 +263,10 @@ def test_time_without_a_core_and_the_process_that_used_it_are_measured() -> None
     try:
         os.sched_setaffinity(0, {core})
         program = "print(flush=True)\nwhile True: pass"
-        neighbor = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)  # inherits the core
+        neighbor = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)  # on the same core
         assert neighbor.stdout is not None
         neighbor.stdout.readline()
         reader = CpuReader()
-        # Own children are not reported as other processes, so the neighbor is compared through its parent's eyes.
         before_reading = time.perf_counter(), time.thread_time()
         reader.read()
         after_reading = time.perf_counter(), time.thread_time()
@@ -284,7 +283,7 @@ def test_time_without_a_core_and_the_process_that_used_it_are_measured() -> None
     assert found.used <= used + 0.1
 
 
-def test_busy_processes_are_described_by_their_share() -> None:
+def test_busy_processes_are_described_with_their_use_of_a_core() -> None:
     before = ProcessTimes(10.0, {7: (1.0, "python3"), 8: (2.0, "sshd"), 9: (0.0, "make")})
     after = ProcessTimes(12.0, {7: (2.9, "python3"), 8: (2.01, "sshd"), 9: (1.0, "make"), 10: (5.0, "new")})
     assert after.describe_since(before) == (
@@ -310,12 +309,12 @@ def test_connection_counters_are_read_without_changing_the_connection(monkeypatc
     received.join()
     deadline = time.monotonic() + 10
     counters = None
-    while time.monotonic() < deadline:  # until the data is acknowledged
+    while time.monotonic() < deadline:  # wait until the data is acknowledged
         counters = network_evidence.read_connection(client.fileno())
         if counters is not None and counters.sent_bytes >= 1 << 20:
             break
     assert counters is not None
-    assert (counters.peer, counters.sent_bytes) == ("10.0.0.2", (1 << 20) + 1)  # the SYN counts
+    assert (counters.peer, counters.sent_bytes) == ("10.0.0.2", (1 << 20) + 1)  # TCP counts the SYN
     assert client.getblocking()
     assert reader.read() is not None
     client.close()
@@ -338,7 +337,7 @@ def test_connection_is_described_with_rate_and_round_trip() -> None:
 
 
 def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU quota stops a rank for 30 ms in each third step of 20 ms. The measured steps are not stopped."""
+    """A CPU quota stops a rank for 30 ms in every third step of 20 ms, but not in the steps with measured phases."""
     timer = LoopTimer(LocalBackend(torch.device("cpu")))
     clock = [0.0]
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
@@ -354,7 +353,7 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
     evidence._last_reading_time = -1e9
     seconds, steps, row = evidence.take_recent_measurements()
     assert steps == STEPS
-    assert seconds[TRAINING.index("compute")] == pytest.approx(1.8 + 0.9)  # of the 1.02 s of stalls
+    assert seconds[TRAINING.index("compute")] == pytest.approx(1.8 + 0.9)  # throttling explains 0.9 of 1.02 s of stalls
     found = dict(zip(EVIDENCE, row, strict=False))
     assert found["throttled"] == 0.9
     assert found["cpu_wait"] == pytest.approx(0.1)
@@ -362,7 +361,7 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
 
 
 class Event:
-    """A simulated CUDA event, which is complete if `seconds` is set."""
+    """A simulated CUDA event. It is complete if `seconds` is not None."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -376,7 +375,7 @@ class Event:
         return 1000 * (other.seconds - self.seconds)
 
 
-def test_copies_are_timed_by_complete_events_only() -> None:
+def test_only_completed_events_are_used_to_time_copies() -> None:
     timer = LoopTimer(LocalBackend(torch.device("cpu")))
     complete = [(Event(1.0), Event(1.004)), (Event(2.0), Event(2.002))]
     timer._recent_copies.append(complete)  # type: ignore[arg-type]
@@ -386,7 +385,7 @@ def test_copies_are_timed_by_complete_events_only() -> None:
     assert timer.recent.copy == pytest.approx(50 * 0.006)
 
 
-def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_delays_the_gpu_is_counted_as_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = LoopTimer(LocalBackend(torch.device("cpu")))
     clock = [0.0]
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
@@ -403,14 +402,14 @@ def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPa
     timer._recent_copies.append([(Event(0.0), Event(0.03))])  # type: ignore[list-item]
     evidence._last_reading_time = -1e9
     seconds, *_ = evidence.take_recent_measurements()
-    assert seconds[TRAINING.index("data")] == pytest.approx(2.0)  # the steps took 40 ms, of which 20 ms are measured
+    assert seconds[TRAINING.index("data")] == pytest.approx(2.0)  # 20 of 40 ms per step are not measured
 
 
 @pytest.mark.parametrize(
     ("observed_seconds", "interval"),
     [(0.0, rank_evidence._INTERVAL_SECONDS), (1.0, rank_evidence._INTERVAL_SECONDS_AT_END)],
 )
-def test_evidence_is_read_rarely_but_at_the_end_of_an_observation(
+def test_evidence_is_read_more_often_at_the_end_of_an_observation(
     observed_seconds: float, interval: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]

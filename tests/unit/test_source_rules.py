@@ -1,4 +1,4 @@
-"""Rules about the source that neither ruff nor import-linter can check; those are in `pyproject.toml`."""
+"""Rules about the source code that neither ruff nor import-linter can check."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc
 ENVIRONMENT_READERS = ("unitrain/bootstrap/environment.py", "launchers/*", "unitrain/launchers/*")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
-# Private names of torch and other packages, outside of torch_compat.py and fsdp_compat.py, which may use all those
-# of torch.
+# Private names of torch and other packages that a file may use. torch_compat.py and fsdp_compat.py may use all private
+# names of torch.
 PRIVATE_NAMES = {
-    "unitrain/backends/ddp.py": {"_dynamo"},  # imported early
+    "unitrain/backends/ddp.py": {"_dynamo"},  # imports the module early
     "unitrain/backends/horovod/horovodrun.py": {"_slot_info_to_command_fn"},
-    "unitrain/backends/horovod/process_sets.py": {"_basics"},  # holds Horovod's C functions
-    # Documented by torch, in "Understanding CUDA Memory Usage".
+    "unitrain/backends/horovod/process_sets.py": {"_basics"},  # provides Horovod's C functions
+    # torch documents these names in "Understanding CUDA Memory Usage".
     "unitrain/callbacks/memory_snapshot.py": {"_dump_snapshot", "_record_memory_history"},
-    "unitrain/horovod_wheel/machine.py": {"_C", "_cuda_getArchFlags"},  # that package imports no other of unitrain
+    "unitrain/horovod_wheel/machine.py": {"_C", "_cuda_getArchFlags"},  # does not import other packages of unitrain
     "unitrain/metrics/torchmetrics.py": {"_computed", "_defaults", "_reductions", "_to_sync", "_update_count"},
     "unitrain/testing/ranks.py": {"_listener", "_socket"},
     "unitrain/testing/worker.py": {"_run_exitfuncs"},
@@ -36,7 +36,7 @@ Rule = Callable[[str, str], Iterator[str]]
 
 
 def only_one_module_reads_the_environment(path: str, source: str) -> Iterator[str]:
-    """Also under another name of the `os` module, which ruff's banned-api does not see."""
+    """Report uses of os.environ, also through an alias of the `os` module, which ruff's banned-api does not detect."""
     if any(fnmatch(path, pattern) for pattern in ENVIRONMENT_READERS):
         return
     tree = ast.parse(source)
@@ -56,7 +56,7 @@ def only_one_module_reads_the_environment(path: str, source: str) -> Iterator[st
 
 
 def only_torch_compat_uses_private_names_of_torch(path: str, source: str) -> Iterator[str]:
-    """And private names of other packages are listed above. Names that the file itself defines are not reported."""
+    """Report private names that are not in PRIVATE_NAMES. Names that the file itself defines are allowed."""
     if path in ("unitrain/torch_compat.py", "unitrain/backends/sharding/fsdp_compat.py"):
         return
     tree = ast.parse(source)
@@ -94,7 +94,7 @@ def public_names_are_documented(path: str, source: str) -> Iterator[str]:
     for node in tree.body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
-        # The name of a contract case states the rule.
+        # Contract cases do not need a docstring, because their names state the rules.
         is_case = path.startswith("unitrain/testing/") and (
             node.name.startswith("test_") or "contract" in map(ast.unparse, node.decorator_list)
         )
@@ -102,7 +102,7 @@ def public_names_are_documented(path: str, source: str) -> Iterator[str]:
             yield f"{path}: {node.name} has no docstring"
 
 
-def packages_print_nothing(path: str, source: str) -> Iterator[str]:
+def packages_do_not_print(path: str, source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
             yield f"{path}:{node.lineno} calls print"
@@ -127,7 +127,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (public_names_are_documented, "unitrain/x.py", '"""A."""\nclass F: ...'),
     (public_names_are_documented, "unitrain/x.py", '"""A."""\nasync def f(): ...'),
     (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef test_f(): ...'),
-    (packages_print_nothing, "unitrain/x.py", "print(1)"),
+    (packages_do_not_print, "unitrain/x.py", "print(1)"),
 ]
 
 
@@ -135,7 +135,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
 def test_source_satisfies_the_rules(rule: Rule) -> None:
     assert len(PACKAGES) > 50
     assert EXAMPLES
-    files = PACKAGES if rule is packages_print_nothing else [*PACKAGES, *EXAMPLES]
+    files = PACKAGES if rule is packages_do_not_print else [*PACKAGES, *EXAMPLES]
     violations = [
         violation
         for path in files
@@ -147,7 +147,7 @@ def test_source_satisfies_the_rules(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "source"), VIOLATIONS, ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_each_rule_finds_its_violation(rule: Rule, path: str, source: str) -> None:
+def test_each_rule_reports_a_violation(rule: Rule, path: str, source: str) -> None:
     assert list(rule(path, source))
 
 
@@ -155,12 +155,12 @@ def test_launchers_may_read_the_environment() -> None:
     assert not list(only_one_module_reads_the_environment("launchers/x.py", "import os\nx = os.environ"))
 
 
-def test_names_that_a_file_defines_may_be_private() -> None:
+def test_private_names_that_a_file_defines_are_allowed() -> None:
     source = "class A:\n    def _f(self): ...\n    def g(self, other): self._x = other._x + other._f() + self._y"
     assert not list(only_torch_compat_uses_private_names_of_torch("unitrain/x.py", source))
 
 
-def test_type_checkers_see_every_public_name() -> None:
+def test_every_public_name_is_imported_for_type_checkers() -> None:
     tree = ast.parse((ROOT / "unitrain/__init__.py").read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imported = {

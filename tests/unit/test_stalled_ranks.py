@@ -1,4 +1,4 @@
-"""StallDetector: ranks that wait for each other in different operations are detected, and no others."""
+"""StallDetector detects ranks that wait for each other in different operations, and only these ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.monitoring.stalled_ranks import StallDetector
 
 
 class Job:
-    """Ranks of one process, each with a flight recorder, and a clock."""
+    """Simulated ranks in one process. Each rank has a flight recorder; all ranks share a clock."""
 
     def __init__(self, size: int) -> None:
         self.now, self.store = 0.0, HashStore()
@@ -33,10 +33,10 @@ class Job:
         self.recorders[rank].is_main_thread_waiting = True
 
     def poll(self, seconds: float) -> str | None:
-        """Poll every half second, like the watchdogs, and return the first failure as text."""
+        """Poll every 0.5 s, like a watchdog, and return the first failure as text."""
         for _ in range(round(seconds * 2)):
             self.now += 0.5
-            for member in reversed(self._ranks):  # rank 0 reads what the others have written
+            for member in reversed(self._ranks):  # rank 0 last, because it reads the records of the other ranks
                 if (failure := member.publish_and_compare(self.store)) is not None:  # type: ignore[arg-type]
                     return str(failure)
         return None
@@ -48,7 +48,7 @@ BACKWARD, BROADCAST = (
 )
 
 
-def test_ranks_in_different_operations_are_named_within_three_seconds() -> None:
+def test_ranks_in_different_operations_are_reported_within_three_seconds() -> None:
     job = Job(3)
     for rank in range(3):
         job.recorders[rank].record(GradientPhase("backward", 6))
@@ -61,23 +61,23 @@ def test_ranks_in_different_operations_are_named_within_three_seconds() -> None:
     assert "ranks 0, 2 in backward #7, at test_stalled_ranks.py:" in text
 
 
-@pytest.mark.parametrize("progresses", ["a rank computes", "the ranks continue", "a rank is ahead"])
-def test_ranks_that_can_continue_are_not_reported(progresses: str) -> None:
+@pytest.mark.parametrize("progress", ["a rank computes", "the ranks continue", "a rank is ahead"])
+def test_ranks_that_can_continue_are_not_reported(progress: str) -> None:
     job = Job(2)
     job.wait_in(0, BACKWARD)
-    if progresses == "a rank computes":
+    if progress == "a rank computes":
         job.recorders[1].record(BROADCAST)
-    elif progresses == "a rank is ahead":
+    elif progress == "a rank is ahead":
         job.wait_in(1, BACKWARD)
         job.wait_in(1, BROADCAST)
     else:
         job.wait_in(1, BROADCAST)
         assert job.poll(1.5) is None
         job.wait_in(0, BACKWARD)
-    assert job.poll(1.5 if progresses == "the ranks continue" else 20) is None
+    assert job.poll(1.5 if progress == "the ranks continue" else 20) is None
 
 
-def test_records_of_a_rank_that_has_continued_are_withdrawn() -> None:
+def test_records_of_a_rank_that_has_continued_are_removed() -> None:
     job = Job(2)
     job.wait_in(1, BROADCAST)
     assert job.poll(3) is None
@@ -105,7 +105,7 @@ def monitor() -> FailureMonitor:
     return FailureMonitor(Rendezvous(rank_info, HashStore(), "127.0.0.1", timedelta(seconds=9)), polls=False)
 
 
-def test_a_timeout_after_a_completed_wait_names_the_missing_ranks(monitor: FailureMonitor) -> None:
+def test_timeout_after_a_completed_wait_names_the_operation(monitor: FailureMonitor) -> None:
     monitor.record(BACKWARD)
 
     def wait_twice() -> None:
@@ -119,7 +119,7 @@ def test_a_timeout_after_a_completed_wait_names_the_missing_ranks(monitor: Failu
     assert not monitor._recorder.is_main_thread_waiting
 
 
-def test_the_main_thread_waits_after_a_computation_only_if_it_waited_before(monitor: FailureMonitor) -> None:
+def test_main_thread_is_waiting_after_a_computation_only_if_it_was_waiting_before(monitor: FailureMonitor) -> None:
     with monitor.computing():
         pass
     assert not monitor._recorder.is_main_thread_waiting
@@ -129,7 +129,7 @@ def test_the_main_thread_waits_after_a_computation_only_if_it_waited_before(moni
         assert monitor._recorder.is_main_thread_waiting
 
 
-def test_a_request_for_statuses_after_the_end_of_the_store_returns_none() -> None:
+def test_request_for_statuses_returns_an_empty_dict_if_the_store_has_exited() -> None:
     served = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     store = FailureStore(TCPStore("127.0.0.1", served.port, 2, is_master=False, wait_for_workers=False), 1, 5.0)
     del served

@@ -1,4 +1,4 @@
-"""Parts of tensors: every element in one chunk, on one rank, and in files that other programs read."""
+"""Division of tensors into chunks for ranks, and files of chunks, which other programs can read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from unitrain.errors import CheckpointError
 
 
 def numbered(shape: list[int], order: list[int]) -> Tensor:
-    """Return a dense tensor of `shape` whose elements are numbered in storage order; `order` are its dimensions from
-    the largest to the smallest stride."""
+    """Return a dense tensor of `shape` whose elements are numbered in storage order.
+
+    `order` lists the dimensions from the largest to the smallest stride.
+    """
     elements = torch.arange(prod(shape), dtype=torch.int64)
     return elements.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
 def place(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
-    """Copy the chunks into a new tensor like `tensor`, and check that none overlap."""
+    """Copy the chunks into a new tensor like `tensor`, and check that they do not overlap."""
     result = torch.full(tensor.shape, -1, dtype=tensor.dtype)
     for chunk in chunks:
         assert chunk.shape == tuple(tensor.shape)
@@ -54,13 +56,13 @@ def test_range_chunks_contain_the_elements_of_a_range_in_storage_order(data: st.
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=6), st.integers(1, 5))
-def test_replicated_tensors_are_divided_once_among_ranks(shapes: list[list[int]], size: int) -> None:
+def test_each_element_of_a_replicated_tensor_is_on_one_rank(shapes: list[list[int]], size: int) -> None:
     tensors = {str(index): numbered(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}
     by_rank = [own_chunks(tensors, rank, size) for rank in range(size)]
     for name, tensor in tensors.items():
         chunks = [chunk for chunks in by_rank for chunk in chunks if chunk.name == name]
         assert torch.equal(place(chunks, tensor), tensor)
-        assert len(chunks) >= 1  # also of a tensor without elements
+        assert len(chunks) >= 1  # a tensor without elements has a chunk too
     loads = [sum(chunk.data.nbytes for chunk in chunks) for chunks in by_rank]
     largest_row = max(
         (tensor.nbytes // max(tensor.shape[0], 1) for tensor in tensors.values() if tensor.ndim), default=8
@@ -84,8 +86,8 @@ def example_tensors() -> dict[str, Tensor]:
     return tensors
 
 
-def write_in_boxes(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list[str]:
-    """Write the elements of each tensor as ranges, `ranks` files with several boxes of the same tensor."""
+def write_ranges(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list[str]:
+    """Write the elements of each tensor as one range per rank. A range consists of several rectangular chunks."""
     names: list[str] = []
     for rank in range(ranks):
         chunks = []
@@ -100,15 +102,15 @@ def write_in_boxes(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list
         for name, facts in written.items():
             content = (folder / name).read_bytes()
             assert (facts.bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-            load_file(folder / name)  # a valid safetensors file
+            load_file(folder / name)  # checks that the file is a valid safetensors file
         names += written
     return names
 
 
-def test_parts_are_read_bit_for_bit_whole_and_as_other_parts(tmp_path: Path) -> None:
+def test_tensors_are_read_bit_identically_as_a_whole_and_in_other_ranges(tmp_path: Path) -> None:
     tensors = example_tensors()
-    names = write_in_boxes(tmp_path, tensors, 3)
-    assert len(names) > 3  # several boxes of one tensor are in several files
+    names = write_ranges(tmp_path, tensors, 3)
+    assert len(names) > 3  # chunks of one range are in several files
     stored = StoredTensors.open(tmp_path, names)
     for name, tensor in tensors.items():
         assert torch.equal(stored.read_tensor(name).view(tensor.dtype), tensor), name
@@ -124,9 +126,9 @@ def test_parts_are_read_bit_for_bit_whole_and_as_other_parts(tmp_path: Path) -> 
         assert torch.equal(elements, first.reshape(-1)[start:stop])
 
 
-def test_special_views_are_read(tmp_path: Path) -> None:
+def test_conjugate_and_expanded_tensors_are_read(tmp_path: Path) -> None:
     tensors = {"conjugate": torch.tensor([1 + 2j, 3 - 1j]), "expanded": torch.full((4, 3), 2.5)}
-    stored = StoredTensors.open(tmp_path, write_in_boxes(tmp_path, tensors, 2))
+    stored = StoredTensors.open(tmp_path, write_ranges(tmp_path, tensors, 2))
     targets = {"conjugate": torch.zeros(2, dtype=torch.complex64).conj(), "expanded": torch.zeros(1, 3).expand(4, 3)}
     stored.read([whole_chunk(name, target) for name, target in targets.items()])
     assert torch.equal(targets["conjugate"], tensors["conjugate"])
@@ -135,7 +137,7 @@ def test_special_views_are_read(tmp_path: Path) -> None:
 
 def test_all_tensors_are_written_to_one_file(tmp_path: Path) -> None:
     tensors = example_tensors()
-    stored = StoredTensors.open(tmp_path, write_in_boxes(tmp_path, tensors, 2))
+    stored = StoredTensors.open(tmp_path, write_ranges(tmp_path, tensors, 2))
     write_tensors(tmp_path / "one.safetensors", stored, {})
     found = load_file(tmp_path / "one.safetensors")
     for name, tensor in tensors.items():
@@ -148,7 +150,7 @@ def test_distributed_checkpoint_reads_the_files(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     tensors = {name: tensor for name, tensor in example_tensors().items() if not tensor.is_complex()}
-    write_in_boxes(tmp_path, tensors, 3)
+    write_ranges(tmp_path, tensors, 3)
     loaded: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     for name, tensor in tensors.items():
@@ -156,6 +158,6 @@ def test_distributed_checkpoint_reads_the_files(tmp_path: Path) -> None:
 
 
 def test_missing_elements_are_reported(tmp_path: Path) -> None:
-    names = write_in_boxes(tmp_path, {"weight": torch.zeros(6, 2)}, 3)
+    names = write_ranges(tmp_path, {"weight": torch.zeros(6, 2)}, 3)
     with pytest.raises(CheckpointError, match=r"^The files in '.*' contain 8 of 12 elements of tensor 'weight'\."):
         StoredTensors.open(tmp_path, [name for name in names if not name.startswith("rank-00001")])

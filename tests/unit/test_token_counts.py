@@ -11,8 +11,8 @@ from unitrain.data.order import MicroBatch
 from unitrain.optim.loss_weighting import Loss, LossWeighting
 
 
-def divided_gradient(counts: Sequence[float], logical_rank: int | None) -> float:
-    """Return a gradient of 1 after it was divided by the `counts` of the micro-batches of a step."""
+def divide_gradient(counts: Sequence[float], logical_rank: int | None) -> float:
+    """Divide a gradient of 1 by the sum of `counts`, the numbers of tokens per micro-batch, and return the result."""
     weighting = LossWeighting(LocalBackend(torch.device("cpu")))
     micro_batch = MicroBatch(slice(0, 1), 1, len(counts), len(counts), True, logical_rank)
     for count in counts:
@@ -30,5 +30,5 @@ def divided_gradient(counts: Sequence[float], logical_rank: int | None) -> float
 def test_fractional_counts_of_logical_ranks_have_the_same_sum_in_any_order() -> None:
     counts = (torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5).tolist()
     orders = [counts, counts[::-1], sorted(counts)]
-    assert len({divided_gradient(order, 0) for order in orders}) == 1
-    assert len({divided_gradient(order, None) for order in orders}) > 1, "plain float64 sums depend on the order"
+    assert len({divide_gradient(order, 0) for order in orders}) == 1
+    assert len({divide_gradient(order, None) for order in orders}) > 1, "ordinary float64 sums must depend on the order"

@@ -1,4 +1,4 @@
-"""The Trainer in one process is bit-equal to a loop in plain torch."""
+"""The Trainer in one process: results that are bit-identical to plain torch, settings, errors and displays."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make(
     return Trainer(model, optimizer(model.parameters()), nn.CrossEntropyLoss(), backend=LOCAL, config=config, **more)
 
 
-def by_hand(
+def train_in_plain_torch(
     data: TensorDataset,
     optimizer_class: MakeOptimizer,
     *,
@@ -72,7 +72,7 @@ def by_hand(
     max_grad_norm: float | None,
     seed: int,
 ) -> tuple[nn.Module, list[float]]:
-    """A loop of plain torch on complete tensors; returns the model and the mean loss of each epoch."""
+    """Train with a loop in plain torch on complete tensors. Return the model and the mean loss of each epoch."""
     model, losses = network(), []
     optimizer = optimizer_class(model.parameters())
     inputs, targets = data.tensors
@@ -96,7 +96,7 @@ def by_hand(
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("length", [21, 24])
-def test_trainer_is_bit_equal_to_a_plain_torch_loop(
+def test_trainer_is_bit_identical_to_a_plain_torch_loop(
     optimizer: MakeOptimizer, accumulate: int, clip_norm: float | None, length: int
 ) -> None:
     given = {
@@ -106,7 +106,7 @@ def test_trainer_is_bit_equal_to_a_plain_torch_loop(
         "max_grad_norm": clip_norm,
         "seed": 5,
     }
-    expected, losses = by_hand(samples(length), optimizer, **given)
+    expected, losses = train_in_plain_torch(samples(length), optimizer, **given)
     trainer = make(settings(**given), optimizer=optimizer)
     results = trainer.fit(samples(length))
     for name, value in expected.state_dict().items():
@@ -135,7 +135,7 @@ def test_dataloader_and_its_dataset_give_equal_training() -> None:
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("step", 18), ("epoch", 3)])
-def test_the_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expected: int) -> None:
+def test_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expected: int) -> None:
     model = network()
     optimizer = momentum(model.parameters())
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
@@ -149,12 +149,12 @@ def test_epoch_scheduler_steps_at_the_end_of_the_epoch() -> None:
     model = network()
     optimizer = momentum(model.parameters())
     scheduler = StepLR(optimizer, 1)
-    config = settings(scheduler_interval="epoch", max_steps=8)  # an epoch has 6
+    config = settings(scheduler_interval="epoch", max_steps=8)  # an epoch has 6 steps
     Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
     assert scheduler.last_epoch == 1
 
 
-def test_plateau_scheduler_reads_the_validation_loss() -> None:
+def test_plateau_scheduler_uses_the_validation_loss() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=1e-12)
     scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
@@ -169,16 +169,16 @@ def test_plateau_scheduler_reads_the_validation_loss() -> None:
         Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(), **plateau)
 
 
-def test_steps_count_optimizer_steps() -> None:
+def test_max_steps_counts_optimizer_steps() -> None:
     trainer = make(settings(max_steps=8, gradient_accumulation_steps=2))
-    trainer.fit(samples())  # an epoch has 3
+    trainer.fit(samples())  # an epoch has 3 steps
     assert (trainer.progress.epoch, trainer.progress.step, trainer.progress.sample) == (2, 8, 16)
     uninterrupted = make(settings(max_steps=6, gradient_accumulation_steps=2))
     uninterrupted.fit(samples())
     assert (uninterrupted.progress.epoch, uninterrupted.progress.sample) == (2, 0)
 
 
-def test_second_fit_of_a_finished_run_trains_no_step() -> None:
+def test_second_fit_of_a_finished_run_does_not_train() -> None:
     trainer = make(settings(max_epochs=1))
     trainer.fit(samples())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -192,7 +192,7 @@ def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_e
     broken = inputs.clone()
     broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float(
         "inf"
-    )  # in step 10, and in every first epoch too
+    )  # in the second epoch this sample is in step 10
     trainer = make(settings(output_dir=tmp_path, log_every_n_steps=show_every))
     with pytest.raises(
         NonFiniteLossError, match=r"^The mean loss became nan in epoch 1, by step \d+\. Lower the learning"
@@ -202,7 +202,7 @@ def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_e
     assert not (tmp_path / "history.jsonl").exists()
 
 
-def test_loss_is_checked_at_every_sync_point() -> None:
+def test_non_finite_loss_is_detected_at_the_next_sync_point() -> None:
     inputs, targets = samples().tensors
     trainer = make(settings(log_every_n_steps=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
@@ -210,8 +210,8 @@ def test_loss_is_checked_at_every_sync_point() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_optimizer_of_some_parameters_ignores_the_others(precision: str) -> None:
-    """The rest has gradients too: they must not pile up, nor count where the part's are clipped."""
+def test_gradients_of_parameters_without_an_optimizer_are_ignored(precision: str) -> None:
+    """These gradients neither accumulate over steps nor change the norm for gradient clipping."""
     results = []
     for frozen in (True, False):
         model = network()
@@ -267,7 +267,7 @@ def test_batch_settings_of_equal_global_batch_train_equally(given: dict[str, Any
         assert torch.equal(one, two)
 
 
-def test_plateau_scheduler_reads_the_monitored_result() -> None:
+def test_plateau_scheduler_uses_the_monitored_result() -> None:
     def trainer(monitor: str | None) -> Trainer:
         model = network()
         optimizer = momentum(model.parameters())
@@ -288,7 +288,7 @@ def test_plateau_scheduler_reads_the_monitored_result() -> None:
         make(settings(monitor="val_loss"))
 
 
-def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
+def test_history_has_one_row_per_epoch(tmp_path: Path) -> None:
     model = network()
     optimizer = momentum(model.parameters())
     trainer = Trainer(
@@ -306,7 +306,7 @@ def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
-    class Watching(nn.Module):
+    class RecordingModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.frozen = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
@@ -317,7 +317,7 @@ def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
             self.modes.add((self.training, torch.is_grad_enabled()))
             return self.head(self.frozen(self.norm(inputs)))  # type: ignore[no-any-return]
 
-    model = Watching()
+    model = RecordingModel()
     model.frozen.eval()
     per_sample: Callable[[Any, Any], Tensor] = lambda output, target: output.argmax(1) == target  # noqa: E731
     mean: Callable[[Any, Any], Tensor] = lambda output, target: (output.argmax(1) == target).float().mean()  # noqa: E731
@@ -338,7 +338,7 @@ def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
 
 
 class Sizes(nn.Linear):
-    """Counts the samples of the batches that it evaluates."""
+    """A model that records the batch sizes of an evaluation."""
 
     seen: list[int]
 
@@ -358,7 +358,7 @@ class Sizes(nn.Linear):
         (DataLoader(samples(9), batch_size=6), {"batch_size": 5, "eval_batch_size": 6}, [6, 3]),
     ],
 )
-def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
+def test_batch_size_of_the_training_loader_is_the_default_for_evaluation(
     val_data: Any, given: dict[str, Any], expected: list[int]
 ) -> None:
     model = Sizes(6, 3)
@@ -378,7 +378,7 @@ def test_evaluation_without_a_batch_size_names_eval_batch_size() -> None:
         make(settings(batch_size=None)).evaluate(samples())
 
 
-def test_inputs_may_be_nested() -> None:
+def test_inputs_may_be_nested_structures() -> None:
     class Pairs(Dataset[Any]):
         def __len__(self) -> int:
             return 5
@@ -440,7 +440,7 @@ def test_optimizer_state_loaded_before_training_is_kept() -> None:
         assert torch.equal(left["momentum_buffer"], right["momentum_buffer"])
 
 
-def test_progress_shows_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_prints_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     make(settings(progress="auto")).fit(samples(), samples(9))
     out, err = capfd.readouterr()
     assert out == ""
@@ -451,7 +451,7 @@ def test_progress_shows_one_line_per_epoch_without_a_terminal(capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_shows_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_draws_a_bar_on_a_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
     make(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
@@ -492,8 +492,8 @@ def test_brackets_in_messages_and_names_are_not_markup(kind: type[display._Timed
     assert "val_[bold] 0.5000" in screen.getvalue()
 
 
-def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the rank's own standard error is a pipe, as under horovodrun."""
+def test_bar_is_drawn_on_the_terminal_of_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard error of a rank may be a pipe, as under horovodrun."""
     reading, writing = pty.openpty()
     monkeypatch.setenv("UNITRAIN_TERMINAL", os.ttyname(writing))
     with display.choose_display("auto", 0) as shown:
@@ -502,7 +502,7 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
         shown._next_update_at = 0.0
         shown.count_step(1, 8)
     output = b""
-    while b"1/3" not in output:  # one read may return a part of the output
+    while b"1/3" not in output:  # a read may return only a part of the output
         assert select.select([reading], [], [], 10)[0], output
         output += os.read(reading, 10_000)
     assert isinstance(display.choose_display("lines", 0), display._Lines)

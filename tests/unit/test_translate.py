@@ -1,4 +1,4 @@
-"""Translation of command lines: reading, writing, and a remark on every option that is left out."""
+"""Translation of command lines: parsing, building, and a remark for every option that is left out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def job(
     return Job(**fields)  # type: ignore[arg-type]
 
 
-# --- reading ---
+# --- parsing ---
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def job(
     ],
     ids=str,
 )
-def test_read_returns_the_job_of_a_command_line(line: str, expected: Job) -> None:
+def test_parse_returns_the_job_of_a_command_line(line: str, expected: Job) -> None:
     assert parse(line) == expected
 
 
-def test_read_accepts_hostfiles(tmp_path: Path) -> None:
+def test_parse_accepts_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\na slots=2\n\nb slots = 2 max_slots=4\n")
     for line in (f"mpirun -np 4 --hostfile {file} python t.py", f"horovodrun -np 4 -hostfile {file} python t.py"):
@@ -187,7 +187,7 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
-        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There srun rejects --gpus without --nodes.
+        # Recorded from srun of Slurm 22.05.8 on two nodes with four GPUs each, which rejects --gpus without --nodes.
         ("--gpus=4 --ntasks-per-gpu=1 -N 2", (2, 2)),
         ("--gpus-per-node=2 --ntasks-per-gpu=1", (2,)),
         ("--gpus=8 --ntasks-per-gpu=1", (8,)),
@@ -206,13 +206,13 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
 def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
     found = parse(f"srun {options} python t.py")
     assert found.ranks_per_host == counts
-    request_options = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
-    assert set(request_options) <= {
+    gpu_options = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
+    assert set(gpu_options) <= {
         word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())
     }
 
 
-def test_unspecified_tasks_of_srun_are_remarked() -> None:
+def test_remarks_state_that_the_number_of_tasks_of_srun_is_not_specified() -> None:
     assert parse("srun -N 2 python t.py").ranks_per_host == (1, 1)
     assert "The srun command does not specify the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
     assert "does not specify" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
@@ -222,7 +222,7 @@ def test_unspecified_tasks_of_srun_are_remarked() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
-        # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
+        # Recorded from mpirun of Open MPI 4.1.4 on three hosts with two cores each.
         ("a max_slots=8 slots=3\nb slots=1 max-slots=2\n", "", [("a", 3), ("b", 1)]),
         ("a max_slots=3\nb max-slots=1\n", "", [("a", 3), ("b", 1)]),
         ("a\na\na\nb slots=2\n", "", [("a", 3), ("b", 2)]),
@@ -238,7 +238,9 @@ def test_unspecified_tasks_of_srun_are_remarked() -> None:
     ],
     ids=str,
 )
-def test_open_mpi_hostfile(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_hostfile_of_open_mpi_determines_hosts_and_ranks(
+    text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path
+) -> None:
     (tmp_path / "hosts").write_text(text)
     found = parse(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
     assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == expected
@@ -255,8 +257,8 @@ def test_unknown_slots_that_determine_placement_are_rejected(options: str, tmp_p
     )
 
 
-def mapped(options: str) -> list[tuple[str, int]]:
-    """Return the hosts and processes in the map that Open MPI's mpirun prints with --do-not-launch."""
+def placement_by_mpirun(options: str) -> list[tuple[str, int]]:
+    """Return the hosts and their numbers of processes, as printed by mpirun (Open MPI) with --do-not-launch."""
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["mpirun", "--do-not-launch", "--display-map", "--bind-to", "none", *options.split(), "true"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -264,7 +266,7 @@ def mapped(options: str) -> list[tuple[str, int]]:
     return [(name, int(count)) for name, count in nodes]
 
 
-def test_oversubscribed_hosts_of_open_mpi() -> None:
+def test_oversubscribed_hosts_of_open_mpi_get_more_ranks_than_slots() -> None:
     option = LauncherOption("mpirun", ("--oversubscribe",), "mapping")
     found = parse("mpirun --oversubscribe -np 4 -H localhost python t.py")
     assert found == job(counts=(4,), backend="horovod", launcher_options=(option,))
@@ -281,15 +283,15 @@ def test_placement_equals_that_of_open_mpi() -> None:
         hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
         options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
         found = parse(f"mpirun {options} python t.py")
-        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == mapped(options), options
+        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == placement_by_mpirun(options), options
     for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
                     "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe", "-H a:1,b:4,c:2 -np 9 --oversubscribe",
                     "-H a:2,b:1,c:1 -np 11 --map-by slot:oversubscribe"):  # fmt: skip
         found = parse(f"mpirun {options} python t.py")
-        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == mapped(options), options
+        assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == placement_by_mpirun(options), options
 
 
-def test_hosts_with_unknown_cores_are_remarked(tmp_path: Path) -> None:
+def test_remarks_name_hosts_with_an_unknown_number_of_cores(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
     assert "mpirun starts at most one process per core on b, c; the number of cores is unknown here." in (
         remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
@@ -368,7 +370,7 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     assert "srun uses the hosts of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
 
 
-def test_hostfile_of_unitrain_launch_means_the_same_as_in_a_launch(tmp_path: Path) -> None:
+def test_hostfile_of_unitrain_launch_is_parsed_like_in_a_launch(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     line = f"unitrain launch --hostfile {hostfile} t.py"
     hostfile.write_text("a max_slots=4\na\nb:2 # two\n")
@@ -384,7 +386,7 @@ def test_hostfile_of_unitrain_launch_means_the_same_as_in_a_launch(tmp_path: Pat
         parse(f"unitrain launch -H a --hostfile {hostfile} t.py")
 
 
-# --- writing ---
+# --- building ---
 
 
 def test_torchrun_translation_has_one_line_per_host() -> None:
@@ -397,7 +399,7 @@ def test_torchrun_translation_has_one_line_per_host() -> None:
 
 
 def test_torchrun_with_restarts_on_several_hosts_uses_c10d() -> None:
-    """The static rendezvous of --master-addr does not support restarts; c10d, served by the first host, does."""
+    """The static rendezvous of --master-addr does not support restarts. A c10d rendezvous on the first host does."""
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     given = "--rdzv-backend c10d --rdzv-endpoint a:29400 --rdzv-id 7 --rdzv-conf is_host=1,timeout=900 --local-addr b"
@@ -429,7 +431,7 @@ def test_local_addr_is_left_out_for_several_hosts() -> None:
     assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
     assert "--local-addr b is left out: each host needs its own address." in remarks(line, "torchrun")
     line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
-    assert parse(line).address == "a", "etcd runs on another host"
+    assert parse(line).address == "a", "etcd may run on another host than rank 0"
     assert all("e:2379" not in one for one in lines(line, "torchrun"))
     assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
 
@@ -548,7 +550,7 @@ def test_translated_command_line(line: str, target: str, expected: str) -> None:
     assert lines(line, target) == [expected]
 
 
-def test_quoted_words_mean_the_same_to_a_shell() -> None:
+def test_quoted_words_are_equivalent_for_a_shell() -> None:
     line = """torchrun t.py "$WHERE/a b" 'c $d' "e\\"f" g\\ h "" ~ "it's" `echo x` $(echo "y z") "$(echo "p q")" """
     environ = {"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over there"}
     as_typed = [
@@ -559,7 +561,7 @@ def test_quoted_words_mean_the_same_to_a_shell() -> None:
     assert "over there/a b|c $d|" in as_typed[0]
 
 
-# Text that bash expands or unescapes, and similar text that it does not.
+# Text that bash expands or unescapes, and similar text that bash does not change.
 PIECES = [
     "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
     "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
@@ -568,7 +570,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
+def test_braces_and_quoted_escapes_are_equivalent_for_bash() -> None:
     generator = random.Random(0)
     expansion = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
     expansion += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
@@ -597,7 +599,7 @@ def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
         parse("torchrun t.py $'a")
 
 
-def test_max_restarts_is_the_backoff_limit_of_a_kubernetes_job() -> None:
+def test_max_restarts_becomes_the_backoff_limit_of_a_kubernetes_job() -> None:
     for options, limit in (("", 3), ("--max-restarts 0 ", 0), ("--max-restarts 2 ", 2)):
         text = build(parse(f"torchrun {options}t.py"), "kubernetes", "PyTorchJob").text or ""
         assert f"backoffLimit: {limit}\n" in text
@@ -605,8 +607,8 @@ def test_max_restarts_is_the_backoff_limit_of_a_kubernetes_job() -> None:
 
 # --- remarks ---
 
-# Options of each topic, which other launchers may lack.
-UNLIKE = {
+# For each launcher, options of several kinds that other launchers may not support.
+UNSHARED_OPTIONS = {
     "torchrun": "torchrun --nproc-per-node 2 --rdzv-id 7 --tee 3 --shutdown-timeout 9 --numa-binding node t.py",
     "horovodrun": "horovodrun -np 2 --output-filename logs --start-timeout 60 --verbose --min-np 1 python t.py",
     "mpirun": "mpirun -np 2 --report-bindings --tag-output --rankfile r --mca btl ^openib --mca orte_x 1 python t.py",
@@ -616,35 +618,35 @@ UNLIKE = {
 }
 
 
-def commands(manifest: object) -> Iterator[list[str]]:
-    """Yield the commands of all containers."""
+def container_commands(manifest: object) -> Iterator[list[str]]:
+    """Yield the commands of all containers in a manifest."""
     if isinstance(manifest, dict):
         yield from [manifest["command"]] if "command" in manifest else []
     if isinstance(manifest, dict | list):
         for below in manifest.values() if isinstance(manifest, dict) else manifest:
-            yield from commands(below)
+            yield from container_commands(below)
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-@pytest.mark.parametrize("launcher", sorted(UNLIKE))
+@pytest.mark.parametrize("launcher", sorted(UNSHARED_OPTIONS))
 def test_every_option_is_translated_or_remarked(launcher: str, target: str) -> None:
-    line = UNLIKE[launcher]
+    line = UNSHARED_OPTIONS[launcher]
     job = parse(line)
     assert len(job.launcher_options) >= 4
     translated = build(job, target)
     result = (translated.text or "") + "\n".join(one.shell() for one in translated.lines)
     if target == "kubernetes":
-        result = "\n".join(join(words) for words in commands(yaml.safe_load(result)))
+        result = "\n".join(join(words) for words in container_commands(yaml.safe_load(result)))
     for other in job.launcher_options:
         kept = [join(other.words), *(join(words) for words in other.equivalents.values())]
-        read_hosts = [
+        matching_remarks = [
             remark for remark in translated.remarks if remark.startswith(f"{join(other.words)} of {launcher} is left ")
         ]
-        assert read_hosts or any(words in result for words in kept), (other, result, translated.remarks)
+        assert matching_remarks or any(words in result for words in kept), (other, result, translated.remarks)
         if target == launcher:
             assert join(other.words) in result
-            assert not read_hosts
-        for remark in read_hosts:
+            assert not matching_remarks
+        for remark in matching_remarks:
             assert re.search(r"is left out: [^.]+\..*$", remark), remark
 
 
@@ -687,7 +689,7 @@ def test_remarks_name_an_alternative() -> None:
     assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
 
 
-# --- reading inverts writing ---
+# --- parsing inverts building ---
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True)
 WORDS = st.text(st.characters(exclude_characters="\ue000\ue001\x00", exclude_categories=("Cs",)), max_size=8).filter(
@@ -721,17 +723,16 @@ def test_parse_inverts_build(job: Job, target: str) -> None:
     if target == "srun":
         job = replace(
             job, ranks_per_host=(job.ranks_per_host[0],) * len(job.ranks_per_host)
-        )  # Slurm deals them out evenly
-        # The value of --export ends at a comma, so they go before srun.
+        )  # Slurm distributes tasks evenly
     if target == "horovodrun":
-        job = replace(job, port=None)  # its rendezvous is at the default port
+        job = replace(job, port=None)  # the rendezvous uses the default port
     if target == "mpirun" and job.backend == "horovod" and len(job.ranks_per_host) == 1:
         job = replace(job, port=None)
     if target == "unitrain" and (job.backend == "horovod" or job.port is None):
         job = replace(job, port=None)
     for line in build(job, target).lines:
         found = parse(line.shell())
-        # torchrun's lines name the first host alone.
+        # The commands of torchrun name only the first host.
         expected = replace(job, hosts=(), address=job.hosts[0]) if target == "torchrun" and job.hosts else job
         if target == "torchrun" and len(set(job.ranks_per_host)) > 1:
             expected = replace(expected, ranks_per_host=found.ranks_per_host)
@@ -975,7 +976,7 @@ def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> 
 
 
 def missing(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
-    """Return the spellings of options that a table lacks or lists with another number of values."""
+    """Return the spellings of options that are missing in a table or have another number of values there."""
     return [
         spelled
         for spellings, arity in options
@@ -1004,11 +1005,11 @@ def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) 
 
     found: list[argparse.ArgumentParser] = []
 
-    def caught(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
+    def capture_parser(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
         found.append(self)
         raise SystemExit
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", caught)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", capture_parser)
     with pytest.raises(SystemExit):
         launch.parse_args()
     known = arities(found[0])
@@ -1017,23 +1018,23 @@ def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "tuning", [*horovodrun._VARIABLE_BY_OPTION, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"]
+    "option", [*horovodrun._VARIABLE_BY_OPTION, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"]
 )
-def test_tuning_options_of_horovodrun_become_variables(tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_options_of_horovodrun_become_variables(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.runner import launch
     from horovod.runner.common.util import config_parser
 
-    value = [] if horovodrun.SYNTAX.arity[tuning] == 0 else ["INFO" if tuning == "--log-level" else "1"]
-    overlapping = ["--autotune"] if tuning.startswith("--autotune-") else []
-    overlapping = ["--timeline-filename", "f"] if tuning.endswith("timeline-mark-cycles") else overlapping
-    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *overlapping, tuning, *value, "python", "t.py"])
-    request_options: dict[str, str] = {}
-    config_parser.set_env_from_args(request_options, launch.parse_args())
-    job = parse(f"horovodrun -np 1 {join([*overlapping, tuning, *value])} python t.py")
-    rank_results = {name: value for other in job.launcher_options for name, value in other.variables.items()}
-    assert rank_results
-    assert {name: as_number(value) for name, value in rank_results.items()} == {
-        name: as_number(request_options[name]) for name in rank_results
+    value = [] if horovodrun.SYNTAX.arity[option] == 0 else ["INFO" if option == "--log-level" else "1"]
+    overlapping = ["--autotune"] if option.startswith("--autotune-") else []
+    overlapping = ["--timeline-filename", "f"] if option.endswith("timeline-mark-cycles") else overlapping
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *overlapping, option, *value, "python", "t.py"])
+    expected: dict[str, str] = {}
+    config_parser.set_env_from_args(expected, launch.parse_args())
+    job = parse(f"horovodrun -np 1 {join([*overlapping, option, *value])} python t.py")
+    found = {name: value for other in job.launcher_options for name, value in other.variables.items()}
+    assert found
+    assert {name: as_number(value) for name, value in found.items()} == {
+        name: as_number(expected[name]) for name in found
     }
 
 
@@ -1044,11 +1045,11 @@ def as_number(text: str) -> object:
 @needs_open_mpi
 def test_syntax_has_every_option_of_open_mpi() -> None:
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    rank_results = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
+    found = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
     known = [
         ([f"--{name.lstrip('-')}" if len(name.lstrip("-")) > 1 else name for name in line.split()[0].split("|")],
          len(re.findall(r"<arg\d+>", line)))
-        for line in rank_results.splitlines()
+        for line in found.splitlines()
         if re.match(r" {0,3}-", line)
     ]  # fmt: skip
     assert len(known) > 80
@@ -1071,7 +1072,7 @@ def test_syntax_has_every_option_of_unitrain_launch() -> None:
 
 
 def test_syntax_has_every_option_of_hydra_and_srun() -> None:
-    """MPICH 4.0.2 and Slurm 22.05."""
+    """The versions are MPICH 4.0.2 and Slurm 22.05."""
     taken, program = mpich.SYNTAX.parse(
         shlex.split(
             "-genv A 1 -genvlist A,B -genvnone -f hosts -ppn 2 -bind-to core -launcher ssh -prepend-rank -n 2 ./a -n"
@@ -1122,8 +1123,8 @@ def test_translate_command_reports_invalid_arguments() -> None:
     assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
 
 
-def test_batch_script_quotes_values_and_contains_no_expansion_marks() -> None:
-    """Slurm expands nothing in a #SBATCH line and splits values at spaces."""
+def test_batch_script_quotes_values_and_rejects_line_breaks() -> None:
+    """In a #SBATCH line, Slurm does not expand variables, and it splits values at spaces."""
     text = build(parse("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
     assert "cd $HOME/runs || exit\n" in text
     assert "--chdir" not in text

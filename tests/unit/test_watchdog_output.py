@@ -1,4 +1,4 @@
-"""The watchdog ends its process also if its report cannot be printed."""
+"""The watchdog terminates the process even if its report cannot be printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unitrain.monitoring import watchdog
 
 
 @pytest.mark.parametrize("kind", ["none", "closed", "broken pipe"])
-def test_report_on_an_unusable_stderr_is_dropped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_discarded_if_stderr_is_unusable(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stderr = os.fdopen(writer, "w")
