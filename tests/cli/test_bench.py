@@ -1,4 +1,4 @@
-"""`unitrain bench collectives` measures the requested operations, and its derived values are correct."""
+"""`unitrain bench collectives`: measured operations, derived values and errors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def run(launch: list[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [*ci(signal.SIGINT), *nightly(signal.SIGTERM)])
-def test_a_signal_terminates_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """Also the ranks of the sets that are suspended at that time. The signal arrives during the measurement."""
+def test_signal_terminates_all_ranks_including_suspended_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    """The signal is sent during the measurement, when the ranks of other backends are suspended."""
     options = ["collectives", "-np", "2", "--seconds", "300", "--json", str(tmp_path / "result.json")]
     with running_launcher([*BENCH, *options], {"TMPDIR": str(tmp_path)}) as job:
         assert job.process.stdout is not None
@@ -66,7 +66,7 @@ def test_a_signal_terminates_the_ranks(number: signal.Signals, tmp_path: Path) -
 
 
 def check_rows(result: dict[str, Any], backends: set[tuple[str, str]], operations: tuple[str, ...]) -> None:
-    """Check that each of `backends` has every operation with every size in three rounds, and the lower bounds too."""
+    """Check that each backend has three measurements of every operation and size, and that the lower bounds exist."""
     rows = result["rows"]
     expected = {(*one, operation, size) for one in backends for operation in operations for size in SIZES}
     assert {(row["backend"], row["transport"], row["operation"], row["bytes"]) for row in rows} == expected
@@ -90,7 +90,7 @@ def test_collectives_are_measured_on_every_backend_and_transport(tmp_path: Path)
     assert (result["ranks"], result["num_nodes"], result["device"], result["skipped"]) == (2, 1, "cpu", [])
     for heading in ("ddp gloo", "horovod gloo", "horovod mpi", "memory copy GB/s", "tcp stream GB/s"):
         assert heading in output
-    # The page has the cells of the table, and two charts per operation.
+    # The page contains the cells of the table and two charts per operation.
     text = page.read_text()
     headings, rows = tables.table_texts(tables.collectives(result))
     assert len(rows) == len(OPERATIONS) * len(SIZES)
@@ -103,11 +103,11 @@ def test_collectives_are_measured_on_every_backend_and_transport(tmp_path: Path)
 
 
 @pytest.mark.ci
-def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> None:
+def test_ranks_started_by_a_launcher_measure_both_backends(tmp_path: Path) -> None:
     saved = tmp_path / "launched.json"
     launch = [sys.executable, "-m", "unitrain", "launch", "--launcher", "torchrun", "-np", "3"]
     script = str(Path(sys.executable).with_name("unitrain"))
-    request_options = [
+    bench_options = [
         "--backends",
         "ddp,horovod",
         "--operations",
@@ -117,8 +117,8 @@ def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> Non
         "--seconds",
         "0",
     ]
-    output = run([*launch, script, "bench", "collectives", *request_options, "--device", "cpu", "--json", str(saved)])
-    assert output.count("alg GB/s") == 2  # one rank prints a table with two backends
+    output = run([*launch, script, "bench", "collectives", *bench_options, "--device", "cpu", "--json", str(saved)])
+    assert output.count("alg GB/s") == 2  # only one rank prints the table, which has two backends
     result = json.loads(saved.read_text())
     assert result["ranks"] == 3
     assert {(row["backend"], row["bytes"]) for row in result["rows"]} == {
@@ -139,21 +139,21 @@ def test_ranks_measure_only_backends_that_are_installed_on_all_hosts() -> None:
     assert skipped == [("horovod", "On rank 1: It was not selected."), ("extra", "On rank 1: It was not selected.")]
 
 
-def test_the_size_of_an_operation_is_that_of_the_complete_array() -> None:
-    """As in nccl-tests: the result of an allgather, and the input of the other operations."""
+def test_size_of_an_operation_is_the_size_of_the_complete_array() -> None:
+    """As in nccl-tests, this is the result of an allgather and the input of other operations."""
     given: dict[str, Tensor] = {}
 
-    def take(operation: str) -> Any:
+    def record_tensor(operation: str) -> Any:
         return lambda tensor, *_: given.setdefault(operation, tensor)
 
     for ranks in (2, 3):
-        ranked = SimpleNamespace(
-            size=ranks, device=torch.device("cpu"), **{operation: take(operation) for operation in OPERATIONS}
+        backend = SimpleNamespace(
+            size=ranks, device=torch.device("cpu"), **{operation: record_tensor(operation) for operation in OPERATIONS}
         )
         size = round_up_bytes(1000, ranks)
         assert size == {2: 1000, 3: 1008}[ranks]
         for operation in OPERATIONS:
-            _make_collective(ranked, operation, 1000)()  # type: ignore[arg-type]
+            _make_collective(backend, operation, 1000)()  # type: ignore[arg-type]
         assert {name: tensor.nbytes for name, tensor in given.items()} == {
             "allreduce": size, "allgather": size // ranks, "reducescatter": size, "broadcast": size,
         }  # fmt: skip
@@ -161,15 +161,15 @@ def test_the_size_of_an_operation_is_that_of_the_complete_array() -> None:
 
 
 def test_bus_factor_equals_the_bytes_sent_per_byte_of_the_array() -> None:
-    """The bytes that a rank sends per byte of the array in the optimal algorithm."""
+    """The expected values are the bytes that a rank sends in the optimal algorithm."""
     for ranks in (2, 3, 4, 8):
         part = 1 / ranks
-        ring = sum(part for _ in range(ranks - 1))  # a ring sends one part in each of its steps
+        ring = sum(part for _ in range(ranks - 1))  # a rank sends one part per step of the ring
         counted = {"reducescatter": ring, "allgather": ring, "allreduce": 2 * ring, "broadcast": 1.0}
         assert all(math.isclose(bus_factor(name, ranks), sent) for name, sent in counted.items())
 
 
-def test_the_table_divides_bytes_by_median_seconds() -> None:
+def test_bandwidths_in_the_table_are_bytes_divided_by_the_median_time() -> None:
     row = {"backend": "ddp", "transport": "gloo", "operation": "allreduce", "bytes": 3 << 20}
     result = {
         "ranks": 3, "num_nodes": 1, "device": "cpu", "rows": [{**row, "seconds": [9.0, 0.003, 0.001]}],
@@ -177,7 +177,8 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
     }  # fmt: skip
     ((operation, size, seconds, algorithm, bus, floor),) = tables.table_texts(tables.collectives(result))[1]
     assert (operation, size, seconds) == ("allreduce", "3 MB", "3 ms")
-    assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")  # 3 * 2^20 B / 3 ms, times 4 / 3, and 3 * 2^20 B / 1.5 ms
+    # 3 * 2^20 bytes / 3 ms, this value * 4 / 3, and 3 * 2^20 bytes / 1.5 ms
+    assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def test_deeply_nested_files_and_fifos_are_refused(tmp_path: Path) -> None:
             results.read(tmp_path / name)
 
 
-def test_a_missing_package_of_the_charts_is_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_for_charts_is_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(command, ["bench", "collectives", "--output", "x.png"])
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""`unitrain bench train` times the phases of a step, and `unitrain bench compare` compares results."""
+"""`unitrain bench train`, which measures the phases of a step, and `unitrain bench compare`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError, ReportError
 from unitrain.testing import RankGroup
 
-# Sleeps in every phase of a step. Only the last rank sleeps in backward, and the other ranks wait.
+# Sleeps in every phase of a step. In the backward pass, only the last rank sleeps, and the other ranks wait for it.
 SLOW = """
 import os, time
 import torch
@@ -82,15 +82,13 @@ def slow(tmp_path: Path) -> str:
     return f"{path}:make"
 
 
-def check_slow(phases: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
+def check_phases(phases: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
     least = {"data": 0.02, "forward": 0.03, "backward": backward, "exposed": exposed[0], "optimizer": 0.04}
     assert all(phases[phase] >= seconds * 0.99 for phase, seconds in least.items()), phases
     assert phases["exposed"] <= exposed[1], phases
 
 
-def test_the_time_of_a_step_is_assigned_to_its_phases(
-    slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_time_of_a_step_is_assigned_to_its_phases(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     backend = LocalBackend(torch.device("cpu"))
     for settings, batch in (({}, 3), ({"gradient_accumulation_steps": 2}, 6)):
@@ -99,13 +97,13 @@ def test_the_time_of_a_step_is_assigned_to_its_phases(
         assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
         assert (turn.samples, turn.parameters) == (batch, 10)
         assert turn.memory_bytes > 1 << 20
-        check_slow(turn.phases, 0.06 * times, (0, 0.05))
-    # Turns can be repeated beyond the length of the user's scheduler, and nothing is written.
+        check_phases(turn.phases, 0.06 * times, (0, 0.05))
+    # A turn may have more steps than the user's scheduler, and does not write files.
     assert take_turn(backend, slow, {}, 4, 5).samples == 4
     assert not Path("never").exists()
 
 
-def test_peak_memory_is_measured_on_a_system_that_cannot_reset_it(
+def test_peak_memory_is_measured_if_the_system_cannot_reset_it(
     slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "status").write_text("VmRSS:\t1 kB\n")
@@ -115,11 +113,11 @@ def test_peak_memory_is_measured_on_a_system_that_cannot_reset_it(
     assert 50 << 20 < turn.memory_bytes < 1 << 40
 
 
-def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
+def test_wait_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
     with RankGroup("ddp", 2) as group:
         first, last = group.run(take_turn, slow, {}, None, 6)
-    check_slow(last.phases, 0.5, (0, 0.25))
-    check_slow(first.phases, 0, (0.25, 5))
+    check_phases(last.phases, 0.5, (0, 0.25))
+    check_phases(first.phases, 0, (0.25, 5))
     assert first.phases["backward"] < 0.25
 
 
@@ -145,9 +143,9 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
         assert job.process.returncode == 0, output
         assert not job.find_processes(), output
     result = results.read(saved, "train")
-    who = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
+    expected = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
     found = {(row["backend"], row["transport"], row["ranks"], row["setting"]): row for row in result["rows"]}
-    assert set(found) == {(*one, setting) for one in who for setting in (None, "gradient_accumulation_steps=2")}
+    assert set(found) == {(*one, setting) for one in expected for setting in (None, "gradient_accumulation_steps=2")}
     assert (result["parameters"], result["target"], result["skipped"]) == (64 * 64 * 2 + 128 + 650, "tiny", [])
     for (_, _, ranks, setting), row in found.items():
         assert row["samples"] == 32 * ranks * (2 if setting else 1)
@@ -164,7 +162,7 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
     text = page.read_text()
     assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)
     assert text.count("<svg") == 3
-    # A result does not differ from itself, and it can be used for a prediction.
+    # A comparison of the result with itself finds no differences, and the result can be used for a prediction.
     same = CliRunner().invoke(command, ["bench", "compare", str(saved), str(saved)])
     assert same.exit_code == 0, same.output
     assert same.output.count("too few rounds") == 8
@@ -172,7 +170,7 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
     predicted = CliRunner().invoke(command, ["bench", "predict", *given])
     assert predicted.exit_code == 0, predicted.output
     assert "horovod mpi on 2 ranks: measured" in predicted.output
-    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # the model does not include settings
+    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # the model excludes runs with settings
 
 
 def result_of(**seconds: list[float]) -> dict[str, Any]:
@@ -199,10 +197,10 @@ def test_compare_distinguishes_differences_from_noise() -> None:
 
 @pytest.mark.nightly
 def test_compare_rarely_reports_differences_of_equal_distributions() -> None:
-    """The rate of false differences is at most 5 % of comparisons, also if a result has many rows."""
+    """At most 5 % of comparisons report a false difference, even if the results have many rows."""
     generator = random.Random(0)
 
-    def drawn(rows: int, rounds: int) -> dict[str, Any]:
+    def draw_result(rows: int, rounds: int) -> dict[str, Any]:
         return result_of(
             **{f"row{row}": [generator.lognormvariate(0, 0.1) for _ in range(rounds)] for row in range(rows)}
         )
@@ -212,14 +210,14 @@ def test_compare_rarely_reports_differences_of_equal_distributions() -> None:
         wrong = sum(
             any(
                 row.verdict != "the same within noise"
-                for row in comparison.compare(drawn(rows, rounds), drawn(rows, rounds))[0]
+                for row in comparison.compare(draw_result(rows, rounds), draw_result(rows, rounds))[0]
             )
             for _ in range(comparisons)
         )
-        assert wrong <= 0.05 * comparisons + 13, (rows, rounds)  # three standard deviations
+        assert wrong <= 0.05 * comparisons + 13, (rows, rounds)  # 13 is three standard deviations
 
 
-def test_the_mann_whitney_test_equals_scipy() -> None:
+def test_mann_whitney_test_equals_scipy() -> None:
     from scipy.stats import mannwhitneyu
 
     generator = random.Random(1)
@@ -254,7 +252,7 @@ def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, messag
     assert message in " ".join(result.output.split())
 
 
-def test_an_error_of_the_function_is_reported_once(slow: str) -> None:
+def test_error_in_the_user_function_is_reported_once(slow: str) -> None:
     target = slow.replace(":make", ":empty")
     result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 1

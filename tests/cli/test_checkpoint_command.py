@@ -1,4 +1,4 @@
-"""`unitrain ckpt`: list, verify, show and consolidate checkpoints, and convert those of other programs."""
+"""`unitrain ckpt`: list, verify, show and consolidate checkpoints, and convert checkpoints of other programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
 
 
-def trainer(model: nn.Module, scheduled: bool = True, **settings: Any) -> Trainer:
+def build_trainer(model: nn.Module, scheduled: bool = True, **settings: Any) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = StepLR(optimizer, 2) if scheduled else None
     config = TrainConfig(batch_size=12, progress="off", **settings)
@@ -55,7 +55,7 @@ def ckpt(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(data(), data())
+    build_trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(data(), data())
     return tmp_path / "run"
 
 
@@ -115,8 +115,8 @@ def test_folder_without_checkpoints_is_reported(tmp_path: Path) -> None:
         assert done.output.startswith(f"Error: There is no checkpoint in '{tmp_path}'.")
 
 
-def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
-    """Return the state of a user's script after some steps on the same data."""
+def train_in_plain_torch(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
+    """Train in plain torch, like a user's script. Return the model, the optimizer and the scheduler."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = StepLR(optimizer, 2)
@@ -128,15 +128,15 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
     return model, optimizer, scheduler
 
 
-MODEL, OPTIMIZER, SCHEDULER = trained(5)
+MODEL, OPTIMIZER, SCHEDULER = train_in_plain_torch(5)
 STATE = MODEL.state_dict()
 PREFIXED = {f"module.{name}": value for name, value in STATE.items()}
 COMPLETE = {"optimizer": OPTIMIZER.state_dict(), "scheduler": SCHEDULER.state_dict()}
-# The files to convert, and the other state of the run that they contain.
+# Files to convert, with the states (optimizer, scheduler) and the (epoch, step) that each file contains.
 SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
     "state_dict.pt": (STATE, set(), (0, 0)),
     "ddp.pt": (PREFIXED, set(), (0, 0)),
-    "snapshot.pt": ({"MODEL_STATE": STATE, "EPOCHS_RUN": 7}, set(), (7, 0)),  # as the torchrun tutorial
+    "snapshot.pt": ({"MODEL_STATE": STATE, "EPOCHS_RUN": 7}, set(), (7, 0)),  # as in the torchrun tutorial
     "horovod.pth.tar": ({"model": STATE, "epoch": 2, "optimizer": COMPLETE["optimizer"]}, {"optimizer"}, (2, 0)),
     "imagenet.pt": ({"state_dict": PREFIXED, "arch": "net", "step": 5, **COMPLETE}, {"optimizer", "scheduler"}, (0, 5)),
     "lightning.ckpt": (
@@ -153,22 +153,22 @@ SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_checkpoints_of_other_programs_are_converted_and_resumed(tmp_path: Path, name: str) -> None:
-    content, has, (epoch, step) = SOURCES[name]
+    content, states, (epoch, step) = SOURCES[name]
     torch.save(content, tmp_path / name)
     strip = ["--strip-prefix", "net."] if name == "lightning.ckpt" else []
     done = ckpt("convert", tmp_path / name, tmp_path / "converted", *strip)
     assert done.exit_code == 0, done.output
     assert f"; epoch {epoch}, step {step}\n" in done.output
-    going_on = trainer(network(), max_epochs=9, resume=str(tmp_path / "converted"), output_dir=tmp_path / "run")
-    assert (going_on.progress.epoch, going_on.progress.step) == (epoch, step)
-    assert all(torch.equal(value, STATE[key]) for key, value in going_on.model.state_dict().items())
-    moments = going_on.optimizer.state_dict()["state"]
-    assert bool(moments) == ("optimizer" in has)
+    resumed = build_trainer(network(), max_epochs=9, resume=str(tmp_path / "converted"), output_dir=tmp_path / "run")
+    assert (resumed.progress.epoch, resumed.progress.step) == (epoch, step)
+    assert all(torch.equal(value, STATE[key]) for key, value in resumed.model.state_dict().items())
+    moments = resumed.optimizer.state_dict()["state"]
+    assert bool(moments) == ("optimizer" in states)
     for index, values in moments.items():
         assert torch.equal(values["exp_avg"], COMPLETE["optimizer"]["state"][index]["exp_avg"])
-    assert going_on.scheduler.last_epoch == (5 if "scheduler" in has else 0)
-    going_on.fit(data())
-    assert going_on.progress.epoch == 9
+    assert resumed.scheduler.last_epoch == (5 if "scheduler" in states else 0)
+    resumed.fit(data())
+    assert resumed.progress.epoch == 9
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
@@ -180,12 +180,12 @@ def test_accelerate_folder_is_converted_and_resumed(tmp_path: Path, weights: str
         torch.save(state, folder / f"{name}.bin")
     done = ckpt("convert", folder, tmp_path / "converted", "--epoch", "1", "--step", "5")
     assert done.output.startswith("Accelerate folder: 4 tensors, optimizer, scheduler; epoch 1, step 5\n")
-    going_on = trainer(network(), max_epochs=2, resume=str(tmp_path / "converted"))
-    assert going_on.optimizer.param_groups[0]["lr"] == OPTIMIZER.param_groups[0]["lr"]
+    resumed = build_trainer(network(), max_epochs=2, resume=str(tmp_path / "converted"))
+    assert resumed.optimizer.param_groups[0]["lr"] == OPTIMIZER.param_groups[0]["lr"]
 
 
 class Code:
-    """What would run if it were unpickled."""
+    """An object that executes code when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, ("raise SystemExit('it ran')",)
@@ -225,21 +225,21 @@ def test_damaged_files_of_other_programs_are_rejected(tmp_path: Path) -> None:
         assert found in done.output
 
 
-def test_converted_model_that_does_not_fit_raises(tmp_path: Path) -> None:
+def test_converted_checkpoint_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
     torch.save({f"net.{name}": value for name, value in STATE.items()}, tmp_path / "file.pt")
     assert "No name in the model begins with 'body.'; the first names are net.0.weight" in (
         ckpt("convert", tmp_path / "file.pt", tmp_path / "no", "--strip-prefix", "body.").output
     )
     assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0
     with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
-        trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
+        build_trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
     assert "already exists" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     settings = {"checkpoint_format": "sharded", "ema_decay": 0.5}
-    trainer(network(), max_epochs=2, output_dir=tmp_path / "sharded", **settings).fit(data(), data())
+    build_trainer(network(), max_epochs=2, output_dir=tmp_path / "sharded", **settings).fit(data(), data())
     return tmp_path / "sharded"
 
 
@@ -262,8 +262,8 @@ def test_sharded_checkpoints_are_listed_verified_and_shown(run: Path, sharded: P
     assert ckpt("verify", sharded).exit_code == 0
 
 
-def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path, tmp_path: Path) -> None:
-    full = trainer(network(), max_epochs=2, output_dir=tmp_path / "full", ema_decay=0.5)
+def test_model_and_averaged_model_are_consolidated_to_one_file(run: Path, sharded: Path, tmp_path: Path) -> None:
+    full = build_trainer(network(), max_epochs=2, output_dir=tmp_path / "full", ema_decay=0.5)
     full.fit(data(), data())
     assert full.averaged_model is not None
     for source in (sharded, tmp_path / "full"):
@@ -273,7 +273,7 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
             assert done.exit_code == 0, done.output
             assert done.output.startswith(f"{file}  {decimal(file.stat().st_size)}, sha256 ")
             with safe_open(file, "pt") as opened:
-                assert opened.metadata()["format"] == "pt"  # which `from_pretrained` of transformers requires
+                assert opened.metadata()["format"] == "pt"  # required by `from_pretrained` of transformers
             found, loaded = load_file(file), network()
             assert found.keys() == expected.state_dict().keys()
             load_model(loaded, file)
@@ -281,9 +281,9 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
                 assert torch.equal(loaded.state_dict()[key], value)
     again = ckpt("consolidate", sharded, tmp_path / "full-m.safetensors")
     assert (again.exit_code, "already exists. Use another file name." in again.output) == (1, True)
-    lacking = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
-    assert lacking.exit_code == 1
-    assert "has no averaged weights, because its run had no ema_decay." in lacking.output
+    without_average = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
+    assert without_average.exit_code == 1
+    assert "has no averaged weights, because its run had no ema_decay." in without_average.output
     missing = ckpt("consolidate", run, tmp_path / "nowhere" / "x.safetensors")
     assert (missing.exit_code, "cannot be written: No such file or directory." in missing.output) == (1, True)
     assert not list(tmp_path.glob(".*"))
@@ -312,7 +312,7 @@ def test_damaged_manifest_of_a_sharded_checkpoint_is_reported(sharded: Path, tmp
         b'\x3a\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     1234',
         b'\x3a\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}    12345678',
     ],
-    ids=["no JSON", "no dictionary", "no tensor", "too short", "negative shape"],
+    ids=["not JSON", "not a dictionary", "not a tensor", "too short", "negative shape"],
 )
 def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, command: str, content: bytes) -> None:
     checkpoint, name = sharded / "step-000000008", "model/rank-00000.safetensors"
@@ -327,12 +327,13 @@ def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, comm
 
 
 def test_an_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path) -> None:
-    model = {"weight": torch.zeros(2**25)}  # 134 MB, which takes about 0.2 s to copy, flush and hash
+    model = {"weight": torch.zeros(2**25)}  # writing 134 MB takes about 0.2 s
     (tmp_path / "run").mkdir()
     files.write(tmp_path / "run" / "step-000000001", model, {}, {"epoch": 1, "step": 1})
     file, unfinished = tmp_path / "model.safetensors", tmp_path / ".model.safetensors.unfinished"
     command = [sys.executable, "-m", "unitrain", "ckpt", "consolidate", str(tmp_path / "run"), str(file)]
-    for _ in range(10):  # the file may be complete before the command is stopped if this process waits for the CPU
+    # On a busy machine, the file may be complete before this process stops the command, so the attempt is repeated.
+    for _ in range(10):
         file.unlink(missing_ok=True)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             while not unfinished.exists() and process.poll() is None:

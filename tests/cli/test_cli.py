@@ -1,4 +1,4 @@
-"""The command line: frozen options, errors in arguments, and help without an import of torch."""
+"""The command line: frozen options, errors for invalid arguments, and help that does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unitrain.cli import unitrain
 from unitrain.errors import ConfigError
 from unitrain.factories import call_training_function
 
-# Scripts and job files depend on these names, so a change must be deliberate. All commands also have --help and -h.
+# Scripts and job files depend on these options, so changes must be deliberate. All commands also have --help and -h.
 OPTIONS = {
     "unitrain": {"--version"},
     "unitrain bench": set(),
@@ -103,7 +103,7 @@ def run(*arguments: str, **variables: str) -> Result:
 def usage_error(*arguments: str, **variables: str) -> str:
     """Return the error message for invalid arguments.
 
-    `launch` runs with --dry-run: if it accepted the arguments, it would replace the pytest process by the launcher.
+    `launch` runs with --dry-run, because a launch that accepts its arguments would replace the pytest process.
     """
     if arguments[0] == "launch":
         arguments = ("launch", "--dry-run", *arguments[1:])
@@ -112,8 +112,8 @@ def usage_error(*arguments: str, **variables: str) -> str:
     return result.stderr.rpartition("\nError: ")[2].strip()
 
 
-def words_of(command: click.Command, context: click.Context) -> set[str]:
-    """Return the spellings of all options of `command`, and its arguments."""
+def option_names(command: click.Command, context: click.Context) -> set[str]:
+    """Return all spellings of the options of `command` and the names of its arguments."""
     words: set[str] = set()
     for parameter in command.get_params(context):
         if isinstance(parameter, click.Option):
@@ -124,9 +124,9 @@ def words_of(command: click.Command, context: click.Context) -> set[str]:
 
 
 def commands(command: click.Command, name: str = "unitrain", above: click.Context | None = None) -> dict[str, set[str]]:
-    command._help_option = None  # click creates it for the first context, which may belong to another test
+    command._help_option = None  # click caches the option of the first context
     context = click.Context(command, parent=above, info_name=name, **command.context_settings)
-    found = {context.command_path: words_of(command, context)}
+    found = {context.command_path: option_names(command, context)}
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
             known = command.get_command(context, below)
@@ -158,7 +158,7 @@ def test_help_and_dry_runs_do_not_import_torch(script: str) -> None:
     assert done.stdout.count("horovodrun -np 2 --gloo") == 1
 
 
-def test_version_and_module() -> None:
+def test_version_is_printed_by_the_command_and_the_module() -> None:
     assert run("--version").output == f"unitrain {__version__}\n"
     command = [sys.executable, "-m", "unitrain", "--version"]
     assert subprocess.check_output(command, text=True, timeout=60) == f"unitrain {__version__}\n"
@@ -170,8 +170,8 @@ def test_options_after_the_script_are_passed_to_it(script: str) -> None:
     assert result.stdout.strip().endswith(f"--nproc-per-node 2 {script} --backend mine -np 7 --help")
 
 
-def program_of(words: list[str]) -> str:
-    """Return the launcher that a command starts, or "python" without a launcher."""
+def launcher_of(words: list[str]) -> str:
+    """Return the name of the launcher that a command starts, or "python" if it does not start a launcher."""
     called = next(word for word in words if "=" not in word)
     assert called == sys.executable
     return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else "python"
@@ -192,9 +192,9 @@ def program_of(words: list[str]) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_backend_and_launcher_imply_each_other(options: list[str], program: str, backend: str, script: str) -> None:
+def test_backend_and_launcher_determine_each_other(options: list[str], program: str, backend: str, script: str) -> None:
     words = run("launch", "--dry-run", *options, script).stdout.split()
-    assert program_of(words) == program
+    assert launcher_of(words) == program
     assert f"UNITRAIN_BACKEND={backend}" in words
 
 
@@ -215,7 +215,7 @@ def test_backend_variable_overrides_the_default_of_the_launcher(script: str) -> 
         (["--backend", "ddp"], "torchrun"),
     ):
         words = run("launch", "--dry-run", *options, script, UNITRAIN_BACKEND="horovod").stdout.split()
-        assert program_of(words) == program
+        assert launcher_of(words) == program
         assert f"UNITRAIN_BACKEND={'ddp' if '--backend' in options else 'horovod'}" in words
     assert usage_error("launch", script, UNITRAIN_BACKEND="hovorod").startswith("Unknown backend 'hovorod'.")
 
@@ -266,7 +266,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
 
 
 def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: Path) -> None:
-    """Users plan launches on a laptop for a cluster."""
+    """Users may prepare launches for a cluster on a laptop."""
     for options, name in (
         (["--launcher", "mpirun", "-H", "a:2,b:2"], "mpirun"),
         (["--backend", "horovod", "--mpi"], "mpirun"),
@@ -275,7 +275,7 @@ def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: P
         assert result.exit_code == 0, result.output
         assert script in result.stdout
         assert f"Warning: the command cannot run on this host. Launcher {name!r} is not installed." in result.stderr
-    for options in ([], ["--backend", "horovod"]):  # launchers that Python runs as a module
+    for options in ([], ["--backend", "horovod"]):  # Python runs these launchers as modules
         result = run("launch", "--dry-run", "-H", "a:4,b:4", *options, script, PATH=str(tmp_path))
         assert result.exit_code == 0, result.output
         assert (
@@ -284,18 +284,18 @@ def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: P
         )
         result = run("launch", "--dry-run", "-np", "2", *options, script, PATH=str(tmp_path))
         assert "Warning" not in result.stderr
-    assert rejected_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
+    assert usage_error_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
         "Launcher 'mpirun' is not installed. It is part of Open MPI"
     )
 
 
-def rejected_without_dry_run(*arguments: str, **variables: str) -> str:
+def usage_error_without_dry_run(*arguments: str, **variables: str) -> str:
     result = run("launch", *arguments, **variables)
     assert result.exit_code == 2, result.output
     return result.stderr.rpartition("\nError: ")[2].strip()
 
 
-def test_launch_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()
     for name in ("__init__", "train", "__main__"):
@@ -339,7 +339,7 @@ def test_launch_inside_mpich_is_rejected(script: str) -> None:
 
 
 def test_launch_in_one_of_several_pods_is_rejected(script: str) -> None:
-    """Each pod would train separately."""
+    """Otherwise, each pod would train a separate model."""
     assert usage_error("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
         "PET_NNODES=2 means that this job has 2 pods, but this command would start ranks in this pod only. Start the "
         "script with torchrun, which reads this variable, as in: torchrun train.py"
@@ -376,7 +376,7 @@ def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
         (["--backend", "horovod", "--elastic", "1:1", "--host-discovery-script", "discover"], False),
     ],
 )
-def test_interface_of_this_host_is_checked_only_if_all_ranks_run_here(
+def test_interface_is_checked_on_this_host_only_if_all_ranks_run_here(
     options: list[str], is_checked: bool, script: str, tmp_path: Path
 ) -> None:
     write_program(tmp_path, "scontrol", "echo h1.invalid; echo h2.invalid")

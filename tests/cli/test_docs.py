@@ -1,4 +1,4 @@
-"""The README and the pages under docs/: every command parses, and every code block uses names that exist."""
+"""Commands, code blocks, links and tables in the README and in docs/ match the code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VARIABLE = re.compile(r"UNITRAIN_[A-Z_]*[A-Z]")
 
 
 class Block(NamedTuple):
-    """A fenced code block: the page and line at which it starts, its language, and its text."""
+    """A fenced code block. `place` is the page and the line of its start."""
 
     place: str
     language: str
@@ -56,7 +56,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for block in BLOCKS:
         lines = re.findall(r"^\$ (?:srun )?unitrain (.*)$", block.text, re.MULTILINE)
         for line in lines if block.language == "console" else ():
-            if "$(" not in line:  # only a shell can expand it
+            if "$(" not in line:  # skip commands that only a shell can expand
                 yield f"{block.place}: {line}", shlex.split(line, comments=True)
 
 
@@ -95,7 +95,7 @@ def test_documented_command_is_accepted(line: str) -> None:
     words = COMMANDS[line]
     if words[0] in ("launch", "submit") and "..." not in words and "srun" not in words:
         shown = CliRunner().invoke(command_line, [words[0], "--dry-run", *words[1:]])
-        # Not errors of the command: a program that this machine lacks, such as mpirun, and lines for several hosts.
+        # Accept errors that a program such as mpirun is missing, or that commands must be started on several hosts.
         accepted = "not on PATH" in shown.output or "must be started by hand on each" in shown.output
         assert shown.exit_code == 0 or accepted, shown.output
         return
@@ -118,9 +118,9 @@ def owner_of(function: ast.expr) -> Any:
 
 
 def check_call(call: ast.Call) -> None:
-    """Raise TypeError for a keyword that the function does not have, ConfigError for a value that is not valid."""
+    """Raise TypeError if the function does not accept a keyword, and ConfigError if a value is invalid."""
     function = owner_of(call.func)
-    if function is None or function is unitrain.Trainer.log:  # accepts any keyword
+    if function is None or function is unitrain.Trainer.log:  # Trainer.log accepts any keyword
         return
     keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     inspect.signature(function).bind_partial(**keywords)
@@ -132,7 +132,7 @@ def check_call(call: ast.Call) -> None:
 def test_documented_code_uses_existing_names(block: Block) -> None:
     tree = ast.parse(textwrap.dedent(block.text))
     if "/migrating/" in block.place and "unitrain" not in block.text:
-        return  # a program of another library, before the migration
+        return  # a script before its migration to unitrain
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "unitrain":
             assert node.module in PUBLIC_MODULES
@@ -156,7 +156,7 @@ def test_example_imports_public_modules_only(path: Path) -> None:
         assert not [name for name in names if name.startswith("unitrain.") and name not in PUBLIC_MODULES]
 
 
-def test_links_of_readme_and_pages_lead_to_files() -> None:
+def test_relative_links_of_readme_and_docs_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!http|#)([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -178,7 +178,7 @@ optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/own_loop.md"])
-def test_six_lines_of_the_own_loop_differ_from_plain_torch(page: str) -> None:
+def test_six_lines_of_the_custom_loop_differ_from_plain_torch(page: str) -> None:
     loop = next(
         block.text for block in PYTHON_BLOCKS if block.place.startswith(page) and "ShardedLoader(" in block.text
     )
@@ -198,7 +198,7 @@ def test_every_error_is_documented() -> None:
     assert not [name for name in classes if f"`{name}`" not in page and name != "UnitrainError"]
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_documented_in_the_reference() -> None:
     reference = "".join((ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "errors.md"))
     assert not [
         name for name in unitrain.__all__ if name != "__version__" and not re.search(rf"[.`]{name}\b", reference)
@@ -207,7 +207,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
-    # Marks of a process that a command or a test starts, not for users.
+    # Commands and tests set these variables for their own processes.
     internal = {
         "UNITRAIN_RUN",
         "UNITRAIN_TUNE",
@@ -234,13 +234,13 @@ def test_every_package_is_documented() -> None:
 
 
 def program(page: str, containing: str) -> str:
-    """Return the code block of `page` that contains a text."""
+    """Return the only code block of `page` that contains the text `containing`."""
     texts = [block.text for block in PYTHON_BLOCKS if block.place.startswith(page + ":") and containing in block.text]
     assert len(texts) == 1
     return texts[0]
 
 
-def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+def test_program_of_getting_started_prints_the_same_results_on_one_and_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(program("docs/getting_started.md", "trainer.fit"))
     environ = preloaded(os.environ)
@@ -257,7 +257,7 @@ def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_p
     assert found[0] in output
 
 
-def test_test_of_the_extending_page_passes_with_pytest(tmp_path: Path) -> None:
+def test_example_test_of_the_extending_page_passes(tmp_path: Path) -> None:
     (tmp_path / "test_mean.py").write_text(program("docs/guides/extending.md", "run_ranks"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mean.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

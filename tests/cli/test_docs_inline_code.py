@@ -1,4 +1,4 @@
-"""Inline code of the README and the pages under docs/: commands, options, fields, names, variables and paths exist."""
+"""Commands, options, fields, names, variables and paths in the inline code of the README and docs/ exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FIELDS = {field.name for field in dataclasses.fields(unitrain.TrainConfig)}
-# Options of other programs: examples, torchrun, horovodrun, mpirun, Slurm, Docker, kubectl, Sphinx and benchmarks.
+# Options of other programs, such as examples, benchmarks, torchrun, horovodrun, Slurm and Docker.
 OTHER_OPTIONS = {
     "--device", "--standalone", "--rdzv-backend", "--master-addr", "--nproc-per-node", "--bind-to", "--pty", "--qos",
     "--shm-size", "--fail-on-warning", "--runs", "--mpi", "--known", "--seed", "--cases",
@@ -38,14 +38,14 @@ OWNERS: dict[str, type] = {
 
 
 class Span(NamedTuple):
-    """A piece of inline code, and the page and line of its beginning."""
+    """A piece of inline code. `place` is the page and the line of its start."""
 
     place: str
     text: str
 
 
 def inline_code(page: str, text: str) -> Iterator[Span]:
-    """Yield the inline code of a Markdown text. Fenced blocks are not included; line breaks become spaces."""
+    """Yield the inline code of a Markdown text, without fenced blocks. Line breaks become spaces."""
     without_blocks = re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
     for found in re.finditer(r"(`+)(.+?)\1", without_blocks, re.DOTALL):
         line = without_blocks.count("\n", 0, found.start()) + 1
@@ -56,7 +56,7 @@ SPANS = [span for page in PAGES for span in inline_code(str(page.relative_to(ROO
 
 
 def command_of(words: list[str]) -> tuple[click.Command | None, list[str]]:
-    """Return the command that `words` start with, None if it does not exist, and the words after it."""
+    """Return the command at the start of `words` (None if it does not exist) and the remaining words."""
     command: click.Command | None = command_line
     while isinstance(command, click.Group) and words and words[0] != "...":
         command, words = command.get_command(click.Context(command), words[0]), words[1:]
@@ -79,7 +79,7 @@ ALL_OPTIONS = options_of(command_line)
 
 
 def long_options(words: list[str]) -> Iterator[str]:
-    """Yield the names of the long options in front of the script, without their values."""
+    """Yield the names of the long options before the script, without their values."""
     for word in words:
         if word.endswith((".py", ".yaml")):
             return
@@ -88,7 +88,7 @@ def long_options(words: list[str]) -> Iterator[str]:
 
 
 def unknown_command_or_option(text: str) -> str:
-    """Return the first part of a `unitrain COMMAND --option` that does not exist, "" if all parts exist."""
+    """Return the first part of a `unitrain COMMAND --option` that does not exist, or "" if all parts exist."""
     words = text.split()
     if words[0] == "srun":
         words = words[words.index("unitrain") :] if "unitrain" in words else []
@@ -102,7 +102,7 @@ def unknown_command_or_option(text: str) -> str:
 
 
 def unknown_option(text: str) -> str:
-    """Return an `--option` that neither a command nor another program of the documentation has, "" otherwise."""
+    """Return `text` if it is an option of neither unitrain nor another documented program, otherwise ""."""
     words = text.split()
     name = words[0].split("=")[0]
     is_option = re.fullmatch(r"--[a-z][a-z0-9-]*", name) is not None
@@ -110,7 +110,7 @@ def unknown_option(text: str) -> str:
 
 
 def unknown_field(text: str) -> str:
-    """Return a keyword or attribute of `TrainConfig` that is not a field, "" otherwise."""
+    """Return a keyword or attribute of `TrainConfig` that is not a field, or "" if there is none."""
     attribute = re.fullmatch(r"(?:unitrain\.)?TrainConfig\.(\w+)", text)
     if attribute:
         return "" if attribute[1] in FIELDS else attribute[1]
@@ -122,7 +122,7 @@ def unknown_field(text: str) -> str:
 
 
 def unknown_name(text: str) -> str:
-    """Return a public name, module or entry-point group `unitrain...` that does not exist, "" otherwise."""
+    """Return a name, module or entry-point group `unitrain...` that does not exist, or "" if all exist."""
     for name in re.findall(r"(?<![\w./-])unitrain((?:\.\w+)+)", text):
         first = name.split(".")[1]
         entry_point_group = name in (".backends", ".launchers")
@@ -138,7 +138,7 @@ def unknown_name(text: str) -> str:
 
 
 def module_or_member_exists(name: str) -> bool:
-    """Return whether `name` is a module, or a member of a module."""
+    """Return whether `name` is a module or a member of a module."""
     parent, _, last = name.rpartition(".")
     try:
         if importlib.util.find_spec(name) is not None:
@@ -152,7 +152,7 @@ def module_or_member_exists(name: str) -> bool:
 
 
 def unknown_attribute(text: str) -> str:
-    """Return an attribute of one of OWNERS, such as `backend.size`, that does not exist, "" otherwise."""
+    """Return an attribute of one of OWNERS, such as `backend.size`, that does not exist, or "" if all exist."""
     found = re.match(r"(\w+)\.(\w+)", text)
     if found is None or found[1] not in OWNERS:
         return ""
@@ -172,12 +172,12 @@ def owner_file(owner: type) -> str:
 
 
 def unknown_variable(text: str) -> str:
-    """Return a variable UNITRAIN_... that no code reads, "" otherwise."""
+    """Return a variable UNITRAIN_... that the code does not read, or "" if it reads all."""
     return next((name for name in re.findall(r"UNITRAIN_[A-Z_]*[A-Z]", text) if name not in VARIABLES), "")
 
 
 def missing_path(text: str) -> str:
-    """Return a path below a folder of the checkout that does not exist, "" otherwise."""
+    """Return a path in a folder of the checkout that does not exist, or "" if all exist."""
     if not re.fullmatch(r"(unitrain|launchers|benchmarks|examples|tests|docs|backends)/[\w./-]*", text):
         return ""
     return "" if (ROOT / text).exists() or (ROOT / "unitrain" / text).exists() else text
@@ -199,11 +199,11 @@ VARIABLES = {
         missing_path,
     ],
 )  # fmt: skip
-def test_inline_code_refers_to_existing_things(unknown: Callable[[str], str]) -> None:
+def test_names_in_inline_code_exist(unknown: Callable[[str], str]) -> None:
     assert [f"{place}: {wrong}" for place, text in SPANS if (wrong := unknown(text))] == []
 
 
-def test_tables_of_values_contain_the_values_of_their_field() -> None:
+def test_tables_of_field_values_contain_exactly_the_valid_values() -> None:
     types = get_type_hints(unitrain.TrainConfig)
     documented = {}
     for page in PAGES:
@@ -230,6 +230,8 @@ def test_tables_of_values_contain_the_values_of_their_field() -> None:
         (missing_path, "unitrain/trainer.py", "unitrain/trainers.py"),
     ],
 )
-def test_check_of_inline_code_finds_an_invalid_name(unknown: Callable[[str], str], valid: str, invalid: str) -> None:
+def test_each_check_of_inline_code_reports_an_invalid_name(
+    unknown: Callable[[str], str], valid: str, invalid: str
+) -> None:
     assert unknown(valid) == ""
     assert unknown(invalid) != ""

@@ -1,4 +1,4 @@
-"""The programs of the page about low-communication training run on two ranks of each backend."""
+"""The program and the settings on the page about low-communication training are valid on each backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_program_trains_with_equal_results_on_all_ranks(backend: str, monkeypatc
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("UNITRAIN_BACKEND", backend)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(PROGRAMS[0], names)  # asserts that the loss decreases
+    exec(PROGRAMS[0], names)  # the program asserts that the loss decreases
     assert names["first"] == names["second"]
 
 

@@ -1,4 +1,4 @@
-"""The programs and code blocks of the page about training modes run on two ranks."""
+"""The code blocks on the page about training modes run on two ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unitrain.bootstrap.network import reserve_port
 BLOCKS = [block.text for block in PYTHON_BLOCKS if block.place.startswith("docs/guides/modes.md:")]
 PROGRAMS = [text for text in BLOCKS if "unitrain.run(" in text]
 SPAWN = [text for text in BLOCKS if "__main__" in text]
-# Blocks that use names of a training script.
+# Blocks that require names from a training script.
 FRAGMENTS = [text for text in BLOCKS if text not in PROGRAMS + SPAWN and "timeout_seconds=1800" not in text]
 
 
-def test_every_block_of_the_page_is_executed() -> None:
+def test_every_code_block_of_the_page_has_a_test() -> None:
     assert (len(PROGRAMS), len(SPAWN), len(FRAGMENTS)) == (2, 1, 4)
     assert len(BLOCKS) == 8
 
@@ -48,7 +48,7 @@ def test_programs_return_equal_parameters_on_all_ranks(
 ) -> None:
     monkeypatch.setenv("UNITRAIN_BACKEND", backend)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(program, names)  # asserts that the parameters are equal
+    exec(program, names)  # the program asserts that the parameters are equal
     assert len(names["first"][0]) == 4
 
 
@@ -57,14 +57,14 @@ def test_spawned_processes_are_ranks(tmp_path: Path) -> None:
     with reserve_port() as reservation:
         script.write_text(SPAWN[0].replace("29400", str(reservation.getsockname()[1])))
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
-    # Ranks write to the same pipe, so one may write before the end of the other's line.
+    # Both ranks write to the same pipe, so their lines may be mixed.
     assert sorted(re.findall(r"rank \d of 2: the sum of the ranks is 1\.0", done.stdout)) == [
         f"rank {rank} of 2: the sum of the ranks is 1.0" for rank in (0, 1)
     ]
 
 
 def execute_fragments(fragments: list[str]) -> list[dict[str, list[float]]]:
-    """Execute each fragment with a new model, and return the parameters after it."""
+    """Execute each fragment with a new model, and return the resulting parameters of each model."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(40, 4, generator=generator), torch.randint(0, 2, (40,), generator=generator)
     found = []
@@ -97,7 +97,7 @@ def execute_fragments(fragments: list[str]) -> list[dict[str, list[float]]]:
     return found
 
 
-def test_fragments_change_the_parameters() -> None:
+def test_fragments_train_the_model() -> None:
     first, second = unitrain.run(execute_fragments, (FRAGMENTS,), np=2, backend="horovod", timeout_seconds=120)
     torch.manual_seed(1)
     initial = torch.nn.Linear(4, 2).weight.flatten().tolist()

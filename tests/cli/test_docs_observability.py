@@ -1,4 +1,4 @@
-"""The programs of the pages about observability and slow ranks run as written, and write the documented files."""
+"""The programs on the pages about observability and slow ranks run and write the documented files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_metrics(port: int) -> dict[str, float]:
 
 
 @pytest.mark.ci
-def test_program_serves_its_metrics_and_writes_its_events(tmp_path: Path) -> None:
+def test_program_serves_metrics_and_writes_events(tmp_path: Path) -> None:
     folder, script, port = tmp_path / "runs/first", tmp_path / "train.py", find_free_port()
     script.write_text(program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder))))
     command = [

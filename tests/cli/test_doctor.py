@@ -1,4 +1,4 @@
-"""`unitrain doctor` finds each problem in reports of ranks, and problems of real hosts."""
+"""`unitrain doctor`: problems in simulated reports of ranks, and problems of real hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ REACHABLE = PeerCheckResults(address="10.0.0.1", unreachable={}, clock_offset_se
 
 
 def ranks(*changes: dict[str, Any], **of_second: Any) -> list[RankReport]:
-    """Return valid reports of two ranks on two hosts, with `changes` of each and the peer checks `of_second`."""
+    """Return reports of two ranks on two hosts. The reports are valid except for the given values.
+
+    `changes` are facts of the first and of the second rank. `of_second` are results of the peer checks of the second.
+    """
     first, second = ({"host": "a"} | changes[0], {"host": "b", "machine": "m2"} | (changes[1] if changes[1:] else {}))
     return [
         RankReport(replace(VALID, **first), REACHABLE),
@@ -173,27 +176,29 @@ OPEN_PORTS = (
 )
 
 
-def shown(reports: list[RankReport]) -> list[str]:
-    """Return the findings, except the note that every job on several hosts has."""
-    found = all_shown(reports)
+def describe_findings(reports: list[RankReport]) -> list[str]:
+    """Return the findings, except the note that is reported for every job on several hosts."""
+    found = describe_all_findings(reports)
     if len({report.facts.host for report in reports}) > 1:
         found.remove(OPEN_PORTS.replace("TCPStore on a", f"TCPStore on {reports[0].facts.host}"))
     return found
 
 
-def all_shown(reports: list[RankReport]) -> list[str]:
+def describe_all_findings(reports: list[RankReport]) -> list[str]:
     return [f"{one.level}: {one.what} $ {one.fix}" for one in find_problems(reports)]
 
 
-def test_a_valid_job_has_no_findings() -> None:
-    assert shown(ranks({})) == []
+def test_valid_job_has_no_findings() -> None:
+    assert describe_findings(ranks({})) == []
     alone = replace(VALID, name_addresses=("127.0.1.1",), variables={"CUDA_VISIBLE_DEVICES": "0"})
-    assert shown([RankReport(alone, None)]) == []
-    # Ranks bound to different cores.
-    assert shown(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
+    assert describe_findings([RankReport(alone, None)]) == []
+    # Two ranks on one host that are bound to different cores.
+    assert (
+        describe_findings(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
+    )
 
 
-def test_peer_checks_of_a_rendezvous_with_an_ipv6_address() -> None:
+def test_peer_checks_succeed_if_the_rendezvous_has_an_ipv6_address() -> None:
     rank_info = RankInfo("none", rank=0, size=1, local_rank=0)
     checks = check_peers(Rendezvous(rank_info, HashStore(), "::1", timedelta(seconds=10)))
     assert checks == PeerCheckResults(
@@ -201,8 +206,8 @@ def test_peer_checks_of_a_rendezvous_with_an_ipv6_address() -> None:
     )
 
 
-def test_peer_checks_in_a_folder_on_a_read_only_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, Linux reports a read-only file system also for the removal of a file that does not exist."""
+def test_folder_on_a_read_only_file_system_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a file system, Linux raises EROFS even for the removal of a file that does not exist."""
 
     def fail(path: Path, **options: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -215,18 +220,18 @@ def test_peer_checks_in_a_folder_on_a_read_only_file_system(monkeypatch: pytest.
 
 
 def test_connections_without_authentication_are_reported_on_several_hosts() -> None:
-    assert all_shown(ranks({})) == [OPEN_PORTS]
+    assert describe_all_findings(ranks({})) == [OPEN_PORTS]
     with_horovodrun = {"variables": {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}}
-    (found,) = all_shown(ranks(with_horovodrun, with_horovodrun))
+    (found,) = describe_all_findings(ranks(with_horovodrun, with_horovodrun))
     assert found.startswith("note: torch's TCPStore and Horovod's rendezvous server on a and the data connections of")
     on_one_interface = {"launcher": "mpirun", "variables": {"OMPI_MCA_oob_tcp_if_include": "eth0"}}
-    assert all_shown(ranks(on_one_interface, on_one_interface)) == [OPEN_PORTS]
+    assert describe_all_findings(ranks(on_one_interface, on_one_interface)) == [OPEN_PORTS]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_problem_has_exactly_one_finding(case: str) -> None:
+def test_each_problem_is_reported_exactly_once(case: str) -> None:
     create_reports, expected = CASES[case]
-    found = shown(create_reports())
+    found = describe_findings(create_reports())
     assert re.match(expected, found[0]), found
     assert len(found) == 1, found
 
@@ -240,14 +245,12 @@ def test_doctor_reports_this_host() -> None:
         **rank["facts"], "gpus": tuple(rank["facts"]["gpus"]), "evidence": (),
         "name_addresses": tuple(rank["facts"]["name_addresses"]), "cores": tuple(rank["facts"]["cores"]),
     }  # fmt: skip
-    shown = CliRunner().invoke(unitrain, ["doctor"], env={"COLUMNS": "80"})
-    assert shown.exit_code == result.exit_code
-    assert rank["facts"]["torch"] in shown.output
+    printed = CliRunner().invoke(unitrain, ["doctor"], env={"COLUMNS": "80"})
+    assert printed.exit_code == result.exit_code
+    assert rank["facts"]["torch"] in printed.output
 
 
-def test_a_fix_is_printed_below_its_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_is_printed_below_its_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -262,12 +265,12 @@ def test_a_fix_is_printed_below_its_problem(
     )
 
 
-def test_a_large_limit_of_locked_memory_is_sufficient() -> None:
-    assert shown(ranks({"infiniband": True, "locked_memory": 64 * GIB})) == []
+def test_large_limit_of_locked_memory_is_sufficient() -> None:
+    assert describe_findings(ranks({"infiniband": True, "locked_memory": 64 * GIB})) == []
 
 
 @pytest.mark.parametrize("command", [["doctor", "--launch", "-np '2"], ["tune", "--launch", "-np '2", "train.py"]])
-def test_an_unclosed_quote_is_a_usage_error(command: list[str]) -> None:
+def test_unclosed_quote_is_a_usage_error(command: list[str]) -> None:
     result = CliRunner().invoke(unitrain, command)
     assert result.exit_code == 2
     assert "Invalid value for '--launch': \"-np '2\" cannot be split into words: No closing quotation." in result.output
@@ -280,7 +283,7 @@ def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPa
     assert "OMPI_COMM_WORLD_SIZE" in result.output
 
 
-def test_a_usage_error_of_launch_is_shown_without_its_usage() -> None:
+def test_usage_error_of_launch_is_printed_without_the_usage_of_launch() -> None:
     result = CliRunner().invoke(unitrain, ["doctor", "--launch", "-np x"])
     assert result.exit_code == 1
     message = result.output.partition("Error: ")[2]
@@ -288,9 +291,7 @@ def test_a_usage_error_of_launch_is_shown_without_its_usage() -> None:
     assert "Usage:" not in result.output
 
 
-def test_a_program_that_launch_lacks_is_not_reported_as_an_invalid_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_program_is_not_reported_as_an_invalid_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(unitrain, ["doctor", "--launch", "-np 4 -H node1:2,node2:2"])
     assert result.exit_code == 1
@@ -298,7 +299,7 @@ def test_a_program_that_launch_lacks_is_not_reported_as_an_invalid_option(
     assert message.startswith("unitrain launch cannot start the ranks: ssh, which is needed to reach other hosts")
 
 
-# A `sitecustomize` module with which the ranks of mpirun hang.
+# A `sitecustomize` module that makes the ranks of mpirun hang.
 HANGING_RANKS = """
 import os, time
 from pathlib import Path
@@ -306,7 +307,7 @@ if "OMPI_COMM_WORLD_RANK" in os.environ:
     Path(__file__).with_name("rank-" + os.environ["OMPI_COMM_WORLD_RANK"]).touch()
     time.sleep(300)
 """
-# The same for `unitrain launch`, after it has started a process in another session.
+# A `sitecustomize` module that makes `unitrain launch` hang after it has started a process in another session.
 HANGING_LAUNCH = """
 import subprocess, sys, time
 from pathlib import Path
@@ -318,7 +319,7 @@ if "launch" in sys.orig_argv:
 
 
 @needs_open_mpi
-def test_a_signal_to_doctor_terminates_the_ranks(tmp_path: Path) -> None:
+def test_signal_to_doctor_terminates_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING_RANKS)
     command = [sys.executable, "-m", "unitrain", "doctor", "--launch", "-np 2 --launcher mpirun"]
     with running_launcher(command, {"PYTHONPATH": str(tmp_path)}, fresh=True) as launch:
@@ -332,7 +333,7 @@ def test_a_signal_to_doctor_terminates_the_ranks(tmp_path: Path) -> None:
         launch.wait_until_all_exited(30)
 
 
-def test_a_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING_LAUNCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("UNITRAIN_TEST_LAUNCH", tmp_path.name)
@@ -346,7 +347,8 @@ def test_a_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkey
             time.sleep(0.02)
         return process
 
-    monkeypatch.setattr(subprocess, "Popen", start_and_wait_until_it_hangs)  # the time limit begins after it
+    # The time limit of the examination starts after this function returns.
+    monkeypatch.setattr(subprocess, "Popen", start_and_wait_until_it_hangs)
     with pytest.raises(examination.ExaminationError, match="The launch did not finish within 3 s"):
         examination.examine_launch(("-np", "2"), timeout_seconds=1)
     assert started.exists()

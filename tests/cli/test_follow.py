@@ -1,4 +1,4 @@
-"""`unitrain submit --follow` and `unitrain follow` with programs that print what Slurm and Kubernetes print."""
+"""`unitrain submit --follow` and `unitrain follow` with fake clients of Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from unitrain.cli import unitrain
 from unitrain.supervisor import following, kubernetes_job
 from unitrain.supervisor.slurm_job import SlurmJob
 
-# A kubectl whose answers are the files NUMBER.TYPE.json in its folder: each `get` of the job moves to the next number.
-# `logs --follow` prints lines from the file `log`, with times, from --since-time, at most two lines per call.
+# A fake kubectl that prints the files NUMBER.TYPE.json in its folder. Each `get` of the job increments the number.
+# `logs --follow` prints at most three lines of the file `log`, starting at --since-time.
 KUBECTL = f"""exec {sys.executable} -I -S - "$@" <<'END'
 import os, pathlib, sys
 
@@ -67,15 +67,15 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").touch()
     copy = kubernetes_job._PodLog.copy
 
-    def copy_output_of_ended_kubectl(log: kubernetes_job._PodLog, pod: Mapping[str, Any] | None) -> bool:
-        """Copy what kubectl has printed when it has ended, however slowly it runs."""
+    def copy_after_kubectl_exits(log: kubernetes_job._PodLog, pod: Mapping[str, Any] | None) -> bool:
+        """Wait until kubectl exits, and copy its complete output."""
         is_new = copy(log, pod)
         if log._process is not None:
             os.waitid(os.P_PID, log._process.pid, os.WEXITED | os.WNOWAIT)
             is_new |= copy(log, pod)
         return is_new
 
-    monkeypatch.setattr(kubernetes_job._PodLog, "copy", copy_output_of_ended_kubectl)
+    monkeypatch.setattr(kubernetes_job._PodLog, "copy", copy_after_kubectl_exits)
     return folder
 
 
@@ -93,8 +93,8 @@ def container(state: str, **fields: Any) -> dict[str, Any]:
     return {"containerStatuses": [{"state": {state: fields}, "restartCount": 0}]}
 
 
-def answers(cluster: Path, *polls: tuple[dict[str, Any] | str, list[dict[str, Any]]]) -> None:
-    """Store the answers to the queries of the job and its pods, in order."""
+def set_responses(cluster: Path, *polls: tuple[dict[str, Any] | str, list[dict[str, Any]]]) -> None:
+    """Set the responses to successive queries of the job and of its pods."""
     for number, (job, pods) in enumerate(polls, start=1):
         text = job if isinstance(job, str) else json.dumps(job)
         (cluster / f"{number}.job.json").write_text(text)
@@ -120,7 +120,7 @@ def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: py
     running = [pod(index, "Running", **container("running")) for index in (0, 1)]
     failed = [pod(rank, "Failed", **container("terminated", exitCode=code)) for rank, code in ((0, 1), (1, 3))]
     (cluster / "log").write_text("".join(f"2026-01-01T00:00:0{second}Z line {second}\n" for second in range(6)))
-    answers(
+    set_responses(
         cluster,
         ({}, []),
         ({}, [pod(0, "Pending", conditions=unschedulable), running[1]]),
@@ -140,7 +140,7 @@ def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: py
         "TrainJob train is running on host0, host1",
         "TrainJob train has failed (JobFailed), with exit code 1",
     ]
-    # kubectl ends after each three lines, and its next call repeats the last one.
+    # kubectl exits after three lines, and its next call repeats the last of these lines.
     log = [line for line in result.stdout.splitlines() if line.startswith("line ")]
     assert log == [f"line {second}" for second in range(6)]
     calls = (cluster / "calls").read_text().splitlines()
@@ -151,7 +151,7 @@ def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("cut", ["T00:00:01Z line 1", "T00:00:01Z li", "T00:00:01Z", "T00:00:01Z line 1.\n2026"])
-def test_lines_that_a_lost_connection_cuts_are_printed_once(
+def test_lines_truncated_by_a_lost_connection_are_printed_once(
     cut: str, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 1.0)
@@ -169,7 +169,7 @@ def test_lines_that_a_lost_connection_cuts_are_printed_once(
     )
     write_program(cluster, "kubectl", kubectl)
     running = [pod(0, "Running", **container("running"))]
-    answers(cluster, ({}, running), (conditions(Complete="Done"), running))
+    set_responses(cluster, ({}, running), (conditions(Complete="Done"), running))
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 0, result.output
     assert [line for line in result.stdout.splitlines() if not line.startswith("unitrain: ")] == [
@@ -184,7 +184,7 @@ def test_incomplete_last_line_is_printed_once(cluster: Path, monkeypatch: pytest
     write_program(cluster, "kubectl", KUBECTL.replace(kubectl, 'print(chr(10).join(lines), end="")'))
     (cluster / "log").write_text("2026-01-01T00:00:00Z line 0\n2026-01-01T00:00:01Z line 1")
     running = [pod(0, "Running", **container("running"))]
-    answers(cluster, ({}, running), (conditions(Complete="Done"), running))
+    set_responses(cluster, ({}, running), (conditions(Complete="Done"), running))
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-2:] == ["line 0", "line 1"]
@@ -200,14 +200,14 @@ def test_incomplete_last_line_is_printed_once(cluster: Path, monkeypatch: pytest
     ],
 )
 def test_follow_of_a_completed_job_exits_with_0(kind: str, resource: str, succeeded: str, cluster: Path) -> None:
-    answers(cluster, (conditions(Created="JobCreated", **{succeeded: "Done"}), []))
+    set_responses(cluster, (conditions(Created="JobCreated", **{succeeded: "Done"}), []))
     result = run("follow", "--to", "kubernetes", "--kind", kind, "train")
     assert (result.exit_code, states(result)) == (0, [f"{kind} train has completed"])
     assert f"get {resource} train --output json" in (cluster / "calls").read_text()
 
 
 def test_follow_reports_a_deleted_job(cluster: Path) -> None:
-    answers(cluster, ({}, []))
+    set_responses(cluster, ({}, []))
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 1
     assert states(result)[-1] == "TrainJob train was deleted, so its exit code is unknown"
@@ -215,7 +215,7 @@ def test_follow_reports_a_deleted_job(cluster: Path) -> None:
 
 def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_UNREACHABLE_LIMIT_SECONDS", 0.2)
-    answers(cluster, *[("error: connection refused", [])] * 200)
+    set_responses(cluster, *[("error: connection refused", [])] * 200)
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 1
     assert states(result) == [
@@ -224,7 +224,7 @@ def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypat
     ]
 
 
-def test_log_file_may_appear_late_be_truncated_and_be_replaced(
+def test_log_file_may_be_created_late_truncated_and_replaced(
     cluster: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     log = cluster / "my log.out"
@@ -235,23 +235,23 @@ def test_log_file_may_appear_late_be_truncated_and_be_replaced(
     assert job.read_status().text == "is running on n[1-2]"
     assert not job.copy_log()
 
-    def copied() -> bytes:
+    def copy_and_read_output() -> bytes:
         assert job.copy_log()
         assert not job.copy_log()
         return capfdbinary.readouterr().out
 
     log.write_bytes(b"one\n\xff")
-    assert copied() == b"one\n\xff"
+    assert copy_and_read_output() == b"one\n\xff"
     with log.open("ab") as file:
         file.write(b"two\n")
-    assert copied() == b"two\n"
-    log.write_bytes(b"3\n")  # truncated
-    assert copied() == b"3\n"
+    assert copy_and_read_output() == b"two\n"
+    log.write_bytes(b"3\n")  # truncates the file
+    assert copy_and_read_output() == b"3\n"
     with log.open("ab") as file:
         file.write(b"rest\n")
     log.rename(cluster / "rotated")
     log.write_bytes(b"a longer text in a new file\n")
-    assert copied() == b"rest\na longer text in a new file\n"
+    assert copy_and_read_output() == b"rest\na longer text in a new file\n"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_log_file_may_appear_late_be_truncated_and_be_replaced(
     ],
 )
 @pytest.mark.parametrize("is_removed", [False, True], ids=["controller", "accounting"])
-def test_exit_code_of_a_slurm_job(
+def test_follow_returns_the_exit_code_of_a_slurm_job(
     state: str, code: str, expected: int, text: str, is_removed: bool, cluster: Path
 ) -> None:
     shown = f"echo 'JobId=7 JobState={state} Reason=None ExitCode={code}'"
@@ -283,10 +283,12 @@ def test_exit_code_of_a_slurm_job(
         ("Slurm accounting storage is disabled", "exit code is unknown"),
     ],
 )
-def test_failure_of_sacct_is_retried_unless_accounting_is_disabled(error: str, expected: str, cluster: Path) -> None:
+def test_failed_call_of_sacct_is_retried_unless_accounting_is_disabled(
+    error: str, expected: str, cluster: Path
+) -> None:
     write_program(cluster, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    answered = f"[ -e {cluster}/called ] && echo 'COMPLETED|0:0' && exit"
-    write_program(cluster, "sacct", f"{answered}; touch {cluster}/called; echo '{error}' >&2; exit 1")
+    success = f"[ -e {cluster}/called ] && echo 'COMPLETED|0:0' && exit"
+    write_program(cluster, "sacct", f"{success}; touch {cluster}/called; echo '{error}' >&2; exit 1")
     result = run("follow", "--to", "slurm", "7")
     is_retried = "disabled" not in error
     assert result.exit_code == (0 if is_retried else 1)
@@ -309,14 +311,14 @@ def test_log_that_is_not_a_regular_file_is_reported(kind: str, cluster: Path) ->
     assert states(result) == [f"{log} is not a regular file, so its content is not shown", "job 7 has completed"]
 
 
-def test_name_of_a_job_does_not_change_its_state(cluster: Path) -> None:
+def test_job_name_that_looks_like_a_state_is_ignored(cluster: Path) -> None:
     state = "JobState=FAILED Reason=None"
     write_program(cluster, "scontrol", f"echo 'JobId=7 JobName=a JobState=COMPLETED'; echo '   {state} ExitCode=3:0'")
     result = run("follow", "--to", "slurm", "7")
     assert (result.exit_code, states(result)) == (3, ["job 7 has failed, with exit code 3"])
 
 
-def test_follow_ends_although_the_log_of_an_ended_job_grows(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_exits_even_if_the_log_of_a_completed_job_grows(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_MAX_LAST_LOG_SECONDS", 0.2)
     monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 0.1)
 
@@ -332,7 +334,7 @@ def test_follow_ends_although_the_log_of_an_ended_job_grows(cluster: Path, monke
     assert following.follow(Growing("7")) == 0
 
 
-def test_invalid_answers_of_clients_are_repeated(cluster: Path) -> None:
+def test_query_is_repeated_if_the_output_of_the_client_is_invalid(cluster: Path) -> None:
     (cluster / "1.job.json").write_text("<html>proxy</html>")
     (cluster / "2.job.json").write_text(
         json.dumps({"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
@@ -352,10 +354,10 @@ def test_client_that_cannot_be_started_is_reported(cluster: Path, monkeypatch: p
 
 
 @pytest.mark.ci
-def test_kubectl_ends_with_a_killed_follow(cluster: Path) -> None:
-    pod_answer = pod(0, "Running", **container("running"))
+def test_kubectl_exits_if_follow_is_killed(cluster: Path) -> None:
+    running_pod = pod(0, "Running", **container("running"))
     (cluster / "job.json").write_text("{}")
-    (cluster / "pods.json").write_text(json.dumps({"items": [pod_answer]}))
+    (cluster / "pods.json").write_text(json.dumps({"items": [running_pod]}))
     pid_file = cluster / "pid"
     write_program(
         cluster, "kubectl",
@@ -388,12 +390,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between the opening and the reading
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: it exited after `open`
         return False
 
 
 def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that waits for hours must not load the controller."""
+    """Polling for a job that is pending for hours must not load the Slurm controller."""
     monkeypatch.undo()
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

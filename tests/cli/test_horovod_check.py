@@ -1,4 +1,4 @@
-"""`unitrain horovod check` reports the installed Horovod, even if its import fails or crashes."""
+"""`unitrain horovod check` describes the installed Horovod, even if its import fails, crashes or hangs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from unitrain.horovod_wheel.patching import runtime_fixes
 
 @pytest.fixture(scope="module")
 def other_horovod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PYTHONPATH with a copy of the installed Horovod; its library is up to the test."""
+    """A folder for PYTHONPATH with a copy of the installed Horovod without its library, which each test adds."""
     folder = check.inspect().folder
-    assert folder is not None, "Build Horovod first: unitrain horovod build"
+    assert folder is not None, "Horovod is not installed. Build it with: unitrain horovod build"
     copy = tmp_path_factory.mktemp("other")
     shutil.copytree(folder, copy / "horovod", ignore=shutil.ignore_patterns("*.so", "__pycache__", check.RECORD_FILE))
     yield copy
@@ -37,7 +37,7 @@ CRASHING = "#include <stdlib.h>\nvoid PyInit_mpi_lib_v2(void) { abort(); }"
 HANGING = "#include <unistd.h>\nvoid PyInit_mpi_lib_v2(void) { sleep(600); }"
 
 
-def put_library(other: Path, code: str, *, built_for: str) -> None:
+def build_library(other: Path, code: str, *, built_for: str) -> None:
     (other / "horovod/metadata.json").write_text(json.dumps({"pytorch": built_for}))
     library = other / "horovod/torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX')}"
     (other / "library.c").write_text(code)
@@ -45,7 +45,7 @@ def put_library(other: Path, code: str, *, built_for: str) -> None:
     subprocess.run(command, check=True, timeout=60)
 
 
-def report_of(other: Path) -> check.Report:
+def inspect_horovod(other: Path) -> check.Report:
     return check.inspect(environment={"PYTHONPATH": str(other), "PATH": "/usr/bin:/bin"})
 
 
@@ -60,8 +60,8 @@ def test_check_reports_a_missing_horovod(tmp_path: Path) -> None:
 def test_check_reports_a_horovod_built_for_another_torch(other_horovod: Path) -> None:
     import torch
 
-    put_library(other_horovod, UNDEFINED, built_for="1.13.1+cu117")
-    report = report_of(other_horovod)
+    build_library(other_horovod, UNDEFINED, built_for="1.13.1+cu117")
+    report = inspect_horovod(other_horovod)
     assert not report.is_usable
     [problem] = report.problems
     assert problem.what == f"Horovod was built for torch 1.13.1+cu117, but torch {torch.__version__} is installed."
@@ -72,8 +72,8 @@ def test_check_reports_a_horovod_built_for_another_torch(other_horovod: Path) ->
 def test_check_reports_a_library_that_cannot_be_loaded(other_horovod: Path) -> None:
     import torch
 
-    put_library(other_horovod, UNDEFINED, built_for=torch.__version__)
-    report = report_of(other_horovod)
+    build_library(other_horovod, UNDEFINED, built_for=torch.__version__)
+    report = inspect_horovod(other_horovod)
     assert not report.is_usable
     assert "undefined symbol: torch_gone" in report.problems[0].what
 
@@ -81,8 +81,8 @@ def test_check_reports_a_library_that_cannot_be_loaded(other_horovod: Path) -> N
 def test_check_reports_a_horovod_that_crashes(other_horovod: Path) -> None:
     import torch
 
-    put_library(other_horovod, CRASHING, built_for=torch.__version__)
-    report = report_of(other_horovod)
+    build_library(other_horovod, CRASHING, built_for=torch.__version__)
+    report = inspect_horovod(other_horovod)
     assert not report.is_usable
     assert any("ended its process with status -6" in problem.what for problem in report.problems)
 
@@ -90,7 +90,7 @@ def test_check_reports_a_horovod_that_crashes(other_horovod: Path) -> None:
 def test_check_reports_a_horovod_that_hangs(other_horovod: Path) -> None:
     import torch
 
-    put_library(other_horovod, HANGING, built_for=torch.__version__)
+    build_library(other_horovod, HANGING, built_for=torch.__version__)
     report = check.inspect(environment={"PYTHONPATH": str(other_horovod), "PATH": "/usr/bin:/bin"}, timeout_seconds=5)
     assert [problem.what for problem in report.problems] == ["`import horovod.torch` did not finish within 5 s."]
     report = check.inspect(timeout_seconds=0.001)
@@ -109,7 +109,9 @@ def test_check_reports_the_capabilities_of_the_installed_horovod(monkeypatch: py
     assert report["version"] == plan.HOROVOD
     assert "gloo" in report["controllers"]
     assert report["torch"] == report["built_for_torch"]
-    assert report["runtime_fixes"] == list(runtime_fixes(PATCHES)), "Rebuild it: unitrain horovod build"
+    assert report["runtime_fixes"] == list(runtime_fixes(PATCHES)), (
+        "the installed Horovod lacks patches. Rebuild it with: unitrain horovod build"
+    )
 
 
 def test_check_reports_the_limitations_of_a_usable_horovod() -> None:

@@ -1,4 +1,4 @@
-"""`unitrain horovod build`: patches of the real sources, cache, failures and dry runs."""
+"""`unitrain horovod build`: patches of Horovod's sources, cache, failures and dry runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from unitrain.horovod_wheel.patching import Patch, apply_patches, format_diff
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real sources, through the plan's own download step."""
+def original_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources of Horovod, downloaded by the download step of a build plan."""
     cache = tmp_path_factory.mktemp("cache")
     decided = create_plan(replace_fields(python=sys.executable), cache=cache)
     download = next(step for step in decided.build_steps if step.name == "download")
@@ -39,15 +39,15 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sources(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of the files that the patches modify."""
+def sources(original_sources: Path, tmp_path: Path) -> Path:
+    """A copy of the source files that the patches modify."""
     for file in {edit.file for patch in PATCHES for edit in patch.edits}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pristine / file, tmp_path / file)
+        shutil.copy(original_sources / file, tmp_path / file)
     return tmp_path
 
 
-# --- the patches
+# --- patches ---
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
@@ -68,7 +68,7 @@ def test_applying_all_patches_twice_equals_applying_them_once(sources: Path) -> 
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_other_sources_are_refused_and_not_modified(sources: Path, count: int) -> None:
+def test_unexpected_sources_are_refused_and_not_modified(sources: Path, count: int) -> None:
     controller = sources / "horovod/common/gloo/gloo_controller.cc"
     line = "global_ranks_.reserve(size_);"
     controller.write_text(controller.read_text().replace(line, line * count))
@@ -80,16 +80,16 @@ def test_other_sources_are_refused_and_not_modified(sources: Path, count: int) -
     assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
 
 
-def test_a_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
+def test_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HorovodBuildError, match=r"'cxx20' is for CMakeLists.txt, which does not exist in"):
         apply_patches(tmp_path, PATCHES)
 
 
-# --- the build
+# --- build ---
 
 
-class Recorded:
-    """A reporter that remembers."""
+class RecordingReporter:
+    """A reporter that records steps and percentages."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -106,19 +106,19 @@ def with_steps(decided: plan.BuildPlan, *steps: plan.BuildStep) -> plan.BuildPla
     return dataclasses.replace(decided, build_steps=steps, install_steps=())
 
 
-def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
+def test_cached_wheel_is_rebuilt_only_with_force(tmp_path: Path) -> None:
     decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("true",)))
     decided.folder.mkdir()
     decided.wheel.touch()
-    assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := Recorded()) == decided.wheel
+    assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := RecordingReporter()) == decided.wheel
     assert hit.steps == []
-    build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := Recorded(), force=True)
+    build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := RecordingReporter(), force=True)
     assert forced.steps == ["wheel"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *nightly(signal.SIGTERM, signal.SIGHUP)])
-def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Signals, tmp_path: Path) -> None:
-    """The download waits for a server that does not respond."""
+def test_signal_terminates_the_processes_of_the_build(number: signal.Signals, tmp_path: Path) -> None:
+    """The signal arrives while pip waits for a server that does not respond."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         variables = {"PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/", "PIP_NO_INDEX": "0"}
@@ -132,15 +132,15 @@ def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Sign
                 process.send_signal(number)
                 assert process.wait(timeout=60) == 128 + number
                 while connection.recv(4096):
-                    pass  # pip's request; the end of pip closes the connection
+                    pass  # read the request of pip, until the exit of pip closes the connection
             assert process.stderr is not None
             assert process.stderr.read() == (b"\nunitrain: interrupted\n" if number == signal.SIGINT else b"")
-        # The next build empties the folder `work`. A wheel would be used as it is.
+        # A remaining wheel or archive would be used by the next build, which deletes other remaining files.
         assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".whl", ".gz")]
 
 
 def toolkit_step(folder: Path, script: str) -> plan.BuildStep:
-    """The plan's own step for the CUDA toolkit, with a command that needs no network."""
+    """Return the toolkit step of a build plan, with a shell script as its command, which does not need a network."""
     decided = create_plan(cache=folder, cuda=True)
     step = next(step for step in decided.build_steps if step.name == "toolkit")
     return dataclasses.replace(step, argv=("sh", "-c", script.replace("TOOLKIT", str(folder / "cuda-13.0"))))
@@ -150,25 +150,25 @@ FILL = "mkdir TOOLKIT/nvidia && echo new > TOOLKIT/nvidia/nvcc"
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_an_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, force: bool) -> None:
+def test_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, force: bool) -> None:
     decided = create_plan(cache=tmp_path, cuda=True)
     broken = with_steps(decided, toolkit_step(tmp_path, "mkdir TOOLKIT/nvidia && touch TOOLKIT/nvidia/old && exit 1"))
     with pytest.raises(HorovodBuildError, match="Step 'toolkit'"):
-        build.run(broken, {"PATH": "/usr/bin:/bin"}, Recorded())
+        build.run(broken, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
     files = tmp_path / "cuda-13.0" / "nvidia"
     assert files.is_dir()
     plan_with_toolkit = with_steps(decided, toolkit_step(tmp_path, FILL))
-    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded(), force=force)
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, RecordingReporter(), force=force)
     assert [file.name for file in files.iterdir()] == ["nvcc"]
     (files / "nvcc").write_text("used")
-    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded())
-    assert (files / "nvcc").read_text() == "used", "a complete one stays"
-    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded(), force=True)
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
+    assert (files / "nvcc").read_text() == "used", "a complete toolkit must not be replaced without --force"
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, RecordingReporter(), force=True)
     assert (files / "nvcc").read_text() == "new\n"
 
 
-def test_builds_with_other_keys_share_the_toolkit(tmp_path: Path) -> None:
-    """Four builds at once, the last one with --force; each notes when its compiler finds the toolkit incomplete."""
+def test_builds_with_different_keys_share_the_toolkit(tmp_path: Path) -> None:
+    """Four builds run concurrently, the last one with --force. A compiler logs "gone" if the toolkit is incomplete."""
     slow = f"echo installed >> {tmp_path}/log; mkdir TOOLKIT/nvidia; sleep 0.3; echo new > TOOLKIT/nvidia/nvcc"
     compiler = f"for i in 1 2 3 4 5; do test -s {tmp_path}/cuda-13.0/nvidia/nvcc || echo gone >> {tmp_path}/log; "
     compiler += "sleep 0.1; done"
@@ -189,15 +189,15 @@ def test_builds_with_other_keys_share_the_toolkit(tmp_path: Path) -> None:
         started = []
         for number, one in enumerate(plans):
             forced = number == len(plans) - 1
-            started.append(pool.submit(build.run, one, {"PATH": "/usr/bin:/bin"}, Recorded(), force=forced))
+            started.append(pool.submit(build.run, one, {"PATH": "/usr/bin:/bin"}, RecordingReporter(), force=forced))
             time.sleep(0.05)
         for one in started:
             one.result(timeout=60)
-    # On a busy machine the forced build may be the first one, and the others then use its toolkit.
+    # On a busy machine, the forced build may be the first. The other builds then use its toolkit.
     assert (tmp_path / "log").read_text().split() in (["installed"], ["installed", "installed"])
 
 
-def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> None:
+def test_failed_step_is_reported_with_the_error_a_fix_and_the_log(tmp_path: Path) -> None:
     script = (
         "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
     )
@@ -205,7 +205,7 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
         create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("sh", "-c", script))
     )
     with pytest.raises(HorovodBuildError) as caught:
-        build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
+        build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := RecordingReporter())
     message = str(caught.value)
     assert "Step 'wheel'" in message
     assert "exit status 3: x.cc:1: fatal error: No space left on device. The disk" in message
@@ -215,20 +215,22 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
     assert seen.percents == [40]
 
 
-def test_an_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
+def test_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
     decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="unpack", description=""))
     decided.sdist.parent.mkdir()
     decided.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):
-        build.run(decided, {"PATH": "/usr/bin:/bin"}, Recorded())
+        build.run(decided, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
 
 
-def test_extract_works_without_extraction_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_is_extracted_by_python_versions_without_extraction_filters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("content")
     with tarfile.open(tmp_path / "archive.tar", "w") as archive:
         archive.add(tmp_path / "file", "file")
 
-    # TarFile as in Python 3.11.0 to 3.11.3.
+    # The signature in Python 3.11.0 to 3.11.3.
     def extractall(self: tarfile.TarFile, path: Path) -> None:
         for member in self:
             self.extract(member, path)
@@ -239,7 +241,7 @@ def test_extract_works_without_extraction_filters(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "folder" / "file").read_text() == "content"
 
 
-def test_a_dry_run_prints_every_step_and_builds_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_every_step_and_does_not_build(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     result = CliRunner().invoke(horovod, ["build", "--dry-run", "--cache-dir", str(cache), "--without-mpi"])
     assert result.exit_code == 0, result.output
@@ -255,7 +257,7 @@ def test_a_dry_run_prints_every_step_and_builds_nothing(tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-def test_a_missing_requirement_ends_the_command_with_its_message(tmp_path: Path) -> None:
+def test_missing_requirement_ends_the_command_with_an_error(tmp_path: Path) -> None:
     result = CliRunner(env={"CXX": "no-such-compiler"}).invoke(
         horovod, ["build", "--cache-dir", str(tmp_path / "cache")]
     )

@@ -1,4 +1,4 @@
-"""`unitrain memory` on real ranks: the predictions equal measurements with the settings in use."""
+"""`unitrain memory` on real ranks: predicted savings equal measurements with the suggested settings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PARAMETERS = 6 * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN) + 10 * (WIDTH + 1)
 
 
 def run(script: str, *words: str, options: tuple[str, ...] = ()) -> tuple[int, str, Any]:
-    """Return the exit code, the output and the JSON report of `unitrain memory`."""
+    """Run `unitrain memory`, and return its exit code, its output and its JSON report."""
     path = Path(script).with_name("memory.json")
     command = [sys.executable, "-m", "unitrain", "memory", "--json", str(path), *options, script, *words]
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
@@ -82,17 +82,17 @@ def measured(report: Any, name: str) -> int:
 def test_predictions_equal_measurements(
     script: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each `shard` setting saves the predicted bytes within 1 %, and activation checkpointing the predicted bytes."""
+    """Each `shard` setting saves the predicted bytes within 1 %. Activation checkpointing saves them exactly."""
     monkeypatch.chdir(tmp_path)
     options = ("--backend", backend)
     code, output, plain = run(script, options=options)
     assert code == 0, output
-    assert not Path("must-not-exist").exists(), "a recorded run writes no checkpoints"
+    assert not Path("must-not-exist").exists(), "a recorded run must not write checkpoints"
     assert "the script ended" not in output
     assert measured(plain, "parameters") == measured(plain, "gradients") == 4 * PARAMETERS
     assert measured(plain, "optimizer state") == pytest.approx(8 * PARAMETERS, rel=0.01)
-    # Each block saves its input, the input and the output of GELU; the last layer saves its input, and the loss the log
-    # probabilities, the targets, and the sum of the weights of the classes.
+    # Each block saves its input, and the input and the output of GELU. The last layer saves its input. The loss saves
+    # the log probabilities, the targets and the sum of the class weights.
     floats = 6 * (WIDTH + 2 * HIDDEN) + WIDTH + 10
     assert measured(plain, "activations") == 4 * BATCH * floats + 8 * BATCH + 4
     assert sum(row["at_peak"] for row in plain["memory"]) == plain["peak"]
@@ -109,23 +109,23 @@ def test_predictions_equal_measurements(
             assert measured(sharded, "activations") == plain["ranks"][0]["blocks"][0]["kept_bytes"]
 
 
-def test_a_loop_without_the_trainer_is_recorded(script: str) -> None:
+def test_custom_loop_without_the_trainer_is_recorded(script: str) -> None:
     code, output, report = run(script, "own", options=("-np", "1", "--backend", "local", "--ranks", "4"))
     assert code == 0, output
     assert measured(report, "optimizer state") == 4 * PARAMETERS
     assert 'shard="state"' in {one["setting"] for one in report["savings"]}
     assert report["predicted_ranks"] == 4
-    assert "Gradients need" in output, "one rank has no gradient buckets"
+    assert "Gradients need" in output, "a report for one rank must mention the gradient buckets of several ranks"
 
 
-def test_a_run_that_is_too_short_is_reported(script: str) -> None:
+def test_run_that_is_too_short_is_reported(script: str) -> None:
     code, output, _ = run(script, "short", options=("-np", "1"))
     assert code == 1
     assert "ended before 4 optimizer steps" in output
     assert "the script ended" in output
 
 
-def test_a_report_that_cannot_be_written_is_rejected_before_the_run(script: str) -> None:
+def test_report_that_cannot_be_written_is_rejected_before_the_run(script: str) -> None:
     file = Path(script).with_name("missing") / "memory.json"
     with running_launcher([sys.executable, "-m", "unitrain", "memory", "--json", str(file), script]) as launch:
         output = launch.output()

@@ -1,4 +1,4 @@
-"""The report of a run: it shows the numbers of its history in every state, without external resources."""
+"""Report pages: numbers from the history, comparison of runs, unfinished runs and invalid files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LOCAL = LocalBackend(torch.device("cpu"))
         (400_000, "111 h"),
     ],
 )
-def test_durations_are_rounded_in_one_step(seconds: float, text: str) -> None:
+def test_durations_are_rounded_only_once(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
 class Page(HTMLParser):
-    """Parser of a page: its text per kind of element, its tables, and the resources that a browser would load."""
+    """Parser for a report page. Collects texts, tiles, tables, charts and the resources that a browser would load."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ def page(*arguments: str | Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
     train(folder)
     return folder
 
 
-def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
-    shown, history = page(trained), rows(trained)
+def test_page_shows_the_numbers_of_the_history(run_folder: Path) -> None:
+    shown, history = page(run_folder), rows(run_folder)
     tiles = {name: value for name, value, *_ in shown.tiles}
     assert tiles["epochs"] == "3 of 3"
     for name in ("train_loss", "val_loss", "val_accuracy"):
@@ -180,51 +180,51 @@ def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
     assert settings["optimizer"] == "SGD"
 
 
-def test_the_page_uses_no_external_resources(trained: Path) -> None:
-    shown = page(trained)
-    html = (trained / "report.html").read_text()
+def test_page_does_not_use_external_resources(run_folder: Path) -> None:
+    shown = page(run_folder)
+    html = (run_folder / "report.html").read_text()
     assert shown.loaded == []
     assert not re.search(r"(?i)https?:|//[a-z]|<script|@import|url\((?!#)", html)
-    # The charts take their colours from the page, which has others in the dark.
+    # The charts use colors that the page defines for its light and its dark mode.
     assert re.search(r"stroke: var\(--run-0\)", html)
     assert "prefers-color-scheme: dark" in html
 
 
-def test_the_command_writes_a_page(trained: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "unitrain", "report", trained, "--output", tmp_path / "page.html"]
+def test_command_writes_a_page_to_the_output_file(run_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unitrain", "report", run_folder, "--output", tmp_path / "page.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "page.html")), done.stderr
     assert Page((tmp_path / "page.html").read_text()).contains("first")
 
 
-def test_png_writes_one_file(trained: Path) -> None:
-    result = run(trained, "--png")
-    assert result.output.strip() == str(trained / "report.png")
-    assert (trained / "report.png").read_bytes().startswith(b"\x89PNG")
+def test_png_option_writes_one_image(run_folder: Path) -> None:
+    result = run(run_folder, "--png")
+    assert result.output.strip() == str(run_folder / "report.png")
+    assert (run_folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
+def test_page_compares_several_runs(run_folder: Path, tmp_path: Path) -> None:
     train(tmp_path / "second", batch_size=6, max_epochs=2)
-    shown = page(trained, tmp_path / "second", "--output", tmp_path / "both.html")
+    shown = page(run_folder, tmp_path / "second", "--output", tmp_path / "both.html")
     compared = {line[0]: line[1:] for line in shown.tables[0]}
     assert compared[""] == ["first", "second"]
     assert compared["epochs"] == ["3 of 3 45 steps", "2 of 2 20 steps"]
-    for run_number, folder in enumerate((trained, tmp_path / "second")):
+    for run_number, folder in enumerate((run_folder, tmp_path / "second")):
         found = compared["val_accuracy in the last epoch"][run_number]
         assert float(found) == pytest.approx(rows(folder)[-1]["val_accuracy"], rel=1e-3)
     settings = next(table for table in shown.tables if ["batch_size", "4", "6"] in table)
     equal = settings.index(["optimizer", "SGD", "SGD"])
     assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "max_epochs"))
-    assert settings.index(["batch_size", "4", "6"]) < equal  # what differs comes first
+    assert settings.index(["batch_size", "4", "6"]) < equal  # settings that differ precede equal settings
     assert "time per epoch, mean over ranks" in shown.charts
 
 
-def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: Path) -> None:
-    """With a loss that was not a number, and a line that is just being written."""
-    (start,) = (json.loads(line) for line in (trained / "run.jsonl").read_text().splitlines())
+def test_page_of_an_unfinished_run_that_was_resumed_on_another_backend(run_folder: Path, tmp_path: Path) -> None:
+    """The history contains a loss that is not a number and an incomplete last line."""
+    (start,) = (json.loads(line) for line in (run_folder / "run.jsonl").read_text().splitlines())
     start["config"] = {**start["config"], "max_epochs": 40}
     resumed = {**start, "step": 15, "epochs": 1.0, "backend": "horovod", "transport": "gloo", "size": 3}
-    history = [dict(row) for row in rows(trained)]
+    history = [dict(row) for row in rows(run_folder)]
     for row in history[1:]:
         for part in ("data", "compute", "wait", "update", "validation", "checkpoint"):
             row[f"{part}_seconds"] = [1.0, 1.0, {"compute": 2.0, "wait": 0.0}.get(part, 1.0)]
@@ -253,13 +253,13 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
         r"Rank 2 was slow at step 30: data 41 ms a step, others 6 ms, earlier 5 ms \(CPU quota\)\. "
         r"Cause: CPU quota on host n3 \(the quota is 0\.5 cores\)\. Raise the CPU limit"
     )
-    assert tiles["waiting"] == "17 %"  # of 4 s of training on three ranks, twice, two of them wait 1 s: 4 of 24
+    assert tiles["waiting"] == "17 %"  # two ranks wait for 1 s in two epochs: 4 s of 2 * 3 * 4 s
 
 
 @pytest.mark.parametrize("kept", ["run.jsonl", "history.jsonl", "steps.jsonl run.jsonl"])
-def test_a_run_without_epochs_has_a_report(trained: Path, tmp_path: Path, kept: str) -> None:
+def test_run_without_epochs_has_a_report(run_folder: Path, tmp_path: Path, kept: str) -> None:
     for name in kept.split():
-        (tmp_path / name).write_bytes((trained / name).read_bytes())
+        (tmp_path / name).write_bytes((run_folder / name).read_bytes())
     shown = page(tmp_path)
     picture = run(tmp_path, "--png")
     if "steps" in kept:
@@ -272,7 +272,7 @@ def test_a_run_without_epochs_has_a_report(trained: Path, tmp_path: Path, kept: 
     assert picture.exit_code == 0
 
 
-def test_a_run_of_one_epoch_without_validation(tmp_path: Path) -> None:
+def test_page_of_one_epoch_without_validation_omits_validation_results(tmp_path: Path) -> None:
     train(tmp_path / "short", validate=False, max_epochs=1)
     shown = page(tmp_path / "short")
     assert [tile[0] for tile in shown.tiles] == [
@@ -281,26 +281,26 @@ def test_a_run_of_one_epoch_without_validation(tmp_path: Path) -> None:
     assert shown.charts[:2] == ["loss", "learning rate"]
 
 
-def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_invalid_folders_and_outputs_are_refused(run_folder: Path, tmp_path: Path) -> None:
     def error_output(*arguments: str | Path) -> str:
         result = run(*arguments)
         assert result.exit_code == 1, result.output
         assert result.output.startswith("Error: ")
         return " ".join(result.output.removeprefix("Error: ").split())
 
-    assert error_output(trained.parent / "frist") == (
-        f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Pass the output_dir of a run."
+    assert error_output(run_folder.parent / "frist") == (
+        f"Folder '{run_folder.parent}/frist' does not exist. Did you mean 'first'? Pass the output_dir of a run."
     )
-    assert f"There is a run in '{trained}'. Pass the folder" in error_output(trained.parent)
+    assert f"There is a run in '{run_folder}'. Pass the folder" in error_output(run_folder.parent)
     assert "has no run: it contains neither run.jsonl nor history.jsonl" in error_output(tmp_path)
     broken = tmp_path / "broken"
-    write(broken, "history.jsonl", rows(trained))
+    write(broken, "history.jsonl", rows(run_folder))
     lines = (broken / "history.jsonl").read_text().splitlines()
     (broken / "history.jsonl").write_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
     assert error_output(broken).startswith(
         f"Line 2 of '{broken}/history.jsonl' is not a row of a run's record: '{lines[1][:30]}'. Remove it: sed -i 2d"
     )
-    assert "Cannot write" in error_output(trained, "--output", tmp_path / "nowhere" / "page.html")
+    assert "Cannot write" in error_output(run_folder, "--output", tmp_path / "nowhere" / "page.html")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) 
         ("steps.jsonl", {"step": 1, "loss": "low"}),
     ],
 )
-def test_rows_of_another_program_are_refused(name: str, row: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_in_another_format_are_refused(name: str, row: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, "history.jsonl", [{"step": 1, "epoch": 1, "train_loss": 0.5}])
     write(tmp_path, name, [row])
     for arguments in ([tmp_path], ["--png", tmp_path], ["--goodput", tmp_path]):
@@ -324,29 +324,29 @@ def test_rows_of_another_program_are_refused(name: str, row: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "goodput.json"])
-def test_an_unreadable_history_is_not_reported_as_a_failed_write(trained: Path, tmp_path: Path, name: str) -> None:
-    write(tmp_path, "history.jsonl", rows(trained))
+def test_unreadable_file_is_reported_as_a_failed_read(run_folder: Path, tmp_path: Path, name: str) -> None:
+    write(tmp_path, "history.jsonl", rows(run_folder))
     (tmp_path / name).unlink(missing_ok=True)
     if name == "goodput.json":
         os.mkfifo(tmp_path / name)
     else:
-        (tmp_path / name).symlink_to("/proc/self/mem")  # reading its first bytes raises OSError
+        (tmp_path / name).symlink_to("/proc/self/mem")  # reading this file raises OSError
     result = run(tmp_path)
     assert result.exit_code == 1
     assert f"'{tmp_path}/{name}' cannot be read: " in result.output
 
 
-def test_a_chart_without_points_can_be_drawn() -> None:
+def test_chart_without_points_can_be_drawn() -> None:
     from unitrain.report.charts import Line, LineChart, to_svg
 
     assert to_svg(LineChart("loss", [Line("run", [])], "epoch")).startswith("<svg")
 
 
-def test_a_missing_matplotlib_is_reported_with_the_fix(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported_with_a_fix(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "unitrain.report"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run(trained)
+    result = run(run_folder)
     assert result.exit_code == 1
     assert "unitrain report needs a package that is missing: import of matplotlib halted" in result.output
     assert 'with: pip install ".[report]"' in result.output

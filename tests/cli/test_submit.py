@@ -1,4 +1,4 @@
-"""Batch scripts and manifests: their contents, their validity for bash, Kubernetes and Kubeflow, and submission."""
+"""Batch scripts and manifests of `unitrain submit`: contents, validity and submission."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from unitrain.cli import unitrain
 from unitrain.launchers.translation.kubernetes import dump_manifest
 
-# The definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
-# mpi-operator 0.4) without the pods, which Kubernetes defines.
+# Schemas of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1, mpi-operator 0.4),
+# without the pod templates, for which the schema of Kubernetes is used.
 _POLICY = {
     "type": "object",
     "properties": {
@@ -89,7 +89,7 @@ SCHEMAS = {
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script in the folder of the test, in an environment without variables that affect the output."""
+    """Create a script in the current folder, and remove variables that change the output from the environment."""
     for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "train_digits.py"
@@ -102,19 +102,19 @@ def submit(*arguments: str, **variables: str) -> Result:
     return CliRunner().invoke(unitrain, ["submit", *arguments], env=variables)
 
 
-def printed(*arguments: str, **variables: str) -> str:
+def print_job(*arguments: str, **variables: str) -> str:
     result = submit("--dry-run", *arguments, **variables)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
-    """Return the manifest, validated against the schemas of Kubernetes and Kubeflow."""
-    found: dict[str, Any] = yaml.safe_load(printed("--to", "kubernetes", *arguments, **variables))
+def create_manifest(*arguments: str, **variables: str) -> dict[str, Any]:
+    """Return the manifest after it was validated with the schemas of Kubernetes and Kubeflow."""
+    found: dict[str, Any] = yaml.safe_load(print_job("--to", "kubernetes", *arguments, **variables))
     if found["kind"] == "TrainJob":
         read = TrainerV1alpha1TrainJob.from_dict(found)
         assert read is not None
-        assert read.to_dict() == found  # it ignores unknown options
+        assert read.to_dict() == found  # from_dict ignores unknown fields
         trainer, patches = found["spec"]["trainer"], found["spec"].get("runtimePatches", [])
         pods = [pod_of_patch(patch) for patch in patches] or [{"containers": [{"name": "node"}]}]
         for pod in pods:
@@ -141,8 +141,8 @@ def pod_of_patch(patch: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def test_batch_script_for_slurm(script: Path) -> None:
-    request_options = [
+def test_batch_script_for_slurm_contains_directives_and_the_srun_command(script: Path) -> None:
+    submit_options = [
         "--nodes",
         "2",
         "--gpus-per-node",
@@ -154,36 +154,36 @@ def test_batch_script_for_slurm(script: Path) -> None:
         "--time",
         "12:00:00",
     ]
-    request_options += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
-    text = printed("--to", "slurm", *request_options, script.name, "--epochs", "9 0")
+    submit_options += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
+    text = print_job("--to", "slurm", *submit_options, script.name, "--epochs", "9 0")
     head, _, body = text.partition("\n\n")
     assert head.splitlines() == ["#!/bin/bash", *(f"#SBATCH {option}" for option in (
         "--job-name=train_digits", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--signal=USR1@120", "--requeue",
         "--output=%x-%j.out", "--open-mode=append", "--gpus-per-node=4", "--cpus-per-task=8", "--mem=64G",
         "--time=12:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive",
     ))]  # fmt: skip
-    assert "export UNITRAIN_BACKEND" not in body  # under srun, the default backend is DDP
+    assert "export UNITRAIN_BACKEND" not in body  # the default backend under srun is ddp
     assert "export LEVEL='a b'\n" in body
     assert f"{sys.executable} train_digits.py --epochs '9 0'\n" in body
-    assert "export UNITRAIN_BACKEND=horovod\n" in printed("--to", "slurm", "--backend", "horovod", script.name)
-    chosen = printed("--to", "slurm", "--job-name", "a", "--output", "b.out", "--signal-seconds", "60", script.name)
+    assert "export UNITRAIN_BACKEND=horovod\n" in print_job("--to", "slurm", "--backend", "horovod", script.name)
+    chosen = print_job("--to", "slurm", "--job-name", "a", "--output", "b.out", "--signal-seconds", "60", script.name)
     assert "#SBATCH --signal=USR1@60\n" in chosen
     assert "USR1@120" not in chosen
     assert "%x-%j" not in chosen
 
 
 def test_directives_quote_values_with_spaces(script: Path) -> None:
-    """Slurm splits a #SBATCH line at spaces outside quotes."""
-    text = printed("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
-    request_options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
-    assert "#SBATCH --job-name='a b'" in request_options
-    assert "#SBATCH --output='my logs/%j.out'" in request_options
-    assert [shlex.split(line)[-1] for line in request_options if "comment" in line] == ["--comment=it's"]
+    """Slurm splits a #SBATCH line at unquoted spaces."""
+    text = print_job("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
+    submit_options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert "#SBATCH --job-name='a b'" in submit_options
+    assert "#SBATCH --output='my logs/%j.out'" in submit_options
+    assert [shlex.split(line)[-1] for line in submit_options if "comment" in line] == ["--comment=it's"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 75])
-def test_preempted_job_is_requeued(code: int, script: Path, tmp_path: Path) -> None:
-    text = printed("--to", "slurm", "--nodes", "2", "-np", "2", "-x", "LEVEL=3", script.name, "a b")
+def test_job_is_requeued_only_after_the_exit_code_of_a_preemption(code: int, script: Path, tmp_path: Path) -> None:
+    text = print_job("--to", "slurm", "--nodes", "2", "-np", "2", "-x", "LEVEL=3", script.name, "a b")
     write_program(tmp_path, "scontrol", 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "n1\\nn2\\n"')
     write_program(tmp_path, "srun", f'echo "srun $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $LEVEL" >> log; '
             f'for word in "$@"; do echo "<$word>" >> log; done; exit {code}')  # fmt: skip
@@ -199,7 +199,7 @@ def test_preempted_job_is_requeued(code: int, script: Path, tmp_path: Path) -> N
 
 
 def test_each_attempt_has_a_new_key_that_is_not_displayed(script: Path, tmp_path: Path) -> None:
-    text = printed("--to", "slurm", script.name)
+    text = print_job("--to", "slurm", script.name)
     write_program(tmp_path, "srun", 'echo "$UNITRAIN_JOB_KEY"; echo "$*" >&2')
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071"}
 
@@ -213,22 +213,22 @@ def test_each_attempt_has_a_new_key_that_is_not_displayed(script: Path, tmp_path
     assert re.fullmatch(r"[0-9a-f]{64}", second)
     assert first != second
     assert first not in words
-    assert "--export ALL" in words, "srun hands it on by the environment"
+    assert "--export ALL" in words, "srun must pass the key to the ranks in the environment"
     assert run(UNITRAIN_JOB_KEY="mine")[0] == "mine"
 
 
-def test_signal_of_slurm_is_one_that_the_trainer_handles(script: Path) -> None:
+def test_trainer_handles_the_signal_that_slurm_sends(script: Path) -> None:
     from unitrain import TrainConfig
     from unitrain.errors import Preempted
 
-    text = printed("--to", "slurm", script.name)
+    text = print_job("--to", "slurm", script.name)
     assert "--signal=USR1@" in text
     assert "SIGUSR1" in TrainConfig(max_epochs=1).preemption_signals
     assert f'"$code" -eq {Preempted(None).code} ' in text
 
 
-def test_pytorchjob_for_ddp(script: Path) -> None:
-    request_options = [
+def test_pytorchjob_has_a_master_and_workers_with_torchrun(script: Path) -> None:
+    submit_options = [
         "--kind",
         "PyTorchJob",
         "--nodes",
@@ -242,8 +242,8 @@ def test_pytorchjob_for_ddp(script: Path) -> None:
         "--time",
         "2-1",
     ]
-    found = manifest(
-        *request_options, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v"
+    found = create_manifest(
+        *submit_options, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v"
     )
     assert (found["kind"], found["metadata"]) == ("PyTorchJob", {"name": "train-digits", "namespace": "team"})
     spec = found["spec"]
@@ -255,13 +255,13 @@ def test_pytorchjob_for_ddp(script: Path) -> None:
     assert container["command"] == ["torchrun", "train_digits.py", "-v"]
     assert container["env"] == [{"name": "LEVEL", "value": "3"}]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": "8", "memory": "64Gi"}}
-    one_node = manifest("--kind", "PyTorchJob", "--image", "a", script.name)
+    one_node = create_manifest("--kind", "PyTorchJob", "--image", "a", script.name)
     assert list(one_node["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
-def test_submit_writes_a_trainjob(script: Path) -> None:
-    request_options = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--backend", "horovod"]
-    found = manifest(*request_options, "--time", "90", script.name)
+def test_trainjob_contains_the_resources_and_the_command(script: Path) -> None:
+    submit_options = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--backend", "horovod"]
+    found = create_manifest(*submit_options, "--time", "90", script.name)
     assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     (patch,) = found["spec"].pop("runtimePatches")
     assert patch["manager"] == "unitrain/submit"
@@ -282,10 +282,10 @@ def test_submit_writes_a_trainjob(script: Path) -> None:
     }
 
 
-def test_trainjob_runs_in_another_runtime_and_folder(script: Path, tmp_path: Path) -> None:
-    found = manifest("--runtime", "team-torch", "--image", "a", script.name)
+def test_trainjob_may_use_another_runtime_and_folder(script: Path, tmp_path: Path) -> None:
+    found = create_manifest("--runtime", "team-torch", "--image", "a", script.name)
     assert found["spec"]["runtimeRef"] == {"name": "team-torch"}
-    assert "runtimePatches" not in found["spec"]  # the pods of another runtime are unknown
+    assert "runtimePatches" not in found["spec"]  # unitrain cannot patch the pods of an unknown runtime
     folder = tmp_path / "my runs"
     folder.mkdir()
     write_program(tmp_path, "torchrun", 'pwd; printf "%s\\n" "$@"')
@@ -299,9 +299,13 @@ def test_trainjob_runs_in_another_runtime_and_folder(script: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_mpirun_starts_the_ranks_in_kubernetes(backend: str, kind: str, script: Path, tmp_path: Path) -> None:
-    request_options = ["--kind", "MPIJob"] if kind == "MPIJob" else ["--mpi-runtime", "mpi-train"]
-    found = manifest("--backend", backend, *request_options, "--nodes", "2", "-np", "8", "--image", "a", script.name)
+def test_mpirun_starts_the_ranks_of_mpi_jobs_in_kubernetes(
+    backend: str, kind: str, script: Path, tmp_path: Path
+) -> None:
+    submit_options = ["--kind", "MPIJob"] if kind == "MPIJob" else ["--mpi-runtime", "mpi-train"]
+    found = create_manifest(
+        "--backend", backend, *submit_options, "--nodes", "2", "-np", "8", "--image", "a", script.name
+    )
     spec = found["spec"]
     if kind == "MPIJob":
         assert spec["slotsPerWorker"] == 4
@@ -315,11 +319,11 @@ def test_mpirun_starts_the_ranks_in_kubernetes(backend: str, kind: str, script: 
         assert (spec["runtimeRef"], launcher["numNodes"], launcher["numProcPerNode"]) == ({"name": "mpi-train"}, 2, 4)
         # Kubeflow Trainer rejects jobs that set these variables.
         assert not {one["name"] for one in launcher["env"] if one["name"].startswith("OMPI_MCA_")}
-    given_variables = {one["name"]: one["value"] for one in launcher["env"]}
+    variables = {one["name"]: one["value"] for one in launcher["env"]}
     (tmp_path / "hostfile").write_text("w-0.train slots=4\nw-1.train slots=4\n")
     write_program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
     environ = {
-        **given_variables,
+        **variables,
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
     }
@@ -336,16 +340,16 @@ def test_mpirun_starts_the_ranks_in_kubernetes(backend: str, kind: str, script: 
 
 
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_default_kind_is_a_trainjob_in_the_runtime_that_trainer_installs(backend: str, script: Path) -> None:
+def test_default_kind_is_a_trainjob_in_the_default_runtime_of_kubeflow_trainer(backend: str, script: Path) -> None:
     arguments = ("--to", "kubernetes", "--backend", backend, "--image", "a", script.name)
-    found = yaml.safe_load(printed(*arguments))
+    found = yaml.safe_load(print_job(*arguments))
     assert (found["kind"], found["spec"]["runtimeRef"]) == ("TrainJob", {"name": "torch-distributed"})
     notes = submit("--dry-run", *arguments).stderr
     assert "needs Kubeflow Trainer 2.2 or later with the ClusterTrainingRuntime 'torch-distributed'" in notes
     assert ("For MPI, use: unitrain submit --mpi-runtime NAME, or --kind MPIJob." in notes) == (backend == "horovod")
 
 
-def test_job_of_a_configuration_file_has_its_name_and_names_the_keys_to_resume(script: Path) -> None:
+def test_job_has_the_name_of_its_configuration_file_and_a_note_about_keys_to_resume(script: Path) -> None:
     file = script.with_name("digits.yaml")
     file.write_text("model: digits_parts.create_network\n")
     result = submit("--dry-run", "--to", "slurm", "--nodes", "2", "--gpus-per-node", "2", file.name)
@@ -359,12 +363,12 @@ KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-
 @pytest.mark.parametrize("nodes", [1, 2, 12, 101])
 @pytest.mark.parametrize("kind", KINDS)
 def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script: Path, tmp_path: Path) -> None:
-    """The operators derive the names of pods and services from the job's, and these must be DNS labels (RFC 1035)."""
-    request_options = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
+    """The operators derive names of pods and services from the job name. They must be DNS labels (RFC 1035)."""
+    submit_options = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
 
     def name_after(file: str) -> str:
         (tmp_path / file).touch()
-        name = yaml.safe_load(printed(*request_options, file))["metadata"]["name"]
+        name = yaml.safe_load(print_job(*submit_options, file))["metadata"]["name"]
         last = KINDS[kind].format(max(0, nodes - 2 if kind == "PyTorchJob" else nodes - 1))
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", f"{name}{last}")
         return str(name)
@@ -375,17 +379,17 @@ def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script:
     assert name_after("4.py") == "job-4"
     longest = name_after("x" * 80 + ".py")
     assert set(longest) == {"x"}
-    assert name_after(longest[:-1] + "_y" + ".py") == longest[:-1], "no dash at the end"
+    assert name_after(longest[:-1] + "_y" + ".py") == longest[:-1], "a name must not end with a dash"
     name = f"a{longest[1:-1]}1"
-    assert yaml.safe_load(printed(*request_options, "--job-name", name, script.name))["metadata"]["name"] == name
+    assert yaml.safe_load(print_job(*submit_options, "--job-name", name, script.name))["metadata"]["name"] == name
     for invalid_name in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
-        result = submit("--dry-run", *request_options, "--job-name", invalid_name, script.name)
+        result = submit("--dry-run", *submit_options, "--job-name", invalid_name, script.name)
         assert result.exit_code == 2
         assert f"is not a valid name for a {kind}: it must begin with a letter" in result.stderr
         assert f"have at most {len(longest)} characters" in result.stderr
         suggested = result.stderr.rpartition("--job-name ")[2].strip()
         assert (
-            yaml.safe_load(printed(*request_options, "--job-name", suggested, script.name))["metadata"]["name"]
+            yaml.safe_load(print_job(*submit_options, "--job-name", suggested, script.name))["metadata"]["name"]
             == suggested
         )
 
@@ -409,36 +413,34 @@ def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -
     )
 
 
-def test_kind_of_another_target_is_rejected() -> None:
+def test_kind_is_rejected_for_targets_other_than_kubernetes() -> None:
     result = CliRunner().invoke(unitrain, ["translate", "--to", "srun", "--kind", "MPIJob", "torchrun t.py"])
     assert result.exit_code == 2
     assert "--kind MPIJob is an option for kubernetes, but --to is srun. Leave --kind out" in result.stderr
 
 
-def test_secrets_are_not_written_into_manifests_and_scripts(script: Path) -> None:
-    request_options = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
-    given_variables = {"HF_TOKEN": "abc", "LEVEL": "3"}
+def test_secrets_are_not_written_to_manifests_and_scripts(script: Path) -> None:
+    submit_options = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
+    variables = {"HF_TOKEN": "abc", "LEVEL": "3"}
     for kind in ("PyTorchJob", "TrainJob", "MPIJob"):
-        result = submit(
-            "--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *request_options, **given_variables
-        )
+        result = submit("--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *submit_options, **variables)
         assert "abc" not in result.output
         assert (
             "env | grep -E '^(HF_TOKEN)=' | kubectl create secret generic train-digits-env --from-env-file=/dev/stdin"
         ) in result.stderr
-        named = ("--namespace", "team", "--kind", kind, "--image", "a", *request_options)
+        named = ("--namespace", "team", "--kind", kind, "--image", "a", *submit_options)
         assert (
             "train-digits-env --namespace team --from"
-            in submit("--dry-run", "--to", "kubernetes", *named, **given_variables).stderr
+            in submit("--dry-run", "--to", "kubernetes", *named, **variables).stderr
         )
-        found = manifest("--kind", kind, "--image", "a", *request_options, **given_variables)
+        found = create_manifest("--kind", kind, "--image", "a", *submit_options, **variables)
         env = str(found)
         assert (
             "{'name': 'HF_TOKEN', 'valueFrom': {'secretKeyRef': {'name': 'train-digits-env', 'key': 'HF_TOKEN'}}}"
             in env
         )
         assert "{'name': 'LEVEL', 'value': '3'}" in env
-    assert "abc" not in printed("--to", "slurm", *request_options, **given_variables)
+    assert "abc" not in print_job("--to", "slurm", *submit_options, **variables)
 
 
 @pytest.mark.parametrize(("target", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl apply -f -")])
@@ -451,7 +453,7 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
     result = submit("--to", target, *image, script.name, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert result.exit_code == 3
     assert (tmp_path / "log").read_text().strip() == command
-    assert (tmp_path / "taken").read_text() == printed("--to", target, *image, script.name) == result.stdout
+    assert (tmp_path / "taken").read_text() == print_job("--to", target, *image, script.name) == result.stdout
     assert "resume=" in result.stderr or target == "kubernetes"
 
 
@@ -572,7 +574,7 @@ PLAIN = st.recursive(
 )
 
 
-# Without limits of time, which a busy machine would exceed.
+# The Hypothesis deadline is disabled, because a busy machine may exceed it.
 @given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=4))
 def test_yaml_of_manifests_round_trips(data: dict[str, Any]) -> None:
     assert yaml.safe_load(dump_manifest(data)) == data

@@ -1,4 +1,4 @@
-"""`unitrain tune` finds, saves and applies faster settings."""
+"""`unitrain tune`: search for faster settings, and their use by `unitrain launch`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COLORS = Tunable("COLOR", "", "red", ("green",))
 
 
 class Machine:
-    """A simulated machine: a run takes ten seconds, and each step time is increased by up to the fraction `noise`."""
+    """A simulated machine. A run takes ten seconds. Noise multiplies a step time by a factor from 1 to 1 + `noise`."""
 
     def __init__(self, noise: float, seed: int = 0) -> None:
         self.random, self.noise, self.now, self.runs = random.Random(seed), noise, 0.0, 0
@@ -71,7 +71,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_values_of_each_tunable_are_combined(seed: int) -> None:
+def test_best_values_of_all_tunables_are_combined(seed: int) -> None:
     machine = Machine(0.05, seed)
     found = search(machine.measure, [SIZES, COLORS], 1000, clock=machine.clock, seed=seed)
     assert found.settings == {"SIZE": "3", "COLOR": "green"}
@@ -82,17 +82,18 @@ def test_the_best_values_of_each_tunable_are_combined(seed: int) -> None:
 
 
 def test_noise_is_not_reported_as_a_gain() -> None:
-    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
+    irrelevant = Tunable("NAME", "", "0", ("1", "2", "3"))
     false_gains = 0
     for seed in range(200):
         machine = Machine(0.2, seed)
-        found = search(machine.measure, [harmless], 2000, clock=machine.clock, seed=seed)
+        found = search(machine.measure, [irrelevant], 2000, clock=machine.clock, seed=seed)
         false_gains += bool(found.settings)
-    # Seven or more of eight fair coins agree with probability 3.5 %, and few candidates reach the final check.
+    # If noise were the only difference, 7 or more of 8 pairs would favor a setting with a probability of 3.5 %. Few
+    # candidates reach this check.
     assert false_gains <= 10
 
 
-# Disturbances that depend on time while no setting matters: name -> factor of the n-th run.
+# Noise that depends on time but not on the settings: a function returns the factor of the n-th run.
 NOISES: dict[str, Callable[[int], float]] = {
     "every second run": lambda run: 1.0 if run % 2 else 1.02,
     "two of four runs": lambda run: 1.0 if run % 4 in (1, 2) else 1.02,
@@ -105,18 +106,18 @@ NOISES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_time_dependent_noise_gives_at_most_five_percent_false_gains(noise: str) -> None:
-    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
+    irrelevant = Tunable("NAME", "", "0", ("1", "2", "3"))
     searches = 400
     false_gains = 0
     for seed in range(searches):
         runs = itertools.count()
-        found = search(lambda _, runs=runs: NOISES[noise](next(runs)), [harmless], 1e9, seed=seed)
+        found = search(lambda _, runs=runs: NOISES[noise](next(runs)), [irrelevant], 1e9, seed=seed)
         false_gains += bool(found.settings)
-    # 3.5 % are expected at most: 14 of 400, with a standard deviation of 3.7.
+    # The expected number is at most 3.5 %, or 14 of 400, with a standard deviation of 3.7.
     assert false_gains <= 0.05 * searches + 5
 
 
-def test_a_pair_is_measured_in_both_orders_with_the_same_ratio() -> None:
+def test_pairs_are_measured_in_both_orders_with_the_same_ratio() -> None:
     order: list[str] = []
 
     def seconds(name: str, value: float) -> float:
@@ -131,7 +132,7 @@ def test_a_pair_is_measured_in_both_orders_with_the_same_ratio() -> None:
     assert {"without", "within"} == set(order[::2]) == set(order[1::2])
 
 
-def test_the_search_respects_its_time_limit() -> None:
+def test_search_respects_its_time_limit() -> None:
     machine = Machine(0.0)
     found = search(machine.measure, [SIZES, COLORS], 200, clock=machine.clock)
     assert machine.now <= 200
@@ -141,14 +142,14 @@ def test_the_search_respects_its_time_limit() -> None:
     assert search(machine.measure, [], 100, clock=machine.clock).gain is None
 
 
-def test_a_gain_is_significant_only_if_the_pairs_agree() -> None:
+def test_gain_is_significant_only_if_the_pairs_agree() -> None:
     assert Gain([1.1] * 7 + [0.9]).is_significant
     assert not Gain([1.1] * 6 + [0.9] * 2).is_significant
     assert not Gain([1.1] * 7).is_significant
     assert not Gain([1.005] * 8).is_significant
 
 
-def test_a_consistent_loss_is_not_reported_as_noise() -> None:
+def test_consistent_slowdown_is_not_reported_as_noise() -> None:
     assert describe_changes({"compression": "fp16"}, Gain([1.2] * PAIRS)).endswith("Use it if the results may change.")
     assert describe_changes({"compression": "fp16"}, Gain([0.8] * PAIRS)).endswith("Training is slower with it.")
     assert describe_changes({"compression": "fp16"}, Gain([0.8, 1.2] * 4)).endswith(
@@ -156,7 +157,7 @@ def test_a_consistent_loss_is_not_reported_as_noise() -> None:
     )
 
 
-def test_a_log_line_that_contains_the_marker_is_not_a_result() -> None:
+def test_log_line_with_the_marker_is_not_parsed_as_a_result() -> None:
     result = TrialResult(
         seconds_per_step=0.5, steps=5, backend="ddp", transport="gloo", size=2, num_nodes=1, threads=1, cores_per_rank=1
     )
@@ -172,7 +173,7 @@ def test_only_tunables_of_the_backend_are_searched() -> None:
     of_horovod = {one.variable: one for one in list_tunables(registry.load("horovod").tunables, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].alternatives == ("1", "4", "8")
-    # On GPUs, or with one rank per host, a hierarchical allreduce has no effect.
+    # A hierarchical allreduce has no effect on GPUs and with one rank per host.
     on_hosts = {one.variable for one in list_tunables(registry.load("ddp").tunables, 4, 4, shares_hosts=True)}
     assert on_hosts == {*names, "OMP_NUM_THREADS", "UNITRAIN_HIERARCHICAL_ALLREDUCE"}
     of_gpus = {one.variable for one in list_tunables(registry.load("ddp").tunables, None, 4, shares_hosts=True)}
@@ -203,9 +204,9 @@ def test_user_settings_and_autotune_override_the_defaults(
 
 def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # 1 MiB each
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # each layer has 1 MiB
     model = backend.distributed_model(nn.Sequential(*layers))
-    for _ in range(3):  # DDP rebuilds its buckets after the first backward
+    for _ in range(3):  # DDP rebuilds its buckets after the first backward pass
         model.zero_grad()
         model(torch.full((1, 512), 1.0 + backend.rank)).square().mean().backward()
     found = [parameter.grad.clone() for parameter in model.parameters()]
@@ -225,7 +226,7 @@ def test_bucket_settings_change_the_buckets_but_not_the_gradients(backend: str) 
 
 
 @pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
-def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from unitrain.backends.gradients.ddp_wrapper import read_bucket_settings
 
     monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
@@ -235,7 +236,7 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
         read_bucket_settings()
 
 
-def test_an_invalid_hierarchical_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hierarchical_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from unitrain.backends.gradients.hierarchical_group import selects_hierarchical_allreduce
 
     monkeypatch.setenv("UNITRAIN_HIERARCHICAL_ALLREDUCE", "yes")
@@ -247,7 +248,7 @@ def test_an_invalid_hierarchical_setting_is_refused(monkeypatch: pytest.MonkeyPa
         selects_hierarchical_allreduce(torch.device("cuda"))
 
 
-def tuned(script: Path | str, size: int = 2, **others: object) -> TunedEntry:
+def create_entry(script: Path | str, size: int = 2, **others: object) -> TunedEntry:
     run = asdict(TunedRun.on_this_machine(str(script), ("--epochs", "3 0"), "ddp", size, 1))
     found = {"variables": {"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, "gain": 1.2, "spread": (1.1, 1.3)}
     return TunedEntry(**{**run, **found, **others})
@@ -262,36 +263,36 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "train.py"
 
 
-def planned(*options: str, args: Sequence[str] = ("--epochs", "3 0")) -> Result:
+def plan_launch(*options: str, args: Sequence[str] = ("--epochs", "3 0")) -> Result:
     result = CliRunner().invoke(program, ["launch", "--dry-run", *options, "train.py", *args])
     assert result.exit_code == 0, result.output
     return result
 
 
 def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(script).save()
-    tuned(script, size=3).save()
-    tuned(script).save()
-    found = planned("-np", "2")
+    create_entry(script).save()
+    create_entry(script, size=3).save()
+    create_entry(script).save()
+    found = plan_launch("-np", "2")
     assert "UNITRAIN_BUCKETS_MB=5,5" in found.stdout
     assert found.stderr.splitlines()[0] == (
         "unitrain: unitrain-tuned.json sets OMP_NUM_THREADS=1 UNITRAIN_BUCKETS_MB=5,5: without these settings a step "
         "took 1.20 times as long. Ignore the file with: --untuned"
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = planned("-np", "2")
-    assert "OMP_NUM_THREADS" not in found.output, "variables set by the user take precedence"
-    found = planned("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
+    found = plan_launch("-np", "2")
+    assert "OMP_NUM_THREADS" not in found.output, "variables set by the user must take precedence"
+    found = plan_launch("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
     assert "UNITRAIN_BUCKETS_MB=1,1" in found.stdout
-    assert TUNED_FILE.name not in found.stderr, "the file is not used"
+    assert TUNED_FILE.name not in found.stderr, "the tuned settings must not be used"
     for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
-        found = planned(*options)
+        found = plan_launch(*options)
         assert "BUCKETS" not in found.output
         assert TUNED_FILE.name not in found.stderr
     run = TunedRun.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
     remove_tuned(run)
     assert find_tuned(run) == (None, [])
-    assert find_tuned(replace(run, num_processes=3)) == (tuned(script, size=3), [])
+    assert find_tuned(replace(run, num_processes=3)) == (create_entry(script, size=3), [])
     TUNED_FILE.write_text("[{}]")
     result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
     assert "unitrain-tuned.json cannot be read" in result.output
@@ -319,24 +320,26 @@ def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monke
     ],
     ids=str,
 )
-def test_settings_for_another_torch_machine_or_arguments_are_not_used(
+def test_settings_for_another_torch_machine_host_count_or_arguments_are_not_used(
     recorded: dict[str, object], message: str, script: Path
 ) -> None:
-    tuned(script, **recorded).save()
-    found = planned("-np", "2")
+    create_entry(script, **recorded).save()
+    found = plan_launch("-np", "2")
     assert "BUCKETS" not in found.output
     assert found.stderr.splitlines()[0] == (
         f"unitrain: The settings in unitrain-tuned.json are not used: {message}. Find new ones with: unitrain tune, or "
         "delete the file"
     )
-    tuned(script).save()
-    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout, "the entry of this run is found among others"
+    create_entry(script).save()
+    assert "UNITRAIN_BUCKETS_MB=5,5" in plan_launch("-np", "2").stdout, (
+        "the entry of this run must be found among other entries"
+    )
 
 
 def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
     entry = {"script": "train.py", "backend": "ddp", "num_processes": 2, "variables": {"OMP_NUM_THREADS": "1"}}
     TUNED_FILE.write_text(json.dumps([{**entry, "gain": 1.2, "spread": [1.1, 1.3], "torch": torch_version()}]))
-    found = planned("-np", "2", args=())
+    found = plan_launch("-np", "2", args=())
     assert (
         "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
         in found.stderr
@@ -346,21 +349,21 @@ def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
     assert json.loads(TUNED_FILE.read_text()) == []
 
 
-def test_a_significant_gain_is_saved_for_the_timed_run(script: Path) -> None:
+def test_settings_with_a_significant_gain_are_saved_for_the_timed_run(script: Path) -> None:
     run = TunedRun.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
     gain = Gain([1.2] * PAIRS)
     summary = save_and_describe(SearchResult({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), run)
     assert "Saved in unitrain-tuned.json." in summary
-    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout
-    assert "are not used" in planned("-np", "2", args=("--epochs", "4")).stderr
+    assert "UNITRAIN_BUCKETS_MB=5,5" in plan_launch("-np", "2").stdout
+    assert "are not used" in plan_launch("-np", "2", args=("--epochs", "4")).stderr
     save_and_describe(SearchResult({}, None), run)
     assert json.loads(TUNED_FILE.read_text()) == []
 
 
-def test_a_file_may_only_set_tunables(script: Path) -> None:
-    """The file may come from an untrusted source."""
+def test_file_that_sets_variables_other_than_tunables_is_refused(script: Path) -> None:
+    """Someone else may have written the file."""
     for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "UNITRAIN_SUPERVISOR"):
-        tuned(script, size=1, args=(), variables={name: "x"}).save()
+        create_entry(script, size=1, args=(), variables={name: "x"}).save()
         result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
         assert result.exit_code == 2
         assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output
@@ -370,7 +373,7 @@ def test_a_file_may_only_set_tunables(script: Path) -> None:
     } < BUILT_IN_VARIABLES
 
 
-def test_a_script_is_tuned(tmp_path: Path) -> None:
+def test_command_tunes_a_script(tmp_path: Path) -> None:
     script = tmp_path / "digits.py"
     shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
     command = [sys.executable, "-m", "unitrain", "tune", "--minutes", "0.001", "--seconds", "0.1"]
@@ -383,7 +386,7 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
 
 
 def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole periods of 25 steps are timed. A run with settings that contradict the script's settings fails."""
+    """Complete periods of 25 steps are timed. A run fails if its settings are incompatible with each other."""
     script = tmp_path / "digits.py"
     shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
     options, reported = ("-np", "2", "--backend", "ddp"), []
@@ -408,7 +411,7 @@ def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
 def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runs are simulated: each takes half of the time with local steps, and fails with fragments."""
+    """In the simulated runs, local steps halve the step time, and fragments raise an error."""
     monkeypatch.chdir(tmp_path)
 
     class SimulatedTuner(Tuner):
@@ -442,10 +445,10 @@ def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
 
 
 @pytest.mark.parametrize(("steps", "timed"), [(1, 5), (3, 6), (6, 6), (8, None)])
-def test_the_timed_steps_contain_whole_periods_of_local_steps(
+def test_timed_steps_are_complete_periods_of_local_steps(
     steps: int, timed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """7 of the 16 steps remain after the warm-up."""
+    """After the warm-up, 7 of 16 steps remain."""
     expected = SystemExit if timed is not None else ConfigError
     with pytest.raises(expected) as raised:
         train_16_steps(monkeypatch, 9, {"local_sgd": {"steps": steps}})
@@ -481,7 +484,7 @@ def train_16_steps(
     dry_run: bool = False,
     validation: Any = None,
 ) -> None:
-    """Train in this process with a timer that measures at least 5 steps after `warmup` steps."""
+    """Train for 16 steps in this process, with a timer that measures at least 5 steps after `warmup` steps."""
     request = TrialRequest(name="run", warmup_steps=warmup, seconds=1e-9, changes=changes or {}).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
@@ -496,13 +499,13 @@ def train_16_steps(
 
 
 @pytest.mark.parametrize("warmup", [12, 20])
-def test_a_run_that_is_too_short_is_rejected(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_is_too_short_is_rejected(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"^The run ended after 16 steps, but timing needs {warmup + 5}\. Train longer, "
     with pytest.raises(ConfigError, match=message):
         train_16_steps(monkeypatch, warmup)
 
 
-def test_the_steps_of_a_dry_run_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_a_dry_run_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_16_steps(monkeypatch, warmup=2, dry_run=True)
     result = trial.TrialResult.parse_output(capsys.readouterr().out)
@@ -510,7 +513,7 @@ def test_the_steps_of_a_dry_run_are_timed(monkeypatch: pytest.MonkeyPatch, capsy
     assert result.steps == 5
 
 
-def test_cores_per_rank_follow_the_cpu_affinity(
+def test_cores_per_rank_are_determined_by_the_cpu_affinity(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
@@ -522,7 +525,7 @@ def test_cores_per_rank_follow_the_cpu_affinity(
     assert result.cores_per_rank == 3
 
 
-def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
+def test_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')")
     command = [sys.executable, "-m", "unitrain", "tune", "--launch", "-np 1", str(script)]
@@ -552,15 +555,15 @@ def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
     ],
     ids=["object", "strings", "script", "variables", "variable", "gain", "args", "nodes", "null character", "deep"],
 )
-def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> None:
+def test_file_with_invalid_content_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "unitrain-tuned.json"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it and run `unitrain tune` again"):
         find_tuned(TunedRun.on_this_machine("train.py", (), "ddp", 1, 1), file)
 
 
-def test_a_fifo_or_device_with_the_name_of_the_file_is_refused(script: Path) -> None:
-    """Another user may create it in a shared folder. Reading it would block, or fill the memory."""
+def test_file_that_is_a_fifo_or_device_is_refused(script: Path) -> None:
+    """Another user may create such a file in a shared folder. Reading a FIFO blocks, and /dev/zero fills the memory."""
     os.mkfifo(TUNED_FILE)
     for _ in range(2):
         result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
@@ -570,24 +573,24 @@ def test_a_fifo_or_device_with_the_name_of_the_file_is_refused(script: Path) -> 
         TUNED_FILE.symlink_to("/dev/zero")
 
 
-def test_saving_replaces_a_link_and_does_not_change_its_target(script: Path) -> None:
+def test_saving_replaces_a_symbolic_link_but_not_its_target(script: Path) -> None:
     target = script.with_name("precious")
     target.write_text("[]")
     for link in (TUNED_FILE, TUNED_FILE.with_name(f"{TUNED_FILE.name}.new")):
         link.symlink_to(target)
-        tuned(script).save()
+        create_entry(script).save()
         assert target.read_text() == "[]"
         assert not TUNED_FILE.is_symlink()
         assert json.loads(TUNED_FILE.read_text())[0]["script"] == str(script)
 
 
-def test_a_file_that_cannot_be_written_is_reported_before_the_search(script: Path) -> None:
+def test_file_that_cannot_be_written_is_reported_before_the_search(script: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot be written: .*Run `unitrain tune` in a folder that you can write to"
     ):
         check_file(Path("/proc/unitrain-tuned.json"))
     with pytest.raises(ConfigError, match="cannot be written"):
-        tuned(script).save(Path("/proc/unitrain-tuned.json"))
+        create_entry(script).save(Path("/proc/unitrain-tuned.json"))
     TUNED_FILE.write_text("x")
     tuner = Tuner((), str(script), (), step_seconds=1, timeout_seconds=60, folder=script.parent)
     with pytest.raises(ConfigError, match="cannot be read"):

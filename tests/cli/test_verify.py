@@ -1,4 +1,4 @@
-"""`unitrain verify` recognizes equal numbers, and finds and names planted differences."""
+"""`unitrain verify` reports equal results as equal, and names the causes of injected differences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from unitrain.verify.verdict import Group, Outcome, RequestedRun, VerdictRow, co
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits.py"
-# The argument selects the planted mistake.
+# The first argument selects the injected error.
 SCRIPT = """
 import sys, time
 import torch
@@ -101,7 +101,7 @@ def regression():
 
 
 def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run `unitrain verify` and return its exit code, output and report."""
+    """Run `unitrain verify`, and return its exit code, its output and its JSON report."""
     report = folder / "report.json"
     with running_launcher(
         [sys.executable, "-m", "unitrain", "verify", "--cpu", "--json", str(report), *arguments]
@@ -113,13 +113,13 @@ def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def rows(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the rows of the only group by backend and transport."""
+    """Return the rows of a report with one group, as a dictionary by (backend, transport)."""
     (group,) = report["groups"]
     return {(row["backend"], row["transport"]): row for row in group["rows"]}
 
 
 @needs_mpi
-def test_digits_has_the_same_numbers_on_every_backend_and_transport(tmp_path: Path) -> None:
+def test_digits_has_the_same_results_on_every_backend_and_transport(tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, str(DIGITS), "--output", str(tmp_path / "runs"))
     assert code == 0, output
     assert output.endswith("Verdict: the same results.\n")
@@ -135,16 +135,16 @@ def test_digits_has_the_same_numbers_on_every_backend_and_transport(tmp_path: Pa
         assert row["global_batch_sizes"] == [64] * 20
         assert row["replicas_bit_equal"]
         assert row["data"] == found["local", "none"]["data"]
-        assert len(set(row["data"])) == 20, "each step has different samples"
+        assert len(set(row["data"])) == 20, "each step must have different samples"
         if backend != "local":
-            # AdamW enlarges the rounding of gradients that are near zero; then float64 decides.
+            # AdamW amplifies rounding errors of gradients near zero. The verdict is then based on float64.
             assert row["difference"]["parameters"]["delta"] < 1e-4
             assert row["difference"]["loss"]["delta"] < 1e-6
     assert found["ddp", "gloo"]["losses"][0] > found["ddp", "gloo"]["losses"][-1] > 0
     assert not (tmp_path / "runs").exists(), "verify must not write to the user's output folder"
 
 
-def test_a_learning_rate_scaled_by_one_backend_is_named(script: str, tmp_path: Path) -> None:
+def test_learning_rate_that_is_scaled_on_one_backend_is_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "4", "--backends", "ddp,horovod", script, "rate")
     assert code == 1
     found = rows(report)
@@ -153,7 +153,9 @@ def test_a_learning_rate_scaled_by_one_backend_is_named(script: str, tmp_path: P
     assert row["status"] == "differs"
     assert row["reasons"] == ["the learning rate of step 1 is 0.2 instead of 0.1"]
     assert row["difference"]["first_data_step"] is None
-    assert row["difference"]["first_loss_step"] == 2, "the first loss is computed before the first update"
+    assert row["difference"]["first_loss_step"] == 2, (
+        "the first loss is computed before the first update, so it must be equal"
+    )
     assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
 
 
@@ -168,7 +170,7 @@ def test_rounding_difference_is_resolved_in_float64(script: str, tmp_path: Path)
     assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
 
 
-def test_an_unseeded_shuffle_and_a_diverging_rank_are_named(script: str, tmp_path: Path) -> None:
+def test_unseeded_shuffle_and_diverging_rank_are_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "5", "--backends", "local,ddp", script, "shuffle and nudge")
     assert code == 1
     row = rows(report)["ddp", "gloo"]
@@ -181,9 +183,7 @@ def test_an_unseeded_shuffle_and_a_diverging_rank_are_named(script: str, tmp_pat
     assert "rank 1 differs" in output
 
 
-def test_a_failed_run_shows_its_output_and_a_backend_fixed_by_the_script_is_reported(
-    script: str, tmp_path: Path
-) -> None:
+def test_output_of_a_failed_run_and_a_hard_coded_backend_are_reported(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "2", "--backends", "local,ddp", script, "crash")
     assert code == 1
     found = rows(report)
@@ -197,7 +197,7 @@ def test_a_failed_run_shows_its_output_and_a_backend_fixed_by_the_script_is_repo
     assert local["reasons"][0].startswith("the script used backend 'ddp' instead. Call unitrain.init()")
 
 
-def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp_path: Path) -> None:
+def test_single_process_differs_by_design_from_several_ranks_with_dropout(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "6", script, "dropout")
     assert code == 0, output
     found = rows(report)
@@ -212,7 +212,7 @@ def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp
     assert output.endswith("Verdict: the same results, except for differences by design.\n")
 
 
-def test_bits_are_equal_on_one_and_three_processes(script: str, tmp_path: Path) -> None:
+def test_bits_option_finds_equal_bits_on_one_and_three_processes(script: str, tmp_path: Path) -> None:
     options = ("--bits", "-np", "3", "--steps", "4", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "bits")
     assert code == 0, output
@@ -222,7 +222,7 @@ def test_bits_are_equal_on_one_and_three_processes(script: str, tmp_path: Path) 
     assert output.endswith("Verdict: the same bits in 2 runs.\n")
 
 
-def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: Path) -> None:
+def test_bits_option_names_the_first_step_and_tensor_that_differ(script: str, tmp_path: Path) -> None:
     options = ("--bits", "--steps", "4", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "bits nudge")
     assert code == 1
@@ -232,12 +232,12 @@ def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: 
 
 
 @pytest.mark.ci
-def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
-    """verify leaves no process behind. On one process the script does not train."""
+def test_run_that_hangs_is_terminated_and_its_stacks_are_reported(script: str, tmp_path: Path) -> None:
+    """The script hangs on two ranks, and exits without training on one process."""
     options = ("--timeout-seconds", "30", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
-    assert (tmp_path / "0").exists(), "the ranks had reached the hang"
+    assert (tmp_path / "0").exists(), "the timeout must expire after the ranks hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
     assert found["ddp"]["reasons"][0].startswith("it did not finish within 30 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
@@ -247,7 +247,7 @@ def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, *nightly(signal.SIGTERM)])
-def test_a_signal_to_verify_terminates_the_current_run(number: signal.Signals, script: str, tmp_path: Path) -> None:
+def test_signal_to_verify_terminates_the_current_run(number: signal.Signals, script: str, tmp_path: Path) -> None:
     arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
     with running_launcher([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
         deadline = time.monotonic() + SECONDS
@@ -260,7 +260,7 @@ def test_a_signal_to_verify_terminates_the_current_run(number: signal.Signals, s
 
 
 @pytest.mark.ci
-def test_the_ranks_of_a_killed_verify_are_terminated(script: str, tmp_path: Path) -> None:
+def test_ranks_are_terminated_if_verify_is_killed(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "verify", "--backends", "ddp", script, "hang", str(tmp_path)]
     with running_launcher(command, fresh=True) as launch:
         deadline = time.monotonic() + SECONDS
@@ -271,8 +271,8 @@ def test_the_ranks_of_a_killed_verify_are_terminated(script: str, tmp_path: Path
         launch.wait_until_all_exited(28)
 
 
-def test_a_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
-    """The example trains 3 steps, fewer than requested. One process computes both stages."""
+def test_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
+    """One process computes both stages. The example trains for 3 steps, fewer than the default of `unitrain verify`."""
     example = (str(EXAMPLES / "pipeline.py"), "--epochs", "1", "--batch-size", "500")
     code, output, report = verify(tmp_path, "--float64", "--backends", "local,ddp", *example)
     assert code == 0, output
@@ -282,18 +282,18 @@ def test_a_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
     assert (row["status"], row["processes"], row["optimizer"], row["steps"]) == ("same results", 2, "AdamW", 3)
     assert row["data"] == found["local", "none"]["data"]
     assert row["global_batch_sizes"][:2] == [500, 500]
-    assert row["difference"]["parameters"]["delta"] < 1e-12  # the micro-batches are the same
+    assert row["difference"]["parameters"]["delta"] < 1e-12  # both runs have the same micro-batches
 
 
-def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> None:
+def test_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(FUNCTION)
     target = f"{tmp_path / 'made.py'}:regression"
     code, output, report = verify(tmp_path, "-np", "3", "--float64", "--backends", "local,ddp", target)
     assert code == 0, output
     row = rows(report)["ddp", "gloo"]
     assert row["status"] == "same results"
-    assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "possible only in double precision"
-    assert row["global_batch_sizes"][:3] == [24, 24, 16], "also if the last batch is sharded unevenly"
+    assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "the difference must be as small as in float64"
+    assert row["global_batch_sizes"][:3] == [24, 24, 16], "the last global batch must have 16 samples, sharded unevenly"
     assert report["tolerance"] == 1e-8
 
 
@@ -335,7 +335,7 @@ def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest
     assert why in ("mpirun is not on PATH.", "Horovod was built without mpi.")
 
 
-# The following tests train in this process, on one rank.
+# --- training on one rank in this process ---
 
 
 def samples(count: int = 24) -> TensorDataset:
@@ -356,16 +356,16 @@ def record(
     made: tuple[nn.Module, torch.optim.Optimizer] | None = None,
     data: Dataset[Any] | DataLoader[Any] | None = None,
     loss_fn: Any = None,
-    upto: int = 5,
+    steps: int = 5,
     emulated_ranks: int = 1,
     float64: bool = False,
     bits: bool = False,
     callbacks: Sequence[unitrain.Callback] = (),
     **settings: Any,
 ) -> Record:
-    """Train on one rank like a verified script, and return the record."""
+    """Train on one rank as `unitrain verify` does, and return the record of the run."""
     folder.mkdir()
-    RecordRequest(steps=upto, emulated_ranks=emulated_ranks, float64=float64, bits=bits).write(folder)
+    RecordRequest(steps=steps, emulated_ranks=emulated_ranks, float64=float64, bits=bits).write(folder)
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
@@ -385,7 +385,7 @@ def record(
     return found
 
 
-def compared(*records: Record) -> Group:
+def compare_records(*records: Record) -> Group:
     outcomes = [
         Outcome(run=RequestedRun(backend="local", emulated_ranks=1, processes=1), seconds=0.0, record=one)
         for one in records
@@ -393,12 +393,12 @@ def compared(*records: Record) -> Group:
     return compare_outcomes(1, outcomes, 1e-6, float64=False)
 
 
-def second(*records: Record) -> VerdictRow:
-    return compared(*records).rows[1]
+def second_row(*records: Record) -> VerdictRow:
+    return compare_records(*records).rows[1]
 
 
-def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = record(tmp_path / "a", monkeypatch, shuffle=False, upto=7, max_grad_norm=0.5)
+def test_record_equals_a_loop_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = record(tmp_path / "a", monkeypatch, shuffle=False, steps=7, max_grad_norm=0.5)
     model, optimizer = make()
     inputs, targets = samples().tensors
     losses = []
@@ -414,7 +414,7 @@ def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytes
     assert found.global_batch_sizes() == [4] * 7
     assert found.learning_rates() == [[0.1]] * 7
     data = found.sample_digests()
-    assert data[6] == data[0], "the second epoch starts with the same samples as the first"
+    assert data[6] == data[0], "without shuffling, the second epoch must start with the same samples as the first"
     assert data[0] == digest_samples([inputs[:4], targets[:4]], 4) % 2**64
     from safetensors.torch import load_file
 
@@ -427,7 +427,7 @@ def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(ends[f"state {name} momentum_buffer"], optimizer.state[parameter]["momentum_buffer"])
 
 
-def test_one_process_trains_with_the_global_batch_of_several_ranks(
+def test_one_process_can_train_with_the_global_batch_of_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = record(tmp_path / "a", monkeypatch, batch_size=12)
@@ -439,44 +439,44 @@ def test_one_process_trains_with_the_global_batch_of_several_ranks(
         assert found.global_batch_sizes() == own.global_batch_sizes() == [12] * 5
         assert found.sample_digests() == own.sample_digests()
         assert found.batch_norm_groups() == [[4, 4, 4]] * 5
-        assert second(own, found).status == "same results"
+        assert second_row(own, found).status == "same results"
     assert own.batch_norm_groups() == [[12]] * 5
     assert (own.first.has_fixed_global_batch_size, fixed.first.has_fixed_global_batch_size) == (False, True)
 
 
-def test_one_process_normalizes_over_the_same_groups_as_several_ranks(
+def test_one_process_can_normalize_over_the_same_samples_as_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank normalizes over its own samples, or, with sync_batch_norm, over those of all ranks."""
+    """Each rank normalizes over its own samples. With sync_batch_norm, it normalizes over the samples of all ranks."""
 
-    def normalised() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make_normalized() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    complete = record(tmp_path / "whole", monkeypatch, made=normalised(), batch_size=12)
-    synced = record(tmp_path / "all", monkeypatch, made=normalised(), emulated_ranks=3, sync_batch_norm=True)
-    own = record(tmp_path / "own", monkeypatch, made=normalised(), emulated_ranks=3)
+    complete = record(tmp_path / "whole", monkeypatch, made=make_normalized(), batch_size=12)
+    synced = record(tmp_path / "all", monkeypatch, made=make_normalized(), emulated_ranks=3, sync_batch_norm=True)
+    own = record(tmp_path / "own", monkeypatch, made=make_normalized(), emulated_ranks=3)
     assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
-    assert second(complete, synced).status == "same results"
-    assert second(complete, own).status == "differs"
+    assert second_row(complete, synced).status == "same results"
+    assert second_row(complete, own).status == "differs"
 
 
-def test_compressed_gradients_differ_by_design_between_numbers_of_ranks(
+def test_compressed_gradients_differ_by_design_if_the_numbers_of_ranks_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
     exact = record(tmp_path / "b", monkeypatch, batch_size=12)
     assert (one.first.compression_dtype, exact.first.compression_dtype) == ("bf16", "none")
-    assert second(one, exact).status == "differs", "the same number of ranks rounds in the same way"
-    of_two = Record([replace(exact.first, size=2, compression_dtype="bf16")], exact.folder)
-    rows = {row.status: row for row in compared(one, of_two).rows}
+    assert second_row(one, exact).status == "differs", "a difference between equal numbers of ranks is not by design"
+    two_ranks = Record([replace(exact.first, size=2, compression_dtype="bf16")], exact.folder)
+    rows = {row.status: row for row in compare_records(one, two_ranks).rows}
     assert rows.keys() == {"reference", "by design"}
     assert "each rank rounds its gradients to bf16 before they are reduced" in rows["by design"].reasons[0]
     unrounded = Record([replace(one.first, size=2, compression_dtype="none")], one.folder)
-    assert {row.status for row in compared(exact, unrounded).rows} == {"reference", "differs"}
+    assert {row.status for row in compare_records(exact, unrounded).rows} == {"reference", "differs"}
 
 
 def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,10 +487,10 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     complete = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
     parts = record(tmp_path / "b", monkeypatch, emulated_ranks=3, loss_fn=summed)
     assert complete.losses() == pytest.approx(parts.losses(), rel=1e-6)
-    assert second(complete, parts).status == "same results"
+    assert second_row(complete, parts).status == "same results"
 
 
-def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cause_of_a_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = record(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
         "seed": ({"made": make(seed=1)}, "0.weight has different initial values. Call torch.manual_seed(0) before"),
@@ -505,30 +505,30 @@ def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "clipping": ({"max_grad_norm": 0.01}, "the cause is unknown: initial values"),
     }
     for name, (changes, reason) in causes.items():
-        row = second(reference, record(tmp_path / name, monkeypatch, **changes))
+        row = second_row(reference, record(tmp_path / name, monkeypatch, **changes))
         assert row.status == "differs", name
         assert row.reasons[0].startswith(reason), (name, row.reasons)
         assert len(row.reasons) == 1, (name, row.reasons)
-    assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same results"
+    assert second_row(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same results"
 
 
-def test_a_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = record(tmp_path / "a", monkeypatch, log_every_n_steps=100, upto=3)
+def test_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = record(tmp_path / "a", monkeypatch, log_every_n_steps=100, steps=3)
     inputs, targets = samples().tensors
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # of the first epoch
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # order of the first epoch
     broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
-    nans = [record(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, upto=3) for name in ("b", "c")]
-    still = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), upto=3) for name in ("d", "e")]
-    for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter changed in 3 steps")):
+    nans = [record(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, steps=3) for name in ("b", "c")]
+    unchanged = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), steps=3) for name in ("d", "e")]
+    for pair, reason in ((nans, "the loss of step 2 is nan"), (unchanged, "no parameter changed in 3 steps")):
         for outcomes in (pair, [reference, pair[0]]):
-            row = second(*outcomes)
+            row = second_row(*outcomes)
             assert row.status == "failed"
             assert row.reasons[0].startswith(reason)
-    assert compared(reference, nans[0]).rows[0].status == "reference"
+    assert compare_records(reference, nans[0]).rows[0].status == "reference"
 
 
-def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the difference is far below the tolerance. float32 may not resolve it; float64 does."""
+def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference may be far below the tolerance. It may be inconclusive in float32, but not in float64."""
 
     def scaled(factor: float) -> Any:
         return lambda output, target: factor * nn.functional.mse_loss(output, target)
@@ -549,7 +549,7 @@ def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypa
                 )
                 for number, factor in enumerate((1.0, 1.0, 1.01))
             )
-            # The loss has the same value in all runs, so only gradients differ.
+            # Only the gradients of the wrong run differ.
             for one, other, same in ((right, again, True), (right, wrong, False)):
                 found = compare(other, one, 1e-8 if float64 else 1e-6, float64=float64)
                 parameters = found.parameters
@@ -558,7 +558,7 @@ def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypa
                 if float64:
                     assert parameters.is_conclusive
                     assert parameters.is_within_tolerance == same, rate
-                assert found.state.is_within_tolerance == same, (rate, float64, "momentum accumulates gradients")
+                assert found.state.is_within_tolerance == same, (rate, float64, "the momentum depends on the gradients")
     state = compare(
         record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
         record(tmp_path / "right", monkeypatch, made=adamw()),
@@ -575,7 +575,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
                 tmp_path / f"{name} {number} {float64}",
                 monkeypatch,
                 made=make(lr=1e-3),
-                # Sums rounded in another order, or wrong gradients.
+                # The second run adds in another order, or has wrong gradients.
                 loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
                 if number
                 else nn.MSELoss(),
@@ -607,10 +607,10 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
-    of_two = Record([replace(two.first, size=2)], two.folder)
+    two_ranks = Record([replace(two.first, size=2)], two.folder)
     outcomes = [
         Outcome(run=RequestedRun(backend=name, emulated_ranks=2, processes=processes), seconds=0.0, record=found)
-        for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
+        for name, processes, found in (("local", 1, one), ("ddp", 2, two_ranks), ("horovod", 2, two_ranks))
     ]
     rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}
     assert {name: row.status for name, row in rows.items()} == {
@@ -622,7 +622,7 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
         "the script derives its learning rate from the number of ranks (1 here, 2 in the reference): it is 0.1 instead "
         "of 0.2 in step 1"
     ]
-    # A learning rate derived on one backend only is a defect.
+    # A learning rate that is scaled on only one backend is an error.
     unscaled = Record([replace(one.first, size=2)], one.folder)
     outcomes[1] = replace(outcomes[1], record=unscaled)
     rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}
@@ -630,9 +630,9 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     assert rows["horovod"].reasons == ["the learning rate of step 1 is 0.2 instead of 0.1"]
 
 
-def test_an_option_after_the_script_causes_a_warning(script: str, tmp_path: Path) -> None:
+def test_option_after_the_script_causes_a_warning(script: str, tmp_path: Path) -> None:
     code, output, _ = verify(tmp_path, "--backends", "local", "--steps", "1", script, "none", "--steps", "5", "--lr=1")
-    assert code == 1, "there is nothing to compare"
+    assert code == 1, "one run cannot be compared"
     assert (
         f"Warning: --steps follows {script}, so it is passed to the script. Options of `unitrain verify` precede the "
         f"script: unitrain verify --steps ... {script}" in output
@@ -650,7 +650,7 @@ def test_float64_converts_data_model_and_loss(tmp_path: Path, monkeypatch: pytes
     assert seen == {torch.float64}
 
 
-def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
+def test_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
     inputs, targets = samples().tensors
     batch = {"b": [inputs, targets.bool()], "a": targets.to(torch.bfloat16), "names": [str(n) for n in range(24)]}
 
@@ -669,12 +669,14 @@ def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
     changed = {**batch, "names": [*batch["names"][:23], "x"]}  # type: ignore[misc]
     assert digest_samples(changed, 24) != complete
     swapped = digest_samples([inputs, targets.flip(0)], 24)
-    assert swapped != digest_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
-    # Empty containers have no content, for any number of samples.
+    assert swapped != digest_samples([inputs, targets], 24), (
+        "the digest must depend on the pairing of inputs and targets"
+    )
+    # Empty containers do not change the digest, regardless of the number of samples.
     for empty in ({}, [], (), {"a": {}}, {"a": [], "b": ()}):
         in_parts = digest_samples([inputs[:7], empty], 7) + digest_samples([inputs[7:], empty], 17)
         assert in_parts == digest_samples([inputs, empty], 24) == digest_samples([inputs], 24)
-    # A batch without recognizable samples is digested as one value.
+    # A batch whose samples cannot be identified is digested as a whole.
     graph = [inputs, torch.tensor([[0, 1], [1, 2]])]
     assert digest_samples(graph, 3) == digest_samples(graph, 3) != digest_samples([inputs, inputs], 3)
 
@@ -696,7 +698,7 @@ def test_last_lines_exclude_the_report_of_the_launcher() -> None:
 
 
 class _Change(unitrain.Callback):
-    """Changes a tensor in place after two steps."""
+    """Callback that changes a tensor in place after two steps."""
 
     def __init__(self, choose: Callable[[Any], Tensor]) -> None:
         self._choose = choose
@@ -717,7 +719,7 @@ class _Change(unitrain.Callback):
     ],
     ids=["parameter", "state"],
 )
-def test_the_first_different_bits_are_named(
+def test_first_step_and_tensor_with_different_bits_are_named(
     choose: Any, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"bits": True, "logical_ranks": 2}
@@ -725,18 +727,18 @@ def test_the_first_different_bits_are_named(
     same = record(tmp_path / "same", monkeypatch, **settings)
     changed = record(tmp_path / "changed", monkeypatch, callbacks=[_Change(choose)], **settings)
     other_start = record(tmp_path / "start", monkeypatch, made=make(seed=1), **settings)
-    shorter = record(tmp_path / "shorter", monkeypatch, upto=4, **settings)
+    shorter = record(tmp_path / "shorter", monkeypatch, steps=4, **settings)
     assert find_first_difference(same, reference) == ""
     assert find_first_difference(changed, reference) == difference
     assert find_first_difference(other_start, reference).startswith("the initial values of parameter 0.weight differ.")
     assert find_first_difference(shorter, reference) == "the run ended after 4 steps, the reference after 5"
 
 
-def test_local_sgd_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_sgd_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"differ with local steps\. Leave TrainConfig\.local_sgd out"):
         record(tmp_path / "run", monkeypatch, local_sgd=4)
 
 
-def test_bits_require_logical_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_option_requires_logical_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unitrain verify --bits compares runs on different numbers of ranks"):
         record(tmp_path / "run", monkeypatch, bits=True)
