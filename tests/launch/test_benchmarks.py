@@ -1,4 +1,4 @@
-"""The benchmarks run, and write the tables that the README links to; their figures are not tested."""
+"""The benchmarks run and write the tables that the README links to. The measured values are not tested."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_versions_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_peers_benchmark_writes_its_table(tmp_path: Path) -> None:
-    """Whichever of them are installed: the others are named, and no part of the rest."""
+def test_peers_benchmark_writes_a_table_of_installed_and_missing_peers(tmp_path: Path) -> None:
+    """Peers that are not installed are listed as "not installed"."""
     shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "peers.md").read_text()
     assert table.strip() in shown
     rows = {row[1]: row[2:] for row in re.findall(r"^\| (ddp) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)}
     packages = {"Lightning Fabric": "lightning", "Lightning Trainer": "lightning", "Accelerate": "accelerate"}
-    by_hand = {"DistributedDataParallel": "sys", "unitrain, own loop": "sys", "unitrain, Trainer": "sys"}
-    packages |= {"ignite": "ignite", **by_hand}
+    always_installed = {"DistributedDataParallel": "sys", "unitrain, own loop": "sys", "unitrain, Trainer": "sys"}
+    packages |= {"ignite": "ignite", **always_installed}
     assert set(rows) == set(packages)
     for way, (milliseconds, against) in rows.items():
         if importlib.util.find_spec(packages[way]) is None:
@@ -68,7 +68,7 @@ def test_peers_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
     small = ["--model", "resnet18", "--batch-size", "2", "--steps", "1", "--rounds", "1"]
     run("gpu_check.py", "--device", "cpu", *small, "--output", tmp_path)
     table = (tmp_path / "gpu_check.md").read_text()
@@ -98,7 +98,7 @@ def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
     assert (tmp_path / "simulated_scale.md").read_text().strip() in shown
     (costs,) = json.loads((tmp_path / "simulated_scale.json").read_text())["64"]
     assert costs["failure_seconds_median"] <= costs["failure_seconds_last"] < 5
-    # five connections per rank, one of which torch's process group would use
+    # Each rank has five connections. In a real job, torch's process group has one of them.
     assert 4 * 63 <= costs["descriptors_of_rank_0"] < 5 * 63 + 64
 
 
@@ -177,7 +177,7 @@ def test_slow_network_has_the_requested_bandwidth(two_hosts: list[Host], monkeyp
 @needs_hosts
 @pytest.mark.nightly
 def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> None:
-    """2 ranks on each of 2 hosts: a ring allreduce sends 1.5 times the gradients, the hierarchical one 1 time."""
+    """On 2 hosts with 2 ranks each, a ring allreduce sends 1.5 times as many bytes as a hierarchical allreduce."""
     shown = run("hierarchical_reduction.py", "--rate", "1gbit", "--rounds", "2", "--steps", "2", "--output", tmp_path)
     table = (tmp_path / "hierarchical_reduction.md").read_text()
     assert table.strip() in shown
@@ -217,14 +217,14 @@ def test_sharding_benchmark_writes_its_tables_and_keeps_earlier_rows(tmp_path: P
 
 
 @pytest.mark.nightly
-def test_memory_limits(tmp_path: Path) -> None:
-    """The largest batch and model need at most the limit, and checkpointed activations allow a larger batch."""
+def test_memory_limits_benchmark_finds_larger_batches_with_checkpointed_activations(tmp_path: Path) -> None:
+    """Without checkpointed activations, the largest batch that fits in the limit is smaller."""
     shown = run("memory_limits.py", "--limit", "100", "--shard", "none", "--output", tmp_path)
     table = (tmp_path / "memory_limits.md").read_text()
     assert table.strip() in shown
     plain, checkpointed = json.loads((tmp_path / "memory_limits.json").read_text())["rows"]
     assert 0 < plain["batch"] < checkpointed["batch"]
-    # The search stops near the limit, so the sizes of the largest models vary by a few percent.
+    # The search stops close to the limit, so the sizes of the largest models vary by a few percent.
     assert 0 < plain["parameters"] < 1.1 * checkpointed["parameters"]
 
 
@@ -250,8 +250,8 @@ def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 @needs_hosts
 @pytest.mark.nightly
-def test_recovery_benchmark_measures_two_hosts(tmp_path: Path) -> None:
-    """Each kill on two hosts costs at most one step, and the table contains all kills."""
+def test_recovery_benchmark_measures_all_kinds_of_kills_on_two_hosts(tmp_path: Path) -> None:
+    """Each kill on two hosts loses at most one step, and the table contains all kills."""
     options = ["--hosts", "2", "--backend", "ddp", "--way", "standby and memory", "--rounds", "1"]
     shown = run("recovery.py", *options, "--output", tmp_path)
     table = (tmp_path / "recovery.md").read_text()
@@ -279,7 +279,7 @@ def test_goodput_benchmark_kills_a_rank_and_counts_steps_once(tmp_path: Path) ->
 @needs_hosts
 @pytest.mark.nightly
 def test_slow_ranks_benchmark_finds_the_injected_causes(tmp_path: Path) -> None:
-    """A slow dataset and a slow forward pass are also found on a busy machine."""
+    """The causes are a slow dataset and a slow forward pass, which are found on a busy machine too."""
     kinds = ["--kind", "data", "--kind", "forward"]
     shown = run("slow_ranks.py", *kinds, "--slowdowns", "2", "--runs", "1", "--output", tmp_path)
     table = (tmp_path / "slow_ranks.md").read_text()
@@ -287,4 +287,4 @@ def test_slow_ranks_benchmark_finds_the_injected_causes(tmp_path: Path) -> None:
     for kind in ("slow `__getitem__`", "slow forward pass"):
         assert f"| {kind} | 1 | 1 |  |" in table
     kept = json.loads((tmp_path / "slow_ranks.json").read_text())
-    assert kept["cost_microseconds"] < 20  # 0.1 % of a step of 20 ms
+    assert kept["cost_microseconds"] < 20  # less than 0.1 % of a step of 20 ms

@@ -1,4 +1,4 @@
-"""Configuration files under real launchers, and with the other commands that start ranks."""
+"""Configuration files under real launchers and with other commands that start ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_equal(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
-def test_file_has_the_numbers_of_the_script_on_two_ranks(backend: str, tmp_path: Path) -> None:
+def test_run_from_a_file_has_the_same_weights_as_a_script_on_two_ranks(backend: str, tmp_path: Path) -> None:
     script, file = tmp_path / "script", tmp_path / "file"
     launch = [BIN / "unitrain", "launch", "-np", "2", "--backend", backend]
     run(*launch, EXAMPLES / "digits.py", "--epochs", "1", "--batch-size", "16", "--output", script)
@@ -55,14 +55,14 @@ def test_file_has_the_numbers_of_the_script_on_two_ranks(backend: str, tmp_path:
     assert_equal(file, tmp_path / "file-2")
 
 
-def test_launchers_start_the_module(tmp_path: Path) -> None:
+def test_torchrun_can_start_unitrain_train(tmp_path: Path) -> None:
     words = ["-m", "unitrain", "train", EXAMPLES / "digits.yaml", "--dry_run", "true"]
     output = run(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words)
     assert len(re.findall(r"final train_loss=", output)) == 1
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "srun", "none"])
-def test_every_launcher_command_starts_the_module(launcher: str, tmp_path: Path) -> None:
+def test_command_of_every_launcher_starts_unitrain_train(launcher: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.touch()
     ranks = "1" if launcher == "none" else "2"
@@ -79,7 +79,7 @@ def test_every_launcher_command_starts_the_module(launcher: str, tmp_path: Path)
         (["--to", "kubernetes", "--image", "image"], "torchrun --module unitrain train"),
     ],
 )
-def test_submit_starts_the_module(options: list[str], program: str, tmp_path: Path) -> None:
+def test_submitted_job_starts_unitrain_train(options: list[str], program: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.touch()
     shown = CliRunner().invoke(command_line, ["submit", *options, "--nodes", "2", "--dry-run", str(file), "--seed=3"])
@@ -94,7 +94,7 @@ def test_launch_reports_a_missing_file() -> None:
     assert "Script 'no.yaml' does not exist" in shown.output
 
 
-def test_verify_accepts_a_file(tmp_path: Path) -> None:
+def test_verify_accepts_a_configuration_file(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ["-np", "2", "--steps", "3", "--backends", "local,ddp", "--tolerance", "1e-3", "--cpu"]
     output = run(BIN / "unitrain", "verify", *options, "--json", report, EXAMPLES / "digits.yaml", "--batch_size", "16")
@@ -103,7 +103,7 @@ def test_verify_accepts_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_other_commands_accept_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_memory_and_tune_accept_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = EXAMPLES / "digits.yaml"
     output = run(BIN / "unitrain", "bench", "train", file, "--ranks", "1,2", "--steps", "3", "--seconds", "0")

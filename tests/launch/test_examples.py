@@ -1,4 +1,4 @@
-"""The examples run on one process, with the documented results."""
+"""The examples run in one process and print the documented results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
 
 
 def read_results(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
-    """Return the accuracy and loss of the only line on standard output."""
+    """Return the accuracy and the loss from the only line on standard output."""
     assert done.returncode == 0, done.stderr
     match = FINAL.fullmatch(done.stdout)
     assert match, done.stdout
@@ -47,7 +47,7 @@ def test_own_loop_and_pipeline_print_the_same_results_as_digits() -> None:
 
 
 @pytest.mark.ci
-def test_freezing_trains_the_head_and_then_all_layers() -> None:
+def test_freezing_reaches_a_higher_accuracy_after_all_layers_are_unfrozen() -> None:
     frozen, _ = read_results(run("freezing.py", "--epochs", "3"))
     unfrozen, _ = read_results(run("freezing.py", "--epochs", "6"))
     assert unfrozen > frozen
@@ -83,7 +83,7 @@ def test_mnist_without_data_prints_the_option_that_downloads_it(tmp_path: Path) 
     assert done.returncode == 1
     assert done.stderr.startswith("Error: MNIST was not found in '")
     assert done.stderr.endswith("Download it with: --data " + str(tmp_path / "nothing") + " --download\n")
-    (tmp_path / "half" / "MNIST" / "raw").mkdir(parents=True)  # of a download that failed
+    (tmp_path / "half" / "MNIST" / "raw").mkdir(parents=True)  # as after a failed download
     assert run("mnist.py", "--data", tmp_path / "half").stderr.startswith("Error: MNIST was not found in '")
 
 
@@ -102,7 +102,7 @@ def test_mnist_without_a_network_prints_an_error(tmp_path: Path) -> None:
     ("script", "package", "extra"),
     [("flyte_mnist.py", "flytekit", "flyte"), ("huggingface.py", "datasets", "huggingface")],
 )
-def test_a_missing_package_is_reported_with_the_extra(
+def test_missing_package_is_reported_with_the_extra(
     script: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

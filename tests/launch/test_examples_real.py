@@ -22,7 +22,7 @@ BACKENDS = ("ddp", "horovod")
 
 
 def launcher_command(backend: str, script: str, *arguments: str | Path, options: tuple[str, ...] = ()) -> list[str]:
-    """Return the command that starts an example on two ranks, as in its docstring."""
+    """Return the command that starts an example on two ranks, as in the docstring of the example."""
     if backend == "ddp":
         start = ["torchrun", "--standalone", "--nproc-per-node", "2", *options, EXAMPLES / script]
     else:
@@ -31,17 +31,16 @@ def launcher_command(backend: str, script: str, *arguments: str | Path, options:
 
 
 def run(command: list[str]) -> str:
-    """Return the output, without the prefixes that horovodrun adds to the lines of a rank."""
+    """Run a command, and return its output without the prefixes that horovodrun adds to lines."""
     with running_launcher(command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
-    # A prefix may precede the end of the previous line, because horovodrun forwards incomplete lines.
-    # Without MPI, Horovod writes [0] instead of [1,0].
+    # horovodrun forwards incomplete lines, so a prefix may be within a line. It is [1,0] with MPI, and [0] without.
     return re.sub(r"\[(1,)?\d\]<(stdout|stderr)>:", "", output)
 
 
 def read_results(output: str) -> list[float]:
-    """Return the numbers of the line with the results, which exactly one rank prints."""
+    """Return the numbers in the line of results, which exactly one rank prints."""
     (line,) = re.findall(r"final((?: \w+=\d+\.\d+)+)", output)
     return [float(number) for number in re.findall(r"=(\d+\.\d+)", line)]
 
@@ -66,14 +65,14 @@ def test_digits_reaches_97_percent_accuracy() -> None:
 @needs_hosts
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_hierarchical_prints_the_results_of_digits_on_two_hosts(two_hosts: list[Host], backend: str) -> None:
+def test_hierarchical_prints_the_same_results_as_digits_on_two_hosts(two_hosts: list[Host], backend: str) -> None:
     launch = [sys.executable, "-m", "unitrain", "launch"]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     hosts = ["-H", "h1:2,h2:1", "--backend", backend]
     done = two_hosts[0].run([*launch, *hosts, str(EXAMPLES / "hierarchical.py"), "--epochs", "3"], variables)
     assert done.returncode == 0, done.stdout
     command = [*launch, "-np", "3", str(EXAMPLES / "digits.py"), "--epochs", "3", "--device", "cpu"]
-    # The reductions add in different orders.
+    # Hierarchical and flat allreduces add in different orders.
     assert read_results(done.stdout) == pytest.approx(read_results(run(command)), abs=2e-3)
 
 
@@ -97,7 +96,7 @@ def test_mnist_writes_the_same_files_if_it_resumes_on_another_backend(tmp_path: 
 
     starts = logger_output.wandb_starts(resumed)
     (name, records), again = starts
-    assert again[0] == name  # the id of the run
+    assert again[0] == name  # the ID of the run
     (started,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
     config = {item.key: item.value_json for item in started.config.update}
     assert (started.project, config["learning_rate"], config["size"]) == ("mnist", "0.001", "2")
@@ -116,7 +115,7 @@ def test_sharding_prints_every_sample_once() -> None:
     assert re.findall(r"^(?:training|evaluation|  rank|  each|mean).*$", horovod, flags=re.MULTILINE) == shown
     assert [line for line in shown if line.startswith("  each")] == ["  each exactly once: yes"] * 3
     orders = [line for line in shown if line.startswith("  rank 0")]
-    assert len(orders) == len(set(orders)) == 3  # two epochs and the evaluation
+    assert len(orders) == len(set(orders)) == 3  # orders of two epochs and of the evaluation
     assert shown[-1].startswith("mean of all numbers 5.0000;")
 
 
@@ -124,7 +123,7 @@ def test_sharding_prints_every_sample_once() -> None:
 def test_gpt_prints_the_same_results_on_each_backend() -> None:
     arguments = ("--device", "cpu", "--steps", "20", "--global-batch-size", "16")
     train_loss, val_loss = alone = read_results(run([sys.executable, str(EXAMPLES / "gpt.py"), *arguments]))
-    assert 1.0 < train_loss < 4.2  # guessing costs log(97) = 4.57 per character
+    assert 1.0 < train_loss < 4.2  # random guessing has a loss of log(97) = 4.57 per character
     assert 1.0 < val_loss < 3.7
     for backend in BACKENDS:
         assert read_results(run(launcher_command(backend, "gpt.py", *arguments))) == pytest.approx(alone, abs=3e-4)
@@ -144,7 +143,7 @@ def test_contrastive_loss_over_all_ranks_equals_that_of_one_process() -> None:
 def test_episodes_prints_the_same_results_on_each_backend() -> None:
     arguments = ("--device", "cpu", "--epochs", "3", "--episodes", "96", "--update-every", "32", "--workers", "1")
     accuracy, val_loss = ddp = read_results(run(launcher_command("ddp", "episodes.py", *arguments)))
-    assert accuracy >= 0.7  # half of all moves are good ones
+    assert accuracy >= 0.7  # random moves have an accuracy of 0.5
     assert val_loss < 0.76
     assert read_results(run(launcher_command("horovod", "episodes.py", *arguments))) == pytest.approx(ddp, abs=3e-4)
 
@@ -153,7 +152,7 @@ def test_episodes_prints_the_same_results_on_each_backend() -> None:
 def test_gan_prints_the_same_results_on_each_backend() -> None:
     arguments = ("--device", "cpu", "--epochs", "3")
     critic, generator = ddp = read_results(run(launcher_command("ddp", "gan.py", *arguments)))
-    assert 0.05 < critic < 0.69  # less than guessing costs
+    assert 0.05 < critic < 0.69  # random guessing has a loss of 0.69
     assert generator > 0.69
     assert read_results(run(launcher_command("horovod", "gan.py", *arguments))) == pytest.approx(ddp, abs=3e-4)
 
@@ -168,7 +167,7 @@ def test_snapshots_resumes_after_a_failure_and_on_another_backend(tmp_path: Path
 
     failing = ("--snapshot", restarted, *epochs, "--fail-in-epoch", "3")
     output = run(launcher_command("ddp", "snapshots.py", *failing, options=("--max-restarts", "1")))
-    assert "fails in epoch 3" in output  # torchrun starts both ranks again, and it was not the first epoch
+    assert "fails in epoch 3" in output  # the first attempt
     assert f"resuming from '{restarted}' after epoch 2" in output
     assert read_results(output) == read_results(expected)
 

@@ -1,7 +1,7 @@
-"""`examples/flyte_mnist.py` in flytekit's local execution, in a virtual environment of its own.
+"""`examples/flyte_mnist.py`, executed locally by flytekit in a separate virtual environment.
 
-flytekit requires older versions of some packages than the development tools. The environment contains flytekit and its
-requirements, and imports all other packages from the environment of the tests.
+flytekit and the development tools require different versions of some packages. The environment contains flytekit and
+its requirements, and imports all other packages from the environment of the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from small_mnist import small_mnist
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PACKAGES = ("flytekit==1.16.31",)
-# Calls the workflow as a user does, and prints its outputs.
+# Calls the workflow like a user, and prints its outputs.
 CALL = """
 import json, pathlib, sys
 from flyte_mnist import Hyperparameters, train_mnist
@@ -57,7 +57,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_workflow_returns_accuracies_and_model_and_resumes(python: str, tmp_path: Path) -> None:
+def test_workflow_returns_accuracies_and_a_model_and_can_be_resumed(python: str, tmp_path: Path) -> None:
     data = small_mnist(tmp_path / "data")
 
     def call(**arguments: object) -> tuple[list[float], float, Path, Path]:
@@ -72,7 +72,7 @@ def test_workflow_returns_accuracies_and_model_and_resumes(python: str, tmp_path
     parameters = torch.load(model, weights_only=True)
     assert sum(tensor.numel() for tensor in parameters.values()) == 46_634
 
-    # A retried task resumes from the checkpoint in its folder, here with the other backend.
+    # A retried task resumes from the checkpoint in its folder, even with another backend.
     shared = str(tmp_path / "shared")
     first = call(hyperparameters=settings | {"epochs": 2}, data=str(data), run_folder=shared, wandb=True)
     resumed = call(hyperparameters=settings | {"backend": "horovod"}, data=str(data), run_folder=shared, wandb=True)

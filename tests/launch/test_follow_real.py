@@ -1,4 +1,4 @@
-"""`unitrain submit --follow` on a real Slurm with two hosts: state, log and exit code of jobs."""
+"""`unitrain submit --follow` with a real Slurm on two hosts: state, log and exit code of jobs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if kind == "cancelled":
 """
 
 
-class Followed:
-    """A running `unitrain submit --follow` or `unitrain follow` with its output so far."""
+class FollowProcess:
+    """A `unitrain submit --follow` or `unitrain follow` process, whose output is written to a file."""
 
     def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
         self.process, self.path = process, path
@@ -49,15 +49,15 @@ class Followed:
         return self.path.read_text()
 
     def job(self) -> str:
-        match = wait_for("the job's number", lambda: re.search(r"^Submitted batch job (\d+)$", self.output(), re.M))
+        match = wait_for("the job ID", lambda: re.search(r"^Submitted batch job (\d+)$", self.output(), re.M))
         return str(match[1])
 
     def states(self) -> list[str]:
         return re.findall(r"^unitrain: (.*)$", self.output(), re.MULTILINE)
 
 
-def only_child(process: subprocess.Popen[str]) -> int:
-    """Return the ID of the command that a process of `Host.start` runs."""
+def find_only_child(process: subprocess.Popen[str]) -> int:
+    """Return the process ID of the command that a process of `Host.start` runs."""
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(child)
 
@@ -84,12 +84,12 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         variables |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         first = found[0]
 
-        def start(name: str, *words: str) -> Followed:
+        def start(name: str, *words: str) -> FollowProcess:
             path = tmp_path / f"{name}.output"
             with path.open("w") as output:
-                return Followed(first.start([*UNITRAIN, *words], variables, stdout=output.fileno()), path)
+                return FollowProcess(first.start([*UNITRAIN, *words], variables, stdout=output.fileno()), path)
 
-        def submit(kind: str, *options: str) -> Followed:
+        def submit(kind: str, *options: str) -> FollowProcess:
             arguments = ["submit", "--to", "slurm", "--follow", "--time", "30", "--output", f"{kind}.log", *options]
             return start(kind, *arguments, "train.py", kind, "go")
 
@@ -110,14 +110,15 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
 
         wait_for("the log of a running job", lambda: "cancelled attempt 0 rank 0" in cancelled.output())
         running = re.compile(rf"^unitrain: job {cancelled.job()} is running on h[12]$", re.M)
-        wait_for("the state of a running job", lambda: running.search(cancelled.output()))  # after the log or before
+        # The state may be printed before or after the log.
+        wait_for("the state of a running job", lambda: running.search(cancelled.output()))
         control("scancel", cancelled.job())
         assert cancelled.process.wait(SECONDS) not in (0, 130), cancelled.output()
         assert f"job {cancelled.job()} was cancelled, with exit code" in cancelled.states()[-1]
 
-        # Ctrl-C ends the command and not the job.
+        # Ctrl-C terminates the command but not the job.
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in waits.output())
-        os.kill(only_child(waits.process), signal.SIGINT)
+        os.kill(find_only_child(waits.process), signal.SIGINT)
         assert waits.process.wait(SECONDS) == 130, waits.output()
         job = waits.job()
         assert waits.states()[-2:] == [
@@ -126,12 +127,12 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         ]
         assert control("squeue", "-h", "-o", "%T", "-j", job).strip() == "RUNNING"
 
-        # The controller does not respond for a while.
+        # The controller is killed and restarted.
         again = start("again", "follow", "--to", "slurm", job)
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in again.output())
         for pid, command in first.find_processes().items():
             if "slurmctld" in command:
-                with contextlib.suppress(ProcessLookupError):  # its second process ends with it
+                with contextlib.suppress(ProcessLookupError):  # killing one process may end another
                     os.kill(pid, signal.SIGKILL)
         wait_for("the failure", lambda: "the scheduler does not respond, retrying" in again.output())
         controller = first.start(["/usr/sbin/slurmctld", "-D"], variables, stdout=subprocess.DEVNULL)
@@ -141,7 +142,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert again.output().count("waits no longer") == 1
         assert again.states()[-1] == f"job {job} has completed"
 
-        # Slurm starts a requeued job after two minutes; its log is truncated.
+        # A requeued job has a delay of two minutes, which is skipped. Slurm truncates the log of the job.
         job = requeued.job()
         wait_for("the requeue", lambda: re.search(r"is pending \(\w+\), requeued once", requeued.output()))
         wait_for("free nodes", lambda: set(control("sinfo", "-hN", "--format=%T").split()) == {"idle"})
@@ -149,7 +150,8 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
 
         def has_ended() -> bool:
             if control("squeue", "-h", "--states=all", "-o", "%T", "-j", job).strip() == "PENDING":
-                first.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)  # it may start meanwhile
+                # Errors are ignored, because the job may have started in the meantime.
+                first.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)
             return requeued.process.poll() is not None
 
         wait_for("the end of the requeued job", has_ended)

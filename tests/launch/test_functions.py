@@ -1,4 +1,4 @@
-"""`unitrain.run`: a function on several ranks, from a notebook's kernel and from a program."""
+"""`unitrain.run`: functions on several ranks, called in a notebook and in a program."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ except RankFailedError as error:
 ]
 
 
-def test_a_notebook_runs_its_own_functions() -> None:
+def test_functions_defined_in_a_notebook_run_on_ranks() -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, *CALLS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute(env=preloaded(os.environ))
@@ -82,14 +82,14 @@ def test_a_notebook_runs_its_own_functions() -> None:
     )
     assert first.count("hello from the notebook 0") == first.count("hello from the notebook 1") == 2
     assert "both agree" in first
-    rank_results = second[second.index("caught: ") :]
-    assert rank_results.startswith("caught: Rank 1 of 2 failed first:\n\nTraceback")
-    # The line of the cell, which is in no file, and nothing of unitrain's own around it.
-    assert 'raise Broken("item 31")  # the line to see' in rank_results
-    assert "unitrain/functions" not in rank_results
+    message = second[second.index("caught: ") :]
+    assert message.startswith("caught: Rank 1 of 2 failed first:\n\nTraceback")
+    # The traceback contains the line of the notebook cell, but not lines of unitrain.
+    assert 'raise Broken("item 31")  # the line to see' in message
+    assert "unitrain/functions" not in message
 
 
-def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
+def test_program_without_a_main_guard_does_not_leave_processes(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(
@@ -123,13 +123,13 @@ def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
         lines = []
         while not (lines and lines[-1] == "working" and any("did not return within" in line for line in lines)):
             line = launch.process.stdout.readline()
-            assert line, lines  # the program has not ended
+            assert line, lines  # the program must not have exited
             lines.append(line.rstrip())
         assert "[('0', 'returns'), ('1', 'returns')]" in lines
         assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a result") for line in lines)
         assert "The ranks did not return within 4 s and were killed. Raise the limit with timeout_seconds." in lines
-        launch.process.kill()  # as a kernel that is killed
-        launch.wait_until_all_exited(60)  # torchrun waits up to 30 s for its ranks
+        launch.process.kill()  # like a notebook kernel that is killed
+        launch.wait_until_all_exited(60)  # torchrun waits for its ranks for up to 30 s
 
 
 DAEMONS = """
@@ -151,8 +151,8 @@ for launcher in ("none", "torchrun"):
 """
 
 
-def test_run_does_not_wait_for_daemons_of_a_rank() -> None:
-    """They keep the output of the ranks open."""
+def test_run_does_not_wait_for_daemons_that_a_rank_has_started() -> None:
+    """The daemons keep the output pipe of the rank open."""
     with running_launcher([sys.executable, "-c", DAEMONS]) as launch:
         output = launch.output()
         assert launch.process.returncode == 0, output
@@ -176,7 +176,7 @@ def test_unpicklable_arguments_are_rejected_before_ranks_start() -> None:
 
 
 def report_devices() -> tuple[str, str | None]:
-    """Return the rank and CUDA_VISIBLE_DEVICES of this process."""
+    """Return the rank of this process and the value of CUDA_VISIBLE_DEVICES."""
     rank = os.environ.get("RANK") or os.environ["HOROVOD_RANK"]
     return rank, os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -191,7 +191,7 @@ def report_devices() -> tuple[str, str | None]:
         (2, {"devices": "-1"}, "0,1"),
     ],
 )
-def test_run_selects_devices(
+def test_devices_argument_sets_the_ranks_and_cuda_visible_devices(
     gpus: int, arguments: dict[str, Any], visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = "\n".join(f"echo 'GPU {index}: NVIDIA H100'" for index in range(gpus))
@@ -238,7 +238,7 @@ def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         unitrain.run(print, np=2)
 
 
-def test_import_does_not_import_torch() -> None:
+def test_import_of_unitrain_does_not_import_torch() -> None:
     shown = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
@@ -249,7 +249,7 @@ class TwoArgumentsError(Exception):
         super().__init__(f"{name} {number}")
 
 
-def test_an_exception_that_cannot_be_unpickled_keeps_its_text_traceback_and_time(tmp_path: Path) -> None:
+def test_exception_that_cannot_be_unpickled_keeps_its_text_traceback_and_time(tmp_path: Path) -> None:
     try:
         raise TwoArgumentsError("item", 31)
     except TwoArgumentsError as error:

@@ -1,4 +1,4 @@
-"""The program that replaces horovodrun."""
+"""The variant of horovodrun that unitrain starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from unitrain.backends.horovod.horovodrun import terminate_rank
 
 
-def shell(rank: str) -> subprocess.Popen[bytes]:
-    """Start `rank` as horovodrun does: as the child of a shell. Wait until it runs."""
+def start_in_shell(rank: str) -> subprocess.Popen[bytes]:
+    """Start `rank` as the child process of a shell, like horovodrun, and wait until it runs."""
     process = subprocess.Popen(f"trap : USR1 USR2; env NAME=value {rank}", shell=True)
     while not psutil.Process(process.pid).children():
         time.sleep(0.001)
@@ -25,14 +25,14 @@ def shell(rank: str) -> subprocess.Popen[bytes]:
     ("rank", "code"),
     [("sleep 100", 128 + 15), ("sh -c 'trap \"exit 75\" TERM; touch {}; while :; do sleep 0.1; done'", 75)],
 )
-def test_terminating_a_rank_keeps_its_exit_code(
+def test_terminated_rank_keeps_its_exit_code(
     rank: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine, the rank may take a while to exit. After this time it would be killed.
+    # A rank that has not exited after this time is killed. On a busy machine, the exit may be slow.
     monkeypatch.setattr("horovod.runner.common.util.safe_shell_exec.GRACEFUL_TERMINATION_TIME_S", 60)
     for number in range(10):
         trapped = tmp_path / str(number)
-        process = shell(rank.format(trapped))
+        process = start_in_shell(rank.format(trapped))
         while code == 75 and not trapped.exists():
             time.sleep(0.01)
         thread = threading.Thread(target=terminate_rank, args=(process.pid,))
@@ -44,10 +44,12 @@ def test_terminating_a_rank_keeps_its_exit_code(
             thread.join()
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_ignores_sigterm_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod.runner.common.util.safe_shell_exec.GRACEFUL_TERMINATION_TIME_S", 0.3)
-    process = shell("sh -c 'trap \"\" TERM; sleep 100'")
-    while len(descendants := psutil.Process(process.pid).children(recursive=True)) < 2:  # until the trap is set
+    process = start_in_shell("sh -c 'trap \"\" TERM; sleep 100'")
+    while (
+        len(descendants := psutil.Process(process.pid).children(recursive=True)) < 2
+    ):  # `sleep` starts after the trap is set
         time.sleep(0.01)
     terminate_rank(process.pid)
     assert process.wait(30) == 128 + 9

@@ -1,4 +1,4 @@
-"""The simulated hosts of other tests: isolated from each other, reachable over ssh, and removed completely."""
+"""The simulated hosts that other tests use are isolated, reachable over ssh, and removed completely."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ pytestmark = needs_hosts
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
 
 
-def test_test_hosts_have_separate_names_networks_and_processes(two_hosts: list[Host]) -> None:
+def test_simulated_hosts_have_separate_names_networks_and_processes(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     for host, other in ((first, second), (second, first)):
-        rank_results = host.run(
-            ["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"}
-        )
-        assert rank_results.stdout.split() == [
+        done = host.run(["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"})
+        assert done.stdout.split() == [
             host.name, str(Path.cwd()), str(host.home), "1", "10.77.0.1", "h1", "10.77.0.2", "h2",
         ]  # fmt: skip
-        done = host.run([*SSH, other.name, "hostname; pwd"])
-        assert done.stdout.splitlines()[-2:] == [other.name, str(other.home)]
+        remote = host.run([*SSH, other.name, "hostname; pwd"])
+        assert remote.stdout.splitlines()[-2:] == [other.name, str(other.home)]
     assert socket.gethostname() not in ("h1", "h2")
 
 
-def test_processes_of_a_test_host_are_found_and_ended(
+def test_processes_of_a_simulated_host_are_found_and_killed(
     two_hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two_hosts
     first.run([*SSH, "h2", "sleep 300 >/dev/null 2>&1 &"])
-    while list(second.find_processes().values()) != ["sleep 300"]:  # first also the processes of the ssh connection
+    while list(second.find_processes().values()) != ["sleep 300"]:  # wait until the ssh connection is closed
         time.sleep(0.05)
     with pytest.raises(TimeoutError, match=r"still on h2 after 0\.2 s: .*sleep 300"):
         second.wait_until_all_exited(0.2)
@@ -51,18 +49,19 @@ def test_processes_of_a_test_host_are_found_and_ended(
             time.sleep(0.02)
         return process
 
-    monkeypatch.setattr(Host, "start", start_and_wait_until_printed)  # the time limit of `run` begins after it
+    # The time limit of `run` starts after this function returns.
+    monkeypatch.setattr(Host, "start", start_and_wait_until_printed)
     with pytest.raises(TimeoutError, match=r"on h1 was killed after 0\.5 s, having printed:\nhere"):
         first.run(["sh", "-c", f"echo here; touch {shlex.quote(str(printed))}; sleep 300"], seconds=0.5)
     assert first.find_processes() == {}
 
 
-def test_disconnected_and_stopped_test_hosts_do_not_answer(two_hosts: list[Host]) -> None:
+def test_disconnected_and_killed_simulated_hosts_do_not_respond(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     second.disconnect_network()
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
     second.reconnect_network()
-    deadline = time.monotonic() + 20  # h1 may have cached that it cannot reach h2
+    deadline = time.monotonic() + 20  # h1 may cache that h2 is unreachable
     while first.run([*SSH, "h2", "hostname"]).returncode != 0:
         assert time.monotonic() < deadline
     with second.start(["sleep", "300"]) as running:
@@ -72,7 +71,7 @@ def test_disconnected_and_stopped_test_hosts_do_not_answer(two_hosts: list[Host]
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
 
 
-def test_test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
+def test_simulated_hosts_do_not_leave_processes_or_mounts(tmp_path: Path) -> None:
     with hosts(3, tmp_path, hostname_is_loopback=True) as three:
         assert three[2].run(["getent", "hosts", "h1", "h3"]).stdout.split()[::2] == ["10.77.0.1", "127.0.1.1"]
         running = three[1].start(["sleep", "300"])

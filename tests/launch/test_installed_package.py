@@ -1,7 +1,7 @@
-"""The wheel, installed outside the checkout: its files, a launch, dry runs and a type check.
+"""The wheel, installed outside the checkout: files, launches, dry runs and a type check.
 
-The launches start in a folder whose files have the names of the standard library's and unitrain's modules, and the
-script's folder contains a package named `launchers`.
+Launches start in a folder with files named like modules of the standard library and of unitrain. The folder of the
+script contains a package named `launchers`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StopAfterFirstStep(Callback):
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command outside the checkout, without PYTHONPATH and UNITRAIN_BACKEND."""
+    """Run a command in `folder`, without PYTHONPATH and UNITRAIN_BACKEND."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "UNITRAIN_BACKEND")}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
@@ -64,7 +64,7 @@ def run(command: list[str], folder: Path, **variables: str) -> subprocess.Comple
 
 
 def build(source: Path, output: Path, kind: str) -> Path:
-    """Build the "wheel" or "sdist" of a source folder without network access, and return its path."""
+    """Build a "wheel", "sdist" or "editable" wheel of a source folder without a network, and return its path."""
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     output.mkdir()
     done = run([sys.executable, "-c", code, str(output)], source)
@@ -75,11 +75,11 @@ def build(source: Path, output: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that are packaged: a build writes into its source folder."""
+    """A copy of the packaged files, because a build writes to its source folder."""
     folder = tmp_path_factory.mktemp("source") / "unitrain"
     folder.mkdir()
     for path in ROOT.iterdir():
-        # Hidden files are left out: other tests, such as those of `unitrain doctor`, create some temporarily.
+        # Skip hidden files, because tests such as those of `unitrain doctor` create temporary hidden files.
         is_hidden = path.name.startswith(".")
         if not is_hidden and path.is_file() and path.suffix in (".py", ".toml", ".md", ".in", ".txt", ""):
             shutil.copy(path, folder)
@@ -96,13 +96,13 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment with the wheel and the packages of the test environment, except unitrain."""
+    """The bin folder of an environment that contains the wheel and the other packages of the test environment."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=TIMEOUT_SECONDS)
     python = folder / "bin" / "python"
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    # Entries of a .pth file are appended to sys.path, and the .pth files in them (such as the one of an editable
-    # unitrain) are not read.
+    # Folders in a .pth file are appended to sys.path. The .pth files in these folders, such as that of an editable
+    # install of unitrain, are not read.
     (site_packages / "test_environment.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, str(wheel)], check=True, timeout=TIMEOUT_SECONDS)
@@ -111,7 +111,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder to start in, with a script in `jobs` and files that must not shadow modules."""
+    """A working directory with a script in `jobs` and with files that must not shadow modules."""
     for name in ("logging", "json", "click", "socket", "unitrain"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current folder was imported')\n")
     jobs = tmp_path / "jobs"
@@ -122,7 +122,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_wheel_has_every_file_once(wheel: Path) -> None:
+def test_wheel_contains_every_file_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
     expected = {
@@ -134,7 +134,7 @@ def test_wheel_has_every_file_once(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"unitrain"}
 
 
-def test_wheel_of_the_sdist_equals_the_wheel_of_the_checkout(source: Path, wheel: Path, tmp_path: Path) -> None:
+def test_wheel_built_from_the_sdist_has_the_same_files(source: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build(source, tmp_path / "sdist", "sdist")
     extract(sdist, tmp_path / "unpacked")
     (folder,) = (tmp_path / "unpacked").iterdir()
@@ -142,18 +142,18 @@ def test_wheel_of_the_sdist_equals_the_wheel_of_the_checkout(source: Path, wheel
     assert sorted(zipfile.ZipFile(rebuilt).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
-def test_editable_install_is_imported_in_the_folder_that_contains_the_checkout(source: Path, tmp_path: Path) -> None:
+def test_editable_install_can_be_imported_in_the_parent_folder_of_the_checkout(source: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(build(source, tmp_path / "wheel", "editable")).extractall(tmp_path / "installed")
-    assert source.name == "unitrain"  # without __init__.py, like a clone
+    assert source.name == "unitrain"  # the folder has no __init__.py, like a git clone
     code = "import site, sys; site.addsitedir(sys.argv[1]); import unitrain; print(unitrain.__version__)"
-    # Without the packages of the test environment, which contain the checkout.
+    # -S excludes the packages of the test environment, which include an editable install of the checkout.
     done = run([sys.executable, "-S", "-c", code, str(tmp_path / "installed")], source.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{unitrain.__version__}\n"
 
 
 @pytest.mark.parametrize("backend", ["horovod", *nightly("ddp")])
-def test_two_ranks_use_the_installed_package_and_modules_next_to_the_script(
+def test_two_ranks_import_the_installed_package_and_modules_next_to_the_script(
     backend: str, installed: Path, project: Path
 ) -> None:
     done = run([str(installed / "unitrain"), "launch", "--backend", backend, "-np", "2", "jobs/train.py"], project)
@@ -164,7 +164,7 @@ def test_two_ranks_use_the_installed_package_and_modules_next_to_the_script(
     assert "was imported" not in done.stdout + done.stderr
 
 
-def test_every_launcher_prints_its_command(installed: Path, project: Path) -> None:
+def test_dry_run_of_every_launcher_prints_a_command_of_the_installed_package(installed: Path, project: Path) -> None:
     (project / "scontrol").write_text("#!/bin/sh\necho n1; echo n2\n")
     (project / "scontrol").chmod(0o755)
     slurm = {
@@ -186,7 +186,7 @@ def test_every_launcher_prints_its_command(installed: Path, project: Path) -> No
 
 def test_user_script_is_type_checked_against_the_installed_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TYPED_SCRIPT.lstrip())
-    # Skip torch and its dependencies: checking them would take a minute.
+    # Skip torch and its dependencies, because checking them takes a minute.
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
     command = [str(installed / "python"), "-m", "mypy", "--strict", "--no-incremental", "script.py"]
     done = run(command, tmp_path)

@@ -1,4 +1,4 @@
-"""Every backend under every launcher, started by `unitrain launch` and by the launcher's own command."""
+"""Every backend under every launcher, started by `unitrain launch` and by the command of the launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
-# Arguments: the folder for the reports of the ranks, how the script ends, and optionally the backend.
+# Arguments: the folder for the reports of the ranks, the way in which the script ends, and optionally the backend.
 SCRIPT = """
 import json, os, sys, time
 import torch
@@ -29,13 +29,13 @@ import unitrain
 folder, end, *backend = sys.argv[1:]
 with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
     total = backend.allreduce(torch.tensor([backend.rank + 1.0, 10.0]), op="sum")
-    told = dict(
+    report = dict(
         rank=backend.rank, size=backend.size, local_rank=backend.local_rank, local_size=backend.local_size,
         node_rank=backend.node_rank, num_nodes=backend.num_nodes, backend=backend.name, transport=backend.transport,
         total=total.tolist(), pid=os.getpid(), threads=torch.get_num_threads(),
     )
     with open(f"{folder}/{backend.rank}", "w") as file:
-        json.dump(told, file)
+        json.dump(report, file)
     os.rename(f"{folder}/{backend.rank}", f"{folder}/{backend.rank}.json")
     backend.barrier()
     if end == "fails" and backend.rank == 1:
@@ -46,15 +46,15 @@ with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
 
 
 def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
-    """Check the reports of two ranks against the requirements for every launcher, and return them."""
+    """Check that the reports of two ranks have the values required under every launcher, and return the reports."""
     rank_results = read_rank_reports(folder)
     common = {
         "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
         "total": [3.0, 20.0],
     }  # fmt: skip
-    apart = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
+    ranks = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
     assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in rank_results] == [
-        common | own for own in apart
+        common | own for own in ranks
     ]
     assert rank_results[0]["pid"] != rank_results[1]["pid"]
     return rank_results
@@ -82,21 +82,21 @@ def test_launch_runs_the_printed_command(
     command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
     with running_launcher([*command[:2], "--dry-run", *command[2:]]) as launch:
         printed = launch.output()
-    assert not read_rank_reports(tmp_path), "a dry run starts nothing"
+    assert not read_rank_reports(tmp_path), "a dry run must not start ranks"
     with running_launcher(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
-    port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free port, which differs between launches
+    port = re.compile(r"(?<=MASTER_PORT=)\d+")  # each launch chooses a free port
     assert port.sub("N", output).startswith(port.sub("N", printed)), output
     rank_results = check_two_ranks(tmp_path, backend, transport)
     assert {one["threads"] for one in rank_results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_module_runs_under_every_launcher(
+def test_module_runs_under_the_default_launcher_of_every_backend(
     backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch uses --log-dir, which wraps the program of each rank."""
+    """--log-dir runs the module of each rank in a wrapper."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     Path(script).rename(tmp_path / "package" / "train.py")
@@ -122,10 +122,10 @@ def test_module_runs_under_every_launcher(
     ],
     ids=["torchrun", "horovodrun", "mpirun", "unitrain's mpirun"],
 )
-def test_launcher_ends_with_the_failing_rank(
+def test_job_ends_if_a_rank_fails(
     command: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
-    """Without a backend in the script, the launcher determines it."""
+    """The script does not select a backend, so the launcher determines the default."""
     with running_launcher([*command, script, str(tmp_path), "fails"]) as launch:
         output = launch.output()
         check_two_ranks(tmp_path, backend, transport)
@@ -144,7 +144,7 @@ def test_launcher_ends_with_the_failing_rank(
         pytest.param(["--backend", "horovod", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
     ],
 )
-def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
+def test_signal_to_the_launch_terminates_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
     with running_launcher([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
         deadline = time.monotonic() + SECONDS
         while len(read_rank_reports(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
@@ -153,7 +153,7 @@ def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tm
         assert len(ranks) == 2
         assert ranks < set(launch.find_processes())
         launch.process.send_signal(signal.SIGTERM)
-        launch.wait_until_all_exited(25)  # torchrun would send SIGKILL after 30 s
+        launch.wait_until_all_exited(25)  # torchrun sends SIGKILL after 30 s
         output = launch.output()
         assert launch.process.returncode == 143 if "ddp" in options else launch.process.returncode != 0, output
         assert "Traceback" not in output or "ddp" not in options
@@ -163,8 +163,8 @@ WITHOUT_INIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.envi
 
 
 @pytest.mark.parametrize("options", [[], ["--max-restarts", "1"]], ids=["torchrun", "supervisor"])
-def test_ranks_without_init_end_if_the_launch_is_killed(options: list[str], tmp_path: Path) -> None:
-    """`unitrain launch` replaces itself with torchrun, or supervises it."""
+def test_ranks_that_do_not_call_init_exit_if_the_launch_is_killed(options: list[str], tmp_path: Path) -> None:
+    """`unitrain launch` replaces itself with torchrun or, with --max-restarts, supervises torchrun."""
     script, folder = tmp_path / "train.py", tmp_path / "ranks"
     script.write_text(WITHOUT_INIT)
     folder.mkdir()
@@ -174,12 +174,12 @@ def test_ranks_without_init_end_if_the_launch_is_killed(options: list[str], tmp_
             time.sleep(0.1)
         assert len(launch.find_processes()) >= 3
         launch.process.kill()
-        launch.wait_until_all_exited(25)  # torchrun would send SIGKILL after 30 s
+        launch.wait_until_all_exited(25)  # torchrun sends SIGKILL after 30 s
 
 
 @pytest.mark.nightly
-def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) -> None:
-    """Kubernetes' PyTorchJob sets RANK for the container, not for the processes in it."""
+def test_launch_ignores_the_rank_variables_of_its_container(script: str, tmp_path: Path) -> None:
+    """A PyTorchJob in Kubernetes sets RANK for the container, but not for the processes in the container."""
     for backend in ("ddp", "horovod"):
         folder = tmp_path / backend
         folder.mkdir()
@@ -190,7 +190,7 @@ def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) 
         check_two_ranks(folder, backend, "gloo")
 
 
-def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
+def test_script_runs_in_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
     for folder, command in (("plain", [PYTHON]), ("launched", [UNITRAIN[0], "launch", "--backend", "local"])):
         (tmp_path / folder).mkdir()
         with running_launcher([*command, script, str(tmp_path / folder), "returns"]) as launch:
@@ -215,7 +215,7 @@ def test_backend_local_with_two_ranks_is_rejected(script: str, tmp_path: Path) -
     ) in output
 
 
-LEAVES = """
+CHECK_THREADS = """
 import os, time
 import torch
 import unitrain
@@ -226,7 +226,7 @@ def gloo_threads():
         try:
             with open(f"/proc/self/task/{task}/comm") as file:
                 names.append(file.read())
-        except OSError:  # the thread has ended since it was listed
+        except OSError:  # the thread has exited since it was listed
             continue
     return [name for name in names if "gloo" in name]
 
@@ -238,19 +238,19 @@ with unitrain.init(device="cpu") as backend:
     wrapped(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-deadline = time.monotonic() + 10  # the kernel lists a thread for a moment after it has been joined
+deadline = time.monotonic() + 10  # the kernel may still list a thread that has been joined
 while (left := gloo_threads()) and time.monotonic() < deadline:
     time.sleep(0.01)
 assert not left, left
-wrapped(torch.ones(1, 2) * backend.rank).sum().backward()  # the user's model still works, alone
+wrapped(torch.ones(1, 2) * backend.rank).sum().backward()  # the user's model works without communication
 assert model.weight.grad.unique().tolist() == [backend.rank], model.weight.grad
 """
 
 
-def test_backend_threads_end_with_the_process_group(tmp_path: Path) -> None:
-    """A thread that outlives the interpreter may abort the process after the job has succeeded."""
+def test_threads_of_a_backend_exit_with_the_process_group(tmp_path: Path) -> None:
+    """A thread that outlives the interpreter may abort the process of a successful job."""
     script = tmp_path / "train.py"
-    script.write_text(LEAVES)
+    script.write_text(CHECK_THREADS)
     with running_launcher([*TORCHRUN, str(script)]) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output

@@ -1,8 +1,7 @@
-"""Every launcher with every backend, on one host and on two, with the commands that a user types: the same placement
-and the same numbers.
+"""Every launcher with every backend has the same placement and results on one host and on two hosts.
 
-A cell is one launch of `short_digits.py` on hosts of its own (`hosts.py`), two ranks on one host or three on two. The
-numbers are compared with the same steps in plain torch.
+Each test launches `short_digits.py` with the command that a user types, on simulated hosts (`hosts.py`). There are two
+ranks on one host, or three ranks on two hosts. The results are compared with the same steps in plain torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "short_digits.py")
 VARIABLES = {
     "PYTHONPATH": str(Path(__file__).parents[2]),
     "OMP_NUM_THREADS": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # there are more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
@@ -39,13 +38,13 @@ RENDEZVOUS = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
 COUNTS = pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["one host", "two hosts"]
 )
-# The number of ranks on each host.
-SHARES = {1: (2,), 2: (2, 1)}
+# Number of hosts: number of ranks on each host.
+RANKS_PER_HOST = {1: (2,), 2: (2, 1)}
 
 
 @pytest.fixture(scope="module")
 def reference() -> list[float]:
-    """The expected numbers of every combination: the same steps in plain torch on the global batch."""
+    """The expected results: the parameters after the same steps in plain torch on global batches."""
     images, targets = digits().tensors
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -60,15 +59,15 @@ def reference() -> list[float]:
 
 
 @pytest.fixture
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two hosts in the most difficult network: their names resolve to 127.0.1.1, and there is no default route."""
+def loopback_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Two hosts in a difficult network: host names resolve to 127.0.1.1, and there is no default route."""
     with hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
-    """Two such hosts with Slurm, and the variables of its programs."""
+    """Two hosts in such a network with Slurm, and the environment variables that Slurm's programs need."""
     with (
         hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as found,
         slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
@@ -86,9 +85,9 @@ def check(
     *,
     hierarchical: bool = False,
 ) -> None:
-    """Check the reports of all ranks against the expected placement and the reference."""
+    """Check that the reports of all ranks have the expected placement and results."""
     rank_results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if launcher == "none":  # where MPI can be had, Horovod takes it for one process too, which sends nothing
+    if launcher == "none":  # one process does not communicate, so the transport may be gloo or mpi
         transport = rank_results[0]["transport"]
     size = sum(shares)
     places = [(node, local) for node, share in enumerate(shares) for local in range(share)]
@@ -107,14 +106,14 @@ def check(
         torch.testing.assert_close(torch.tensor(one["numbers"]), torch.tensor(numbers), rtol=0, atol=1e-6)
 
 
-def exported(*names: str) -> list[str]:
+def export_options(*names: str) -> list[str]:
     return [word for name in (*VARIABLES, *names) for word in ("-x", name)]
 
 
-def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str, str]]:
-    """Return the words before the script and its arguments, and the variables that a user exports."""
-    size = str(sum(SHARES[count]))
-    slots = ",".join(f"h{number}:{slots}" for number, slots in enumerate(SHARES[count], 1))
+def user_command(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that a user types before the script, and the variables that the user exports."""
+    size = str(sum(RANKS_PER_HOST[count]))
+    slots = ",".join(f"h{number}:{slots}" for number, slots in enumerate(RANKS_PER_HOST[count], 1))
     python = sys.executable
     match launcher:
         case "none":
@@ -134,7 +133,7 @@ def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str,
             ], rendezvous_options
         case "mpirun":
             rendezvous_options = RENDEZVOUS if backend == "ddp" else {}
-            given = [*exported(*rendezvous_options), "--bind-to", "none", "--map-by", "slot"]
+            given = [*export_options(*rendezvous_options), "--bind-to", "none", "--map-by", "slot"]
             return ["mpirun.openmpi", "-np", size, "-H", slots, *given, python], rendezvous_options
         case "mpiexec":
             return ["mpiexec.mpich", "-n", size, "-hosts", slots, python], RENDEZVOUS
@@ -152,51 +151,53 @@ def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str,
         pytest.param("mpiexec", marks=needs_mpich),
     ],
 )
-def test_launchers_that_start_all_ranks_from_one_host(
-    launcher: str, backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
+def test_horovodrun_mpirun_and_mpiexec_start_all_ranks_from_one_host(
+    launcher: str, backend: str, count: int, loopback_hosts: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
-    command, variables = typed(launcher, backend, count)
-    done = both[0].run([*command, SCRIPT, str(tmp_path), backend], VARIABLES | variables)
+    command, variables = user_command(launcher, backend, count)
+    done = loopback_hosts[0].run([*command, SCRIPT, str(tmp_path), backend], VARIABLES | variables)
     assert done.returncode == 0, done.stdout
     over_mpi = backend == "horovod" and launcher in ("mpirun", "horovodrun --mpi")
     seen = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
-    check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", SHARES[count], reference)
-    for host in both:
+    check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", RANKS_PER_HOST[count], reference)
+    for host in loopback_hosts:
         host.wait_until_all_exited(30)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_command_without_a_launcher(backend: str, both: list[Host], tmp_path: Path, reference: list[float]) -> None:
-    done = both[0].run([sys.executable, SCRIPT, str(tmp_path), backend], VARIABLES)
+def test_script_without_a_launcher_is_one_rank(
+    backend: str, loopback_hosts: list[Host], tmp_path: Path, reference: list[float]
+) -> None:
+    done = loopback_hosts[0].run([sys.executable, SCRIPT, str(tmp_path), backend], VARIABLES)
     assert done.returncode == 0, done.stdout
     check(tmp_path, "none", backend, "gloo", (1,), reference)
 
 
 @COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_torchrun_started_on_each_host(
-    backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
+def test_torchrun_is_started_on_each_host(
+    backend: str, count: int, loopback_hosts: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
     agents = []
-    for number, share in enumerate(SHARES[count]):
+    for number, share in enumerate(RANKS_PER_HOST[count]):
         where = ["--nnodes", str(count), "--node-rank", str(number), "--master-addr", "h1", "--master-port", "29511"]
         options = where if count > 1 else ["--standalone"]
         command = [str(BIN / "torchrun"), *options, "--nproc-per-node", str(share)]
-        agents.append(both[number].start([*command, SCRIPT, str(tmp_path), backend], VARIABLES))
+        agents.append(loopback_hosts[number].start([*command, SCRIPT, str(tmp_path), backend], VARIABLES))
     outputs = [agent.communicate(timeout=100)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * count, outputs
-    check(tmp_path, "torchrun", backend, "gloo", SHARES[count], reference)
+    check(tmp_path, "torchrun", backend, "gloo", RANKS_PER_HOST[count], reference)
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("horovodrun", "horovod")])
-def test_hierarchical_allreduce_on_hosts_with_different_numbers_of_ranks(
-    launcher: str, backend: str, both: list[Host], tmp_path: Path, reference: list[float]
+def test_hierarchical_allreduce_supports_different_numbers_of_ranks_per_host(
+    launcher: str, backend: str, loopback_hosts: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
     options = ["--backend", backend, "-H", "h1:2,h2:1", "-x", "UNITRAIN_HIERARCHICAL_ALLREDUCE=1"]
     command = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
-    done = both[0].run(command, VARIABLES)
+    done = loopback_hosts[0].run(command, VARIABLES)
     assert done.returncode == 0, done.stdout
-    check(tmp_path, launcher, backend, "gloo", SHARES[2], reference, hierarchical=True)
+    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference, hierarchical=True)
 
 
 @needs_slurm
@@ -205,7 +206,7 @@ def test_hierarchical_allreduce_on_hosts_with_different_numbers_of_ranks(
     [([], "torchrun", "ddp"), (["--backend", "horovod", "--launcher", "srun"], "srun", "horovod")],
     ids=["torchrun", "srun"],
 )
-def test_batch_job_uses_its_hosts(
+def test_launch_in_a_batch_job_uses_the_hosts_of_the_job(
     options: list[str],
     launcher: str,
     backend: str,
@@ -213,20 +214,20 @@ def test_batch_job_uses_its_hosts(
     tmp_path: Path,
     reference: list[float],
 ) -> None:
-    both, given = allocated
+    loopback_hosts, given = allocated
     line = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
-    output, ended = tmp_path / "said", tmp_path / "ended"
+    output, ended = tmp_path / "output", tmp_path / "ended"
     job = ["sbatch", "-N", "2", "-n", "3", "-o", str(output), "--wrap", f"{shlex.join(line)}; echo $? >{ended}"]
-    assert both[0].run(job, VARIABLES | given).returncode == 0
+    assert loopback_hosts[0].run(job, VARIABLES | given).returncode == 0
     deadline = time.monotonic() + 90
     while not (ended.exists() and ended.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ended.exists(), output.read_text()
     assert ended.read_text() == "0\n", output.read_text()
-    check(tmp_path, launcher, backend, "gloo", SHARES[2], reference)
+    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference)
 
 
-# The batch jobs above run the other two combinations on two hosts.
+# The batch jobs above cover the other two combinations on two hosts.
 @needs_slurm
 @COUNTS
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_batch_job_uses_its_hosts(
         pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
     ],
 )
-def test_launchers_in_a_slurm_allocation(
+def test_srun_and_torchrun_start_ranks_in_a_slurm_allocation(
     launcher: str,
     backend: str,
     count: int,
@@ -246,10 +247,10 @@ def test_launchers_in_a_slurm_allocation(
     tmp_path: Path,
     reference: list[float],
 ) -> None:
-    both, given = allocated
+    loopback_hosts, given = allocated
     rest = [SCRIPT, str(tmp_path), backend]
     if launcher == "srun":
-        command = ["srun", "-N", str(count), "-n", str(sum(SHARES[count])), sys.executable, *rest]
+        command = ["srun", "-N", str(count), "-n", str(sum(RANKS_PER_HOST[count])), sys.executable, *rest]
     else:
         agent = (
             f"exec {BIN}/torchrun --nnodes {count} --nproc-per-node $((2 - SLURM_NODEID)) --node-rank $SLURM_NODEID "
@@ -268,8 +269,8 @@ def test_launchers_in_a_slurm_allocation(
             "torchrun",
             *rest,
         ]
-    # Within the time after which `run` ends everything on the host: Slurm's daemons serve the other tests too.
+    # When `run` times out, it kills all processes on the host, including Slurm's daemons, which other tests need.
     command = ["timeout", "--kill-after=5", "85", *command]
-    done = both[0].run(command, VARIABLES | given | (RENDEZVOUS if launcher == "srun" else {}))
+    done = loopback_hosts[0].run(command, VARIABLES | given | (RENDEZVOUS if launcher == "srun" else {}))
     assert done.returncode == 0, done.stdout
-    check(tmp_path, launcher, backend, "gloo", SHARES[count], reference)
+    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[count], reference)

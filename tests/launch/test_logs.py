@@ -1,4 +1,4 @@
-"""`unitrain launch --log-dir`: a log file for each rank, merged output, and the last lines of a failed rank."""
+"""`unitrain launch --log-dir`: one log file per rank, merged output, and the last lines of a failed rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def launch(folder: Path, fault: str, *options: str) -> tuple[int, str]:
     return launched.process.returncode, output
 
 
-def test_every_line_is_in_the_ranks_file_and_in_the_merged_output(tmp_path: Path) -> None:
+def test_every_line_is_in_the_log_file_of_its_rank_and_in_the_merged_output(tmp_path: Path) -> None:
     code, output = launch(tmp_path, "nothing", "--backend", "ddp")
     assert code == 0, output
     for rank in (0, 1):
@@ -58,9 +58,7 @@ def test_every_line_is_in_the_ranks_file_and_in_the_merged_output(tmp_path: Path
 @pytest.mark.parametrize(
     ("fault", "options"), [("raises", ["--backend", "horovod"]), ("is killed", ["--backend", "ddp"])]
 )
-def test_a_failed_launch_prints_the_last_lines_of_the_failed_rank(
-    fault: str, options: list[str], tmp_path: Path
-) -> None:
+def test_failed_launch_prints_the_last_lines_of_the_failed_rank(fault: str, options: list[str], tmp_path: Path) -> None:
     code, output = launch(tmp_path, fault, *options)
     assert code != 0
     _, found, words = output.rpartition(f"unitrain: last lines of rank 1, from {tmp_path}/logs/rank-1.log:\n")
@@ -69,7 +67,7 @@ def test_a_failed_launch_prints_the_last_lines_of_the_failed_rank(
     assert ("ValueError: item 31 is broken" in words) is (fault == "raises")
 
 
-def test_the_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:
+def test_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:
     trace = "Traceback (most recent call last):\nValueError: x\n"
     (tmp_path / "rank-0.log").write_text("fine\n")
     (tmp_path / "rank-10.log").write_text(".\n" * 30 + trace)
@@ -84,17 +82,17 @@ def test_the_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:
     assert last_lines_of_failed_rank(tmp_path, 5, {}) == []
 
 
-def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+def test_large_log_is_read_only_at_its_end(tmp_path: Path) -> None:
     trace = "Traceback (most recent call last):\nValueError: x\n"
     with (tmp_path / "rank-0.log").open("wb") as file:
-        file.truncate(2**40)  # a sparse file
+        file.truncate(2**40)  # creates a sparse file
         file.seek(2**40)
         file.write(f"\n{trace}".encode())
     assert last_lines_of_failed_rank(tmp_path, None, {"rank-0.log": 5})[-1] == "  ValueError: x"
 
 
 def test_lines_of_an_earlier_run_in_the_same_folder_are_ignored(tmp_path: Path) -> None:
-    """Runs append to the files, and one with fewer ranks leaves those of the others as they are."""
+    """A run appends to the log files of its ranks, and does not change the log files of other ranks."""
     for rank in (0, 7):
         (tmp_path / f"rank-{rank}.log").write_text("unitrain: rank 7 failed first: ValueError: x (of 8 ranks)\n")
     before = log_sizes(tmp_path)
@@ -109,10 +107,10 @@ def test_lines_of_an_earlier_run_in_the_same_folder_are_ignored(tmp_path: Path) 
     assert last_lines_of_failed_rank(tmp_path, 0, before)[1:] == ["  line"]
 
 
-def test_last_lines_include_those_that_are_still_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_lines_include_lines_that_are_still_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_logs, "_COMPLETE_SECONDS", 60.0)
     with (tmp_path / "rank-0.log").open("ab", buffering=0) as log:
-        fcntl.flock(log, fcntl.LOCK_SH)  # as the copying process
+        fcntl.flock(log, fcntl.LOCK_SH)  # like the process that copies the output
         log.write(b"first\n")
 
         def copy_the_rest() -> None:
@@ -127,7 +125,7 @@ def test_last_lines_include_those_that_are_still_being_copied(tmp_path: Path, mo
     assert lines[-1:] == ["  ValueError: x"]
 
 
-EARLIER = """
+FAIL_OR_EXIT = """
 import sys
 
 if sys.argv[1] == "fails":
@@ -136,9 +134,9 @@ sys.exit(3)
 """
 
 
-def test_a_launch_shows_only_its_own_lines(tmp_path: Path) -> None:
+def test_launch_does_not_print_lines_of_an_earlier_launch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(EARLIER)
+    script.write_text(FAIL_OR_EXIT)
     shown = []
     for what in ("fails", "exits"):
         options = ["-np", "1", "--backend", "local", "--log-dir", str(tmp_path / "logs")]
@@ -148,14 +146,14 @@ def test_a_launch_shows_only_its_own_lines(tmp_path: Path) -> None:
     assert shown == [True, False]
 
 
-def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
+def test_files_with_other_names_in_the_folder_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("fine\n")
     (tmp_path / "rank-0-old.log").write_text("unitrain: rank 3 failed first\n")
     (tmp_path / "rank-1.log").mkdir()
     assert last_lines_of_failed_rank(tmp_path, 0, {})[1:] == ["  fine"]
 
 
-def test_a_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
+def test_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for number in range(100):\n    print('line', number, 'x' * 8000)\n")
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
@@ -175,7 +173,7 @@ def test_a_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
     )
 
 
-def test_the_log_continues_after_the_reader_of_the_output_has_exited(tmp_path: Path) -> None:
+def test_log_is_continued_after_the_reader_of_the_output_has_exited(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('first')\ninput()\nfor number in range(100):\n    print('line', number)\n")
     with subprocess.Popen(

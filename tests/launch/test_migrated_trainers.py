@@ -1,4 +1,4 @@
-"""Accelerate and Fabric scripts that `unitrain migrate` converted train with the same numbers on both backends."""
+"""Accelerate and Fabric scripts that `unitrain migrate` has converted have the same results on both backends."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ if __name__ == "__main__":
 """
 
 
-def output_of(command: list[str]) -> tuple[Launch, str]:
+def run(command: list[str]) -> tuple[Launch, str]:
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         return launch, launch.output()
 
 
-def results(command: list[str]) -> list[float]:
-    """Return the numbers that rank 0 prints: the number of ranks, the loss and sums of parameters."""
-    launch, output = output_of(command)
+def read_results(command: list[str]) -> list[float]:
+    """Return the numbers that rank 0 prints: the number of ranks, the loss and the sum of each parameter."""
+    launch, output = run(command)
     assert launch.process.returncode == 0, output
     (line,) = re.findall(r"RESULT (.*)", output)
     return [float(number) for number in line.split()]
@@ -90,18 +90,18 @@ def results(command: list[str]) -> list[float]:
         pytest.param(FABRIC, id="fabric", marks=needs_package("lightning", "peers")),
     ],
 )
-def test_converted_script_trains_with_the_same_numbers_on_both_backends(source: str, tmp_path: Path) -> None:
+def test_converted_script_has_the_same_results_as_the_original_on_both_backends(source: str, tmp_path: Path) -> None:
     original, converted = tmp_path / "original.py", tmp_path / "converted.py"
     original.write_text(source)
     converted.write_text(migrate(source).source or "")
-    expected = results([str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(original)])
+    expected = read_results([str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(original)])
     assert expected[0] == 2
     launch = [str(BIN / "unitrain"), "launch", "-np", "2", "--backend"]
     for backend in ("ddp", "horovod"):
-        found = results([*launch, backend, "--launcher", "torchrun", str(converted)])
+        found = read_results([*launch, backend, "--launcher", "torchrun", str(converted)])
         assert found == pytest.approx(expected, rel=1e-6), backend
-    # horovodrun does not set the variables that the libraries read, so each rank would train on its own.
-    failed, output = output_of([*launch, "horovod", str(converted)])
+    # horovodrun does not set the variables that these libraries read, so each rank would train a separate model.
+    failed, output = run([*launch, "horovod", str(converted)])
     assert failed.process.returncode != 0
     assert "AssertionError: Start it with: unitrain launch --launcher torchrun" in output
     assert "RESULT" not in output

@@ -1,4 +1,4 @@
-"""Processes that are forked from the preloaded interpreter (`tests/support/preload.py`) behave like normal ones."""
+"""Processes forked from the preloaded interpreter (`tests/support/preload.py`) behave like normal processes."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def ran(command: list[str], folder: Path, *, preload: bool) -> tuple[int, str, str]:
-    """Return the exit code of `command` and its two outputs."""
+def run(command: list[str], folder: Path, *, preload: bool) -> tuple[int, str, str]:
+    """Run `command`, and return its exit code, its standard output and its standard error."""
     variables = os.environ | VARIABLES
     done = subprocess.run(
         command, env=preloaded(variables) if preload else variables, cwd=folder, input="typed", capture_output=True,
@@ -81,32 +81,32 @@ def is_alive(pid: int) -> bool:
 
 
 def test_scripts_are_preloaded(script: Path, tmp_path: Path) -> None:
-    import torch._dynamo  # noqa: F401 - which sets a variable in this process
+    import torch._dynamo  # noqa: F401 - sets an environment variable
 
     command = [sys.executable, str(script), "is preloaded"]
-    assert ran(command, tmp_path, preload=True) == (0, "True\n", "")
-    assert ran(command, tmp_path, preload=False) == (0, "False\n", "")
+    assert run(command, tmp_path, preload=True) == (0, "True\n", "")
+    assert run(command, tmp_path, preload=False) == (0, "False\n", "")
 
 
-def test_process_is_preloaded_only_with_the_library_settings_of_the_server(
+def test_process_is_preloaded_only_if_it_has_the_library_settings_of_the_server(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = os.environ.get("OPENBLAS_NUM_THREADS", "1")
     for value, output in ((settings, "True\n"), (f"{settings}0", "False\n")):
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", value)
-        assert ran([sys.executable, str(script), "is preloaded"], tmp_path, preload=True) == (0, output, "")
+        assert run([sys.executable, str(script), "is preloaded"], tmp_path, preload=True) == (0, output, "")
 
 
 @pytest.mark.parametrize("options", [[], ["-u"], ["-P"], ["-u", "-P"]], ids=" ".join)
 @pytest.mark.parametrize("name", ["package/program.py", "absolute"])
-def test_preloaded_process_has_the_same_environment_as_a_normal_one(
+def test_preloaded_process_has_the_same_environment_as_a_normal_process(
     options: list[str], name: str, script: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, *options, str(script) if name == "absolute" else name, "facts", "an argument"]
-    code, output, errors = ran(command, tmp_path, preload=True)
+    code, output, errors = run(command, tmp_path, preload=True)
     assert (code, errors) == (0, "")
-    facts, expected = json.loads(output), json.loads(ran(command, tmp_path, preload=False)[1])
-    if "-P" in options:  # then the first entry is that of PYTHONPATH
+    facts, expected = json.loads(output), json.loads(run(command, tmp_path, preload=False)[1])
+    if "-P" in options:  # the first entry of sys.path is then from PYTHONPATH
         facts[0][0] = expected[0][0] = ""
     assert facts == expected
     assert facts[-1] == os.getpid()
@@ -120,21 +120,21 @@ def test_preloaded_process_has_the_same_environment_as_a_normal_one(
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_preloaded_process_ends_like_a_normal_one(arguments: list[str], script: Path, tmp_path: Path) -> None:
+def test_preloaded_process_ends_like_a_normal_process(arguments: list[str], script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script), *arguments]
-    assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
+    assert run(command, tmp_path, preload=True) == run(command, tmp_path, preload=False)
 
 
-def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+def test_missing_script_is_reported_like_in_a_normal_process(tmp_path: Path) -> None:
     command = [sys.executable, "absent.py"]
-    assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
+    assert run(command, tmp_path, preload=True) == run(command, tmp_path, preload=False)
 
 
-def test_preloaded_module_runs_like_a_normal_one(tmp_path: Path) -> None:
+def test_preloaded_module_runs_like_in_a_normal_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--version-that-does-not-exist"]
-    code, output, errors = ran(command, tmp_path, preload=True)
+    code, output, errors = run(command, tmp_path, preload=True)
     assert (code, output) == (2, "")
-    assert errors == ran(command, tmp_path, preload=False)[2]
+    assert errors == run(command, tmp_path, preload=False)[2]
 
 
 def test_inherited_descriptors_keep_their_numbers(script: Path) -> None:
@@ -155,7 +155,7 @@ def test_closed_descriptor_closes_the_pipe_while_the_process_runs(script: Path) 
     ) as process:
         os.close(writing)
         ready, _, _ = select.select([reading], [], [], 20)
-        assert ready, "the pipe is still open after 20 s"
+        assert ready, "the pipe must be closed within 20 s"
         assert os.read(reading, 1) == b""
         assert process.poll() is None
         process.kill()
@@ -166,7 +166,9 @@ def test_closed_descriptor_closes_the_pipe_while_the_process_runs(script: Path) 
     ("number", "arguments", "code"),
     [(signal.SIGTERM, [], -15), (signal.SIGTERM, ["traps"], 9), (signal.SIGKILL, [], -9), (signal.SIGUSR1, [], -10)],
 )
-def test_signals_reach_the_process(number: int, arguments: list[str], code: int, script: Path) -> None:
+def test_signals_are_forwarded_to_the_forked_process(
+    number: int, arguments: list[str], code: int, script: Path
+) -> None:
     with subprocess.Popen(
         [sys.executable, str(script), "waits", *arguments],
         env=preloaded(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
@@ -183,7 +185,9 @@ def test_signals_reach_the_process(number: int, arguments: list[str], code: int,
 
 
 @needs_hosts
-def test_a_process_joins_the_host_of_its_stub(script: Path, tmp_path: Path, two_hosts: list[Host]) -> None:
+def test_forked_process_runs_on_the_simulated_host_of_its_stub(
+    script: Path, tmp_path: Path, two_hosts: list[Host]
+) -> None:
     command = [sys.executable, str(script), "facts"]
     (tmp_path / "where.py").write_text(
         "import os, socket, sys\n"
@@ -196,8 +200,8 @@ def test_a_process_joins_the_host_of_its_stub(script: Path, tmp_path: Path, two_
         assert expected.split()[:3] == ["False", host.name, "10.77.0.2"]
 
 
-def test_a_process_that_writes_to_a_terminal_is_preloaded(script: Path) -> None:
-    """As mpirun's ranks do."""
+def test_process_that_writes_to_a_terminal_is_preloaded(script: Path) -> None:
+    """Ranks of mpirun write to a terminal."""
     controller, terminal = os.openpty()
     subprocess.run(
         [sys.executable, str(script), "is preloaded"],

@@ -1,4 +1,4 @@
-"""`unitrain launch` on two hosts: one command starts all ranks, reports problems first, and leaves no processes."""
+"""`unitrain launch` on two hosts: start of all ranks with one command, problems of hosts, and cleanup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCHERS = [
     ("horovodrun", ["--backend", "horovod"], []),
     ("mpirun", ["--launcher", "mpirun"], [needs_mpi]),
 ]
-# Arguments: the folder for the reports of the ranks, and how the script ends. It does not import torch.
+# Arguments: the folder for the reports of the ranks, and the way in which the script ends. It does not import torch.
 SCRIPT = """
 import json, os, socket, sys, time
 
@@ -35,9 +35,9 @@ rank = int(next(os.environ[name] for name in names if name in os.environ))
 sizes = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
 size = int(next(os.environ[name] for name in sizes if name in os.environ))
 keys = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
-told = dict(rank=rank, size=size, host=socket.gethostname(), **{key: os.environ.get(key) for key in keys})
+report = dict(rank=rank, size=size, host=socket.gethostname(), **{key: os.environ.get(key) for key in keys})
 with open(f"{folder}/{rank}.part", "w") as file:
-    json.dump(told, file)
+    json.dump(report, file)
 os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}.json")
 while len([name for name in os.listdir(folder) if name.endswith(".json")]) < size:
     time.sleep(0.05)
@@ -70,9 +70,9 @@ def command_lines(hosts: list[Host]) -> str:
 def test_one_command_starts_ranks_on_all_hosts(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
-    """A secret reaches every rank, but no command line on any host contains it."""
+    """Every rank receives a secret, but command lines do not contain the secret on any host."""
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("# both of them\nh1 slots=2\nh2:1\n")
+    hostfile.write_text("# a comment\nh1 slots=2\nh2:1\n")
     command = [*LAUNCH, *options, "--hostfile", str(hostfile), "--interface", "eth0", "-x", "HF_TOKEN"]
     variables = VARIABLES | {"HF_TOKEN": "not-for-others"}
     with two_hosts[0].start([*command, script, str(tmp_path), "stays"], variables) as process:
@@ -88,7 +88,7 @@ def test_one_command_starts_ranks_on_all_hosts(
     assert "not-for-others" not in lines
     assert "train.py" in lines
     for host in two_hosts:
-        host.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
+        host.wait_until_all_exited(28)  # torchrun sends SIGKILL after 30 s
 
 
 EXCHANGE = """
@@ -113,7 +113,7 @@ def test_ranks_on_two_hosts_exchange_rows_over_the_network(backend: str, two_hos
         assert f"rank {rank}: [3.0, 3.0, 3.0] {peers}" in output, output
 
 
-def test_dry_run_prints_the_command_of_each_host(two_hosts: list[Host], script: str) -> None:
+def test_dry_run_prints_one_command_per_host(two_hosts: list[Host], script: str) -> None:
     done = two_hosts[0].run([*LAUNCH, "--dry-run", "-H", "h1:2,h2:1", script, "."], VARIABLES)
     first, second = done.stdout.splitlines()
     assert first.startswith("on h1: TORCH_")
@@ -140,7 +140,7 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
 def test_devices_are_selected_on_each_host(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
-    """Ranks on the second host receive the variable, and the first host is not filled first."""
+    """Each host has one rank per selected device, although the first host has enough slots for all ranks."""
     command = [*LAUNCH, *options, "-H", "h1:4,h2:4", "--devices", "1,3", script, str(tmp_path), "returns"]
     with two_hosts[0].start(command, VARIABLES) as process:
         output, _ = process.communicate(timeout=90)
@@ -149,17 +149,17 @@ def test_devices_are_selected_on_each_host(
     assert {one["CUDA_VISIBLE_DEVICES"] for one in reports} == {"1,3"}
 
 
-def fails_itself(hosts: list[Host], process: subprocess.Popen[str]) -> None:
-    """The rank on the second host exits with 1."""
+def fail_rank(hosts: list[Host], process: subprocess.Popen[str]) -> None:
+    """Do nothing, because the script itself makes the rank on the second host exit with code 1."""
 
 
 def kill_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
-    """Kill the launch command, which cannot forward SIGKILL."""
+    """Send SIGKILL to the launch command, which cannot forward this signal."""
     (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     hosts[0].signal(number, signal.SIGKILL)
 
 
-def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None:
+def terminate_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
     (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     hosts[0].signal(number, signal.SIGTERM)
 
@@ -169,26 +169,26 @@ def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None
     [
         pytest.param(options, fault, id=f"{launcher}-{fault.__name__}", marks=[*needs, *tier])
         for launcher, options, needs in LAUNCHERS
-        for fault, fast in ((fails_itself, "torchrun"), (kill_launch, "horovodrun"), (ask_launch_to_end, "mpirun"))
+        for fault, fast in ((fail_rank, "torchrun"), (kill_launch, "horovodrun"), (terminate_launch, "mpirun"))
         for tier in ([] if launcher == fast else [pytest.mark.nightly],)
     ],
 )
-def test_no_rank_outlives_its_launch(
+def test_all_ranks_exit_if_a_rank_fails_or_the_launch_is_killed(
     options: list[str],
     fault: Callable[[list[Host], subprocess.Popen[str]], None],
     two_hosts: list[Host],
     script: str,
     tmp_path: Path,
 ) -> None:
-    end = "fails" if fault is fails_itself else "stays"
+    end = "fails" if fault is fail_rank else "stays"
     with two_hosts[0].start([*LAUNCH, *options, "-H", "h1:1,h2:1", script, str(tmp_path), end], VARIABLES) as process:
         wait_for_ranks(tmp_path, 2, process)
         fault(two_hosts, process)
         for host in two_hosts:
-            host.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
+            host.wait_until_all_exited(28)  # torchrun sends SIGKILL after 30 s
         output, _ = process.communicate(timeout=28)
     assert process.returncode != 0, output
-    if fault is fails_itself:
+    if fault is fail_rank:
         assert "this rank fails" in output
 
 
@@ -202,7 +202,7 @@ def test_launch_ends_if_a_host_fails(two_hosts: list[Host], script: str, tmp_pat
     assert process.returncode == 255
 
 
-def unreachable(hosts: list[Host], script: Path) -> str:
+def disconnect_host(hosts: list[Host], script: Path) -> str:
     hosts[1].disconnect_network()
     return (
         "Host 'h2' cannot be reached: ssh: connect to host h2 port 22: No route to host. Leave it out of the hosts, or "
@@ -210,7 +210,7 @@ def unreachable(hosts: list[Host], script: Path) -> str:
     )
 
 
-def changed_host_key(hosts: list[Host], script: Path) -> str:
+def change_host_key(hosts: list[Host], script: Path) -> str:
     known = hosts[0].home / ".ssh" / "known_hosts"
     first, second = (line.split(" ", 1) for line in known.read_text().splitlines())
     known.write_text(f"{second[0]} {first[1]}\n")
@@ -220,7 +220,7 @@ def changed_host_key(hosts: list[Host], script: Path) -> str:
     )
 
 
-def closed(hosts: list[Host], script: Path) -> str:
+def reject_login(hosts: list[Host], script: Path) -> str:
     (hosts[1].home / ".ssh" / "authorized_keys").unlink()
     return (
         "Host 'h2' does not accept a login without a password: root@h2: Permission denied (publickey). Install your "
@@ -228,7 +228,7 @@ def closed(hosts: list[Host], script: Path) -> str:
     )
 
 
-def no_script(hosts: list[Host], script: Path) -> str:
+def hide_script(hosts: list[Host], script: Path) -> str:
     assert hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(script.parent)]).returncode == 0
     return (
         f"Script '{script}' is not on h2. Start from a folder that all hosts share, or copy it: "
@@ -236,32 +236,32 @@ def no_script(hosts: list[Host], script: Path) -> str:
     )
 
 
-def no_python(hosts: list[Host], script: Path) -> str:
+def hide_python(hosts: list[Host], script: Path) -> str:
     assert hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(Path(PYTHON).parent)]).returncode == 0
     return f"'{PYTHON}' does not run on h2: "
 
 
-def other_torch(hosts: list[Host], script: Path) -> str:
+def install_other_torch(hosts: list[Host], script: Path) -> str:
     (own,) = [file.locate() for file in metadata.files("torch") or [] if file.match("torch-*.dist-info/METADATA")]
     version = metadata.version("torch")
     other = script.parent / "METADATA"
     other.write_text(Path(str(own)).read_text().replace(f"Version: {version}", "Version: 2.6.0", 1))
     assert hosts[1].run(["mount", "--bind", str(other), str(own)]).returncode == 0
     fix = f"Install the same version there: ssh h2 {PYTHON} -m pip install torch=={version}"
-    if "+" in version:  # a local version, which the package index does not have
+    if "+" in version:  # a local version is not on the package index
         fix = "Start from an environment that all hosts share"
     return f"torch is {version} on h1, but 2.6.0 on h2. {fix}"
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [unreachable, changed_host_key, closed, no_script, no_python, other_torch],
-    ids=lambda wrong: wrong.__name__,
+    "cause_problem",
+    [disconnect_host, change_host_key, reject_login, hide_script, hide_python, install_other_torch],
+    ids=lambda cause_problem: cause_problem.__name__,
 )
-def test_host_problems_are_reported_before_the_launch(
-    wrong: Callable[[list[Host], Path], str], two_hosts: list[Host], script: str, tmp_path: Path
+def test_problems_of_hosts_are_reported_before_the_launch(
+    cause_problem: Callable[[list[Host], Path], str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
-    expected = wrong(two_hosts, Path(script))
+    expected = cause_problem(two_hosts, Path(script))
     began = time.monotonic()
     done = two_hosts[0].run([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "returns"], VARIABLES)
     assert time.monotonic() - began < 60
@@ -272,7 +272,7 @@ def test_host_problems_are_reported_before_the_launch(
     two_hosts[1].wait_until_all_exited(15)
 
 
-FOLDERS = "import os, socket; print(socket.gethostname(), 'runs in', os.getcwd(), flush=True)"
+PRINT_FOLDER = "import os, socket; print(socket.gethostname(), 'runs in', os.getcwd(), flush=True)"
 
 
 @pytest.mark.ci
@@ -281,7 +281,7 @@ def test_ranks_run_in_the_home_folder_of_a_host_without_the_current_folder(
     options: list[str], two_hosts: list[Host], tmp_path: Path
 ) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "parent" / "work"
-    script.write_text(FOLDERS)
+    script.write_text(PRINT_FOLDER)
     folder.mkdir(parents=True)
     assert two_hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(folder.parent)]).returncode == 0
     command = ["env", f"--chdir={folder}", *LAUNCH, *options, "-H", "h1:1,h2:1", str(script)]
@@ -343,11 +343,11 @@ if not again and os.environ["RANK"] == "1":
     open(f"{folder}/failed", "w").close()
     sys.exit(3)
 if not again:
-    time.sleep(300)  # an agent whose ranks have ended waits for the other agents, and ends 30 seconds after SIGTERM
+    time.sleep(300)  # if all of its ranks exited, the agent would wait for other agents until 30 s after SIGTERM
 """
 
 
-def test_job_on_two_hosts_is_restarted(two_hosts: list[Host], tmp_path: Path) -> None:
+def test_job_on_two_hosts_is_restarted_after_a_failure(two_hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS_ONCE)
     command = [*LAUNCH, "--max-restarts", "1", "-H", "h1:1,h2:1", str(script), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`unitrain launch` on a real Slurm with two hosts: in steps, interactive shells, and after a warning signal."""
+"""`unitrain launch` with a real Slurm on two hosts: in steps, in interactive shells, and after a warning signal."""
 
 from __future__ import annotations
 
@@ -44,43 +44,43 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def in_shell(step: list[str], *commands: list[str]) -> list[str]:
-    """Return the command that runs the commands in a shell with a terminal that is a step of an allocation."""
-    typed = "; ".join(map(shlex.join, commands))
+def run_in_step_shell(step: list[str], *commands: list[str]) -> list[str]:
+    """Return a command that runs `commands` in an interactive shell. The shell is a step of an allocation."""
+    script = "; ".join(map(shlex.join, commands))
     # The other tasks of `srun --pty` have no terminal, so their shells end immediately.
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *step]
-    line = shlex.join([*allocate, "bash", "-c", f"[ -t 0 ] || exit 0; {typed}"])
+    line = shlex.join([*allocate, "bash", "-c", f"[ -t 0 ] || exit 0; {script}"])
     return ["script", "--quiet", "--return", "--command", line, "/dev/null"]
 
 
-def test_launch_in_a_step_shell_uses_all_hosts(
+def test_launch_in_the_shell_of_a_step_uses_all_hosts(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
     launch = [*LAUNCH, "-np", "3", str(script), str(tmp_path)]
     one_task = ["srun", "--nodes=1", "--ntasks=1", "--nodelist=h2", "--pty"]
-    done = found[0].run(in_shell(one_task, launch), variables)
+    done = found[0].run(run_in_step_shell(one_task, launch), variables)
     assert done.returncode == 0, done.stdout
-    # Its own host is the first.
+    # The host of the shell has the first ranks.
     assert [(tmp_path / name).read_text() for name in "012"] == ["h2", "h2", "h1"]
 
 
 PLANS = {
     "one task": ["srun", "--nodes=1", "--ntasks=1", "--pty"],
     "all tasks": ["srun", "--pty"],
-    "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # by salloc with use_interactive_step
+    "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # as started by use_interactive_step
 }
 
 
 @pytest.mark.parametrize("step", PLANS)
-def test_every_kind_of_step_shell_uses_all_tasks(
+def test_launch_uses_all_tasks_of_the_job_in_every_kind_of_step_shell(
     step: str, script: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
     plans = [
         [*LAUNCH, "--dry-run", *more, str(script)] for more in ([], ["--backend", "horovod"], ["--launcher", "srun"])
     ]
-    done = found[0].run(in_shell(PLANS[step], *plans), variables)
+    done = found[0].run(run_in_step_shell(PLANS[step], *plans), variables)
     assert done.returncode == 0, done.stdout
     shares = re.findall(r"on (h.): .* --nproc-per-node (\d)", done.stdout)
     assert shares == [("h1", "2"), ("h2", "2")], done.stdout
@@ -92,19 +92,19 @@ def test_every_kind_of_step_shell_uses_all_tasks(
 def test_mpirun_and_srun_start_ranks_from_a_step_shell(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
-    """The step of the shell holds all cores."""
+    """The step of the shell has been allocated all cores."""
     found, variables = allocated
     launches = []
     for launcher in ("mpirun", "srun"):
         (tmp_path / launcher).mkdir()
         launches.append([*LAUNCH, "--launcher", launcher, str(script), str(tmp_path / launcher)])
-    done = found[0].run(in_shell(["srun", "--pty"], *launches), variables)
+    done = found[0].run(run_in_step_shell(["srun", "--pty"], *launches), variables)
     assert done.returncode == 0, done.stdout
     assert [(tmp_path / "mpirun" / rank).read_text() for rank in "0123"] == ["h1", "h1", "h2", "h2"], done.stdout
     assert sorted((tmp_path / "srun" / rank).read_text() for rank in "0123") == ["h1", "h1", "h2", "h2"], done.stdout
 
 
-def test_launch_in_several_tasks_is_rejected(
+def test_launch_in_each_of_several_tasks_is_rejected(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
@@ -118,9 +118,9 @@ def test_launch_in_several_tasks_is_rejected(
     assert named.stdout.count("--standalone --nproc-per-node 2") == 2
 
 
-# The ranks end when as many of them as the second argument says have received the signal, because torchrun terminates
-# the other rank after the first exit.
-WARNED = """
+# torchrun terminates all ranks when one has exited. Each rank therefore waits until as many ranks as the second
+# argument have received the signal.
+WAIT_FOR_SIGNAL = """
 import os, sys, time
 from pathlib import Path
 
@@ -137,7 +137,7 @@ with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     end = time.monotonic() + 30
     while len(list(folder.glob("received-*"))) < count and time.monotonic() < end:
         time.sleep(0.02)
-    time.sleep(1)  # as long as a checkpoint takes
+    time.sleep(1)  # simulates writing a checkpoint
     (folder / f"saved-{name}").write_text(preemption.received_signal or "nothing")
 sys.exit(75)
 """
@@ -156,18 +156,20 @@ echo $? > {folder}/code
     [
         ("torchrun", "the steps", ["SIGUSR1", "SIGUSR1"]),
         ("torchrun", "the script", ["SIGUSR1", "SIGUSR1"]),
-        # mpirun runs rank 0 in the batch step, and terminates it after rank 1 has exited.
+        # mpirun runs rank 0 in the batch step, and terminates rank 0 after rank 1 has exited.
         pytest.param("mpirun", "the steps", ["SIGTERM", "SIGUSR1"], marks=[needs_open_mpi, pytest.mark.nightly]),
         pytest.param("mpirun", "the script", ["SIGUSR1", "SIGUSR1"], marks=[needs_open_mpi, pytest.mark.nightly]),
     ],
 )
-def test_ranks_save_when_slurm_warns_the_job(
+def test_ranks_save_after_the_warning_signal_of_slurm(
     launcher: str, target: str, received: list[str], tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
-    """`--signal=USR1` signals the steps: torchrun on each host and its ranks, or mpirun's daemons. With B: it signals
-    the script, which must forward it."""
+    """`--signal=USR1` signals all processes of the steps: torchrun and its ranks, or the daemons of mpirun.
+
+    `--signal=B:USR1` signals the batch script, which must forward the signal.
+    """
     found, variables = allocated
-    (tmp_path / "train.py").write_text(WARNED)
+    (tmp_path / "train.py").write_text(WAIT_FOR_SIGNAL)
     arguments = [str(tmp_path), str(received.count("SIGUSR1"))]
     launch = [*LAUNCH, "-np", "2", "--launcher", launcher, str(tmp_path / "train.py"), *arguments]
     batch = tmp_path / "batch"
@@ -192,7 +194,7 @@ def test_ranks_save_when_slurm_warns_the_job(
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == received, log
 
 
-LOCAL = """
+RUN_FUNCTION = """
 import os, socket
 import unitrain
 
@@ -209,12 +211,12 @@ except unitrain.UnitrainError as error:
 
 
 @needs_open_mpi
-def test_functions_run_on_this_host_of_an_allocation(
+def test_functions_in_an_allocation_run_only_on_this_host(
     tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
     script = tmp_path / "program.py"
-    script.write_text(LOCAL)
+    script.write_text(RUN_FUNCTION)
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
     done = found[0].run([*allocate, sys.executable, str(script)], variables)
     assert done.returncode == 0, done.stdout
@@ -223,8 +225,8 @@ def test_functions_run_on_this_host_of_an_allocation(
     assert "unitrain.run starts ranks on this machine only, but srun starts them on h1, h2." in done.stdout
 
 
-# Ends when both ranks have written, because torchrun terminates the other rank after the first exit.
-COUNTED = """
+# torchrun terminates all ranks when one has exited, so each rank waits until both have written their host name.
+WRITE_HOST = """
 import socket
 import time
 from pathlib import Path
@@ -240,11 +242,11 @@ raise SystemExit("no training")
 
 
 @pytest.mark.parametrize("command", [["verify", "--backends", "ddp", "--cpu"], ["memory", "--backend", "ddp"]])
-def test_verify_and_memory_run_on_this_host_of_an_allocation(
+def test_verify_and_memory_in_an_allocation_run_only_on_this_host(
     command: list[str], tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
-    (tmp_path / "script.py").write_text(COUNTED)
+    (tmp_path / "script.py").write_text(WRITE_HOST)
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
     script = str(tmp_path / "script.py")
     done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *command, "-np", "2", script], variables)
@@ -252,7 +254,7 @@ def test_verify_and_memory_run_on_this_host_of_an_allocation(
     assert (tmp_path / "hosts").read_text().split() == ["h1", "h1"], done.stdout
 
 
-# A `sitecustomize` module with which the ranks of srun hang.
+# A `sitecustomize` module that makes the ranks of srun hang.
 HANGING_RANKS = """
 import os, sys, time
 from pathlib import Path
@@ -262,13 +264,13 @@ if "--marked-json" in sys.orig_argv and "launch" not in sys.orig_argv:
 """
 
 
-def test_ranks_of_srun_on_other_hosts_do_not_outlive_doctor(
+def test_signal_to_doctor_terminates_ranks_of_srun_on_other_hosts(
     tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
     (tmp_path / "sitecustomize.py").write_text(HANGING_RANKS)
     doctor = [sys.executable, "-m", "unitrain", "doctor", "--launch", "--launcher srun"]
-    # The end of the shell would also end the steps of its allocation.
+    # The shell must not exit before the check, because Slurm would then terminate all steps of the allocation.
     shell = (
         f"cd {tmp_path}; {shlex.join(doctor)} & until [ -e rank-0 ] && [ -e rank-1 ]; do sleep 0.1; done; "
         "kill $!; wait $!; echo $? > status; until [ -e checked ]; do sleep 0.1; done"

@@ -1,4 +1,4 @@
-"""`unitrain submit` to a real Slurm on two hosts: a warned job saves, is requeued, and resumes."""
+"""`unitrain submit` with a real Slurm on two hosts: a job saves after a warning signal, is requeued and resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import unitrain
 
 class Slow(unitrain.Callback):
     def on_epoch_end(self, trainer, results):
-        time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 0.2)  # so that the warning finds it under way
+        time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 0.2)  # the signal must arrive during training
 
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
@@ -44,15 +44,15 @@ with unitrain.init(device="cpu") as backend:
 @needs_hosts
 @needs_slurm
 @pytest.mark.timeout(240)
-def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_is_requeued_after_the_warning_signal_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     history, log, daemons = tmp_path / "run" / "history.jsonl", tmp_path / "log", tmp_path / "slurm"
     daemons.mkdir()
 
-    def wait_for(what: str, is_so: Callable[[], bool]) -> None:
+    def wait_for(what: str, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS
-        while not is_so():
+        while not condition():
             if time.monotonic() > deadline:
                 seen = found[0].run(["bash", "-c", "scontrol show job; sinfo -lN"], variables).stdout
                 raise TimeoutError(f"{what} was not seen within {SECONDS} s:\n{log.read_text()}\n{seen}")
@@ -69,24 +69,24 @@ def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.
         def state() -> str:
             return run("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).strip()
 
-        def has_continued() -> bool:
-            if state() == "PENDING":  # Slurm would wait for two minutes, from some time after it has queued it again
+        def has_completed() -> bool:
+            if state() == "PENDING":  # skip the delay of two minutes before a requeued job starts
                 found[0].run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)
             return state() == "COMPLETED"
 
         submit = [sys.executable, "-m", "unitrain", "submit", "--to", "slurm", "--nodes", "2", "--time", "30"]
-        rank_results = run(*submit, "--output", str(log), "--exclusive", "train.py", "run")
-        match = re.search(r"^Submitted batch job (\d+)$", rank_results, re.MULTILINE)
-        assert match is not None, rank_results
+        submitted = run(*submit, "--output", str(log), "--exclusive", "train.py", "run")
+        match = re.search(r"^Submitted batch job (\d+)$", submitted, re.MULTILINE)
+        assert match is not None, submitted
         job = match[1]
-        wait_for("its first epoch", history.exists)
-        run("scancel", "--signal=USR1", job)  # as Slurm does before the end of its time
-        wait_for("that it is queued again", lambda: state() == "PENDING")
-        # Slurm waits for two minutes, so that the end of the first attempt is not taken for that of the second; here it
-        # is waited for.
-        wait_for("that its nodes are free", lambda: set(run("sinfo", "-hN", "--format=%T").split()) == {"idle"})
+        wait_for("the first epoch", history.exists)
+        run("scancel", "--signal=USR1", job)  # as Slurm does before the time limit
+        wait_for("the requeued job", lambda: state() == "PENDING")
+        # Slurm delays the second attempt until it has seen the end of the first attempt. This test skips the delay,
+        # so it waits for idle nodes instead.
+        wait_for("idle nodes", lambda: set(run("sinfo", "-hN", "--format=%T").split()) == {"idle"})
         time.sleep(3)
-        wait_for("its end", has_continued)
+        wait_for("the end of the job", has_completed)
     output = log.read_text()
     assert [output.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, (
         output

@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and ignite train on Horovod's process group, with the results of Gloo."""
+"""Lightning, Accelerate and ignite have the same results on Horovod's process group as on Gloo's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "trainers_on_process_groups.py"
 
 
 def train(trainer: str, backend: str) -> dict[str, Any]:
-    """Return the results of rank 0 after training on two ranks."""
+    """Train on two ranks, and return the results of rank 0."""
     command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(SCRIPT), trainer, backend]
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
@@ -32,7 +32,7 @@ def train(trainer: str, backend: str) -> dict[str, Any]:
     "trainer",
     [pytest.param(name, marks=needs_package(name, "peers")) for name in ("lightning", "accelerate", "ignite")],
 )
-def test_another_trainer_computes_the_same_on_horovod(trainer: str) -> None:
+def test_trainer_of_another_library_has_the_same_results_on_horovod(trainer: str) -> None:
     expected, found = train(trainer, "gloo"), train(trainer, "horovod")
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert found["parameters"] == pytest.approx(expected["parameters"], abs=1e-6)
