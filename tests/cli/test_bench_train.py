@@ -170,10 +170,12 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
     predicted = CliRunner().invoke(command, ["bench", "predict", *given])
     assert predicted.exit_code == 0, predicted.output
     assert "horovod mpi on 2 ranks: measured" in predicted.output
-    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # the model excludes runs with settings
+    assert (
+        "horovod mpi, gradient_accumulation_steps=2" not in predicted.output
+    )  # predictions exclude runs with settings
 
 
-def result_of(**seconds: list[float]) -> dict[str, Any]:
+def create_result(**seconds: list[float]) -> dict[str, Any]:
     row = {"backend": "ddp", "transport": "gloo", "setting": None, "ranks": 2}
     rows = [{**row, "backend": backend, "seconds": taken} for backend, taken in seconds.items()]
     return {"kind": "train", "target": "tiny", "rows": rows}
@@ -181,8 +183,8 @@ def result_of(**seconds: list[float]) -> dict[str, Any]:
 
 def test_compare_distinguishes_differences_from_noise() -> None:
     slow, fast = [2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.3, 2.1], [1.0, 1.1, 1.2, 1.0, 1.1, 1.2, 1.3, 1.1]
-    before = result_of(ddp=[1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.1, 1.3], horovod=slow, mpi=slow[:7], local=[1.0])
-    after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
+    before = create_result(ddp=[1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.1, 1.3], horovod=slow, mpi=slow[:7], local=[1.0])
+    after = create_result(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
     (ddp, horovod, mpi), unmatched = comparison.compare(before, after)
     assert (ddp.name, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
     assert (horovod.speedup, horovod.verdict) == (2.1 / 1.1, "faster")
@@ -190,7 +192,7 @@ def test_compare_distinguishes_differences_from_noise() -> None:
     assert comparison.compare(after, before)[0][1].verdict == "slower"
     assert unmatched == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
     with pytest.raises(ReportError, match="one has tiny, ddp gloo, 2 ranks, the other tiny, other gloo, 2 ranks"):
-        comparison.compare(result_of(ddp=[1.0]), result_of(other=[1.0]))
+        comparison.compare(create_result(ddp=[1.0]), create_result(other=[1.0]))
     with pytest.raises(ReportError, match="of bench train and the second of bench collectives"):
         comparison.compare(before, {"kind": "collectives", "rows": [], "ranks": 2})
 
@@ -201,7 +203,7 @@ def test_compare_rarely_reports_differences_of_equal_distributions() -> None:
     generator = random.Random(0)
 
     def draw_result(rows: int, rounds: int) -> dict[str, Any]:
-        return result_of(
+        return create_result(
             **{f"row{row}": [generator.lognormvariate(0, 0.1) for _ in range(rounds)] for row in range(rows)}
         )
 

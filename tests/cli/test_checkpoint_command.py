@@ -37,7 +37,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def data() -> TensorDataset:
+def build_dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
 
@@ -55,7 +55,7 @@ def ckpt(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    build_trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(data(), data())
+    build_trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(build_dataset(), build_dataset())
     return tmp_path / "run"
 
 
@@ -87,7 +87,7 @@ def test_damaged_checkpoint_is_reported(run: Path) -> None:
     assert ckpt("verify", run / "step-000000012").exit_code == 0
 
 
-def test_checkpoint_is_shown(run: Path) -> None:
+def test_show_prints_the_manifest_and_the_tensors(run: Path) -> None:
     done = ckpt("show", run)
     assert done.exit_code == 0, done.output
     assert '"checkpoint": "' + str(run / "step-000000012") in done.output
@@ -121,7 +121,7 @@ def train_in_plain_torch(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = StepLR(optimizer, 2)
     for _ in range(steps):
-        nn.functional.cross_entropy(model(data().tensors[0]), data().tensors[1]).backward()
+        nn.functional.cross_entropy(model(build_dataset().tensors[0]), build_dataset().tensors[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -167,7 +167,7 @@ def test_checkpoints_of_other_programs_are_converted_and_resumed(tmp_path: Path,
     for index, values in moments.items():
         assert torch.equal(values["exp_avg"], COMPLETE["optimizer"]["state"][index]["exp_avg"])
     assert resumed.scheduler.last_epoch == (5 if "scheduler" in states else 0)
-    resumed.fit(data())
+    resumed.fit(build_dataset())
     assert resumed.progress.epoch == 9
 
 
@@ -239,7 +239,9 @@ def test_converted_checkpoint_that_does_not_fit_the_model_is_rejected(tmp_path: 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     settings = {"checkpoint_format": "sharded", "ema_decay": 0.5}
-    build_trainer(network(), max_epochs=2, output_dir=tmp_path / "sharded", **settings).fit(data(), data())
+    build_trainer(network(), max_epochs=2, output_dir=tmp_path / "sharded", **settings).fit(
+        build_dataset(), build_dataset()
+    )
     return tmp_path / "sharded"
 
 
@@ -264,7 +266,7 @@ def test_sharded_checkpoints_are_listed_verified_and_shown(run: Path, sharded: P
 
 def test_model_and_averaged_model_are_consolidated_to_one_file(run: Path, sharded: Path, tmp_path: Path) -> None:
     full = build_trainer(network(), max_epochs=2, output_dir=tmp_path / "full", ema_decay=0.5)
-    full.fit(data(), data())
+    full.fit(build_dataset(), build_dataset())
     assert full.averaged_model is not None
     for source in (sharded, tmp_path / "full"):
         for name, options, expected in (("m", (), full.model), ("a", ("--average",), full.averaged_model)):
@@ -326,7 +328,7 @@ def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, comm
     assert f"'{checkpoint / name}' does not contain the tensors of a checkpoint: " in done.output
 
 
-def test_an_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path) -> None:
+def test_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path) -> None:
     model = {"weight": torch.zeros(2**25)}  # writing 134 MB takes about 0.2 s
     (tmp_path / "run").mkdir()
     files.write(tmp_path / "run" / "step-000000001", model, {}, {"epoch": 1, "step": 1})

@@ -48,7 +48,7 @@ REACHABLE = PeerCheckResults(address="10.0.0.1", unreachable={}, clock_offset_se
 def ranks(*changes: dict[str, Any], **of_second: Any) -> list[RankReport]:
     """Return reports of two ranks on two hosts. The reports are valid except for the given values.
 
-    `changes` are facts of the first and of the second rank. `of_second` are results of the peer checks of the second.
+    `changes` contains facts of the first and of the second rank. `of_second` contains peer checks of the second rank.
     """
     first, second = ({"host": "a"} | changes[0], {"host": "b", "machine": "m2"} | (changes[1] if changes[1:] else {}))
     return [

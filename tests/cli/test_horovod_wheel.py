@@ -140,7 +140,7 @@ def test_signal_terminates_the_processes_of_the_build(number: signal.Signals, tm
 
 
 def toolkit_step(folder: Path, script: str) -> plan.BuildStep:
-    """Return the toolkit step of a build plan, with a shell script as its command, which does not need a network."""
+    """Return the toolkit step of a build plan with a shell script as its command, so it does not need a network."""
     decided = create_plan(cache=folder, cuda=True)
     step = next(step for step in decided.build_steps if step.name == "toolkit")
     return dataclasses.replace(step, argv=("sh", "-c", script.replace("TOOLKIT", str(folder / "cuda-13.0"))))

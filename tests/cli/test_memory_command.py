@@ -71,7 +71,7 @@ def run(script: str, *words: str, options: tuple[str, ...] = ()) -> tuple[int, s
         return launch.process.returncode, output, json.loads(path.read_text()) if path.exists() else None
 
 
-def measured(report: Any, name: str) -> int:
+def measured_bytes(report: Any, name: str) -> int:
     (row,) = [row for row in report["memory"] if row["name"] == name]
     found: int = row["measured"]
     return found
@@ -89,30 +89,30 @@ def test_predictions_equal_measurements(
     assert code == 0, output
     assert not Path("must-not-exist").exists(), "a recorded run must not write checkpoints"
     assert "the script ended" not in output
-    assert measured(plain, "parameters") == measured(plain, "gradients") == 4 * PARAMETERS
-    assert measured(plain, "optimizer state") == pytest.approx(8 * PARAMETERS, rel=0.01)
+    assert measured_bytes(plain, "parameters") == measured_bytes(plain, "gradients") == 4 * PARAMETERS
+    assert measured_bytes(plain, "optimizer state") == pytest.approx(8 * PARAMETERS, rel=0.01)
     # Each block saves its input, and the input and the output of GELU. The last layer saves its input. The loss saves
     # the log probabilities, the targets and the sum of the class weights.
     floats = 6 * (WIDTH + 2 * HIDDEN) + WIDTH + 10
-    assert measured(plain, "activations") == 4 * BATCH * floats + 8 * BATCH + 4
+    assert measured_bytes(plain, "activations") == 4 * BATCH * floats + 8 * BATCH + 4
     assert sum(row["at_peak"] for row in plain["memory"]) == plain["peak"]
 
     predicted = {one["setting"]: one["saved_bytes"] for one in plain["savings"]}
     for shard in get_args(ShardingMode)[1:]:
         code, output, sharded = run(script, f"shard={shard}", "checkpoint_activations=Block", options=options)
         assert code == 0, output
-        saved = sum(measured(plain, name) - measured(sharded, name) for name in SHARDED)
+        saved = sum(measured_bytes(plain, name) - measured_bytes(sharded, name) for name in SHARDED)
         assert saved == pytest.approx(predicted[f'shard="{shard}"'], rel=0.01)
         suggested = {one["setting"] for one in sharded["savings"]}
         assert not suggested & {f'shard="{shard}"', 'checkpoint_activations=("Block",)'}
         if shard == "state":
-            assert measured(sharded, "activations") == plain["ranks"][0]["blocks"][0]["kept_bytes"]
+            assert measured_bytes(sharded, "activations") == plain["ranks"][0]["blocks"][0]["kept_bytes"]
 
 
 def test_custom_loop_without_the_trainer_is_recorded(script: str) -> None:
     code, output, report = run(script, "own", options=("-np", "1", "--backend", "local", "--ranks", "4"))
     assert code == 0, output
-    assert measured(report, "optimizer state") == 4 * PARAMETERS
+    assert measured_bytes(report, "optimizer state") == 4 * PARAMETERS
     assert 'shard="state"' in {one["setting"] for one in report["savings"]}
     assert report["predicted_ranks"] == 4
     assert "Gradients need" in output, "a report for one rank must mention the gradient buckets of several ranks"

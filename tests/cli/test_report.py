@@ -123,11 +123,11 @@ def train(folder: Path, validate: bool = True, **given: Any) -> None:
     trainer.fit(data, data if validate else None)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
-def write(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
+def write_rows(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -136,7 +136,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(unitrain, ["report", *map(str, arguments)])
 
 
-def page(*arguments: str | Path) -> Page:
+def read_page(*arguments: str | Path) -> Page:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return Page(Path(result.output.strip()).read_text())
@@ -150,7 +150,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_page_shows_the_numbers_of_the_history(run_folder: Path) -> None:
-    shown, history = page(run_folder), rows(run_folder)
+    shown, history = read_page(run_folder), read_rows(run_folder)
     tiles = {name: value for name, value, *_ in shown.tiles}
     assert tiles["epochs"] == "3 of 3"
     for name in ("train_loss", "val_loss", "val_accuracy"):
@@ -181,7 +181,7 @@ def test_page_shows_the_numbers_of_the_history(run_folder: Path) -> None:
 
 
 def test_page_does_not_use_external_resources(run_folder: Path) -> None:
-    shown = page(run_folder)
+    shown = read_page(run_folder)
     html = (run_folder / "report.html").read_text()
     assert shown.loaded == []
     assert not re.search(r"(?i)https?:|//[a-z]|<script|@import|url\((?!#)", html)
@@ -205,13 +205,13 @@ def test_png_option_writes_one_image(run_folder: Path) -> None:
 
 def test_page_compares_several_runs(run_folder: Path, tmp_path: Path) -> None:
     train(tmp_path / "second", batch_size=6, max_epochs=2)
-    shown = page(run_folder, tmp_path / "second", "--output", tmp_path / "both.html")
+    shown = read_page(run_folder, tmp_path / "second", "--output", tmp_path / "both.html")
     compared = {line[0]: line[1:] for line in shown.tables[0]}
     assert compared[""] == ["first", "second"]
     assert compared["epochs"] == ["3 of 3 45 steps", "2 of 2 20 steps"]
     for run_number, folder in enumerate((run_folder, tmp_path / "second")):
         found = compared["val_accuracy in the last epoch"][run_number]
-        assert float(found) == pytest.approx(rows(folder)[-1]["val_accuracy"], rel=1e-3)
+        assert float(found) == pytest.approx(read_rows(folder)[-1]["val_accuracy"], rel=1e-3)
     settings = next(table for table in shown.tables if ["batch_size", "4", "6"] in table)
     equal = settings.index(["optimizer", "SGD", "SGD"])
     assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "max_epochs"))
@@ -224,21 +224,23 @@ def test_page_of_an_unfinished_run_that_was_resumed_on_another_backend(run_folde
     (start,) = (json.loads(line) for line in (run_folder / "run.jsonl").read_text().splitlines())
     start["config"] = {**start["config"], "max_epochs": 40}
     resumed = {**start, "step": 15, "epochs": 1.0, "backend": "horovod", "transport": "gloo", "size": 3}
-    history = [dict(row) for row in rows(run_folder)]
+    history = [dict(row) for row in read_rows(run_folder)]
     for row in history[1:]:
         for part in ("data", "compute", "wait", "update", "validation", "checkpoint"):
             row[f"{part}_seconds"] = [1.0, 1.0, {"compute": 2.0, "wait": 0.0}.get(part, 1.0)]
     history[2]["val_loss"] = None
-    write(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
-    write(tmp_path, "history.jsonl", history)
+    write_rows(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
+    write_rows(tmp_path, "history.jsonl", history)
     slow = [{"rank": rank, "phase": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
     sync_point_rows = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
     quota = {**slow[1], "cause": "cpu_quota", "host": "n3", "evidence": "the quota is 0.5 cores", "earlier": 0.005}
     sync_point_rows.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": [quota]})
-    write(tmp_path, "steps.jsonl", [*sync_point_rows, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
+    write_rows(
+        tmp_path, "steps.jsonl", [*sync_point_rows, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}]
+    )
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"epoch": 4, "st')
-    shown = page(tmp_path)
+    shown = read_page(tmp_path)
     tiles = {name: value for name, value, *_ in shown.tiles}
     assert tiles["epochs"] == "3.1 of 40"
     assert tiles["val_loss"] == "not a number"
@@ -260,7 +262,7 @@ def test_page_of_an_unfinished_run_that_was_resumed_on_another_backend(run_folde
 def test_run_without_epochs_has_a_report(run_folder: Path, tmp_path: Path, kept: str) -> None:
     for name in kept.split():
         (tmp_path / name).write_bytes((run_folder / name).read_bytes())
-    shown = page(tmp_path)
+    shown = read_page(tmp_path)
     picture = run(tmp_path, "--png")
     if "steps" in kept:
         assert shown.charts == ["loss", "learning rate", "samples per second"]
@@ -274,7 +276,7 @@ def test_run_without_epochs_has_a_report(run_folder: Path, tmp_path: Path, kept:
 
 def test_page_of_one_epoch_without_validation_omits_validation_results(tmp_path: Path) -> None:
     train(tmp_path / "short", validate=False, max_epochs=1)
-    shown = page(tmp_path / "short")
+    shown = read_page(tmp_path / "short")
     assert [tile[0] for tile in shown.tiles] == [
         "epochs", "train_loss", "samples per second", "time", "goodput", "data loading",
     ]  # fmt: skip
@@ -294,7 +296,7 @@ def test_invalid_folders_and_outputs_are_refused(run_folder: Path, tmp_path: Pat
     assert f"There is a run in '{run_folder}'. Pass the folder" in error_output(run_folder.parent)
     assert "has no run: it contains neither run.jsonl nor history.jsonl" in error_output(tmp_path)
     broken = tmp_path / "broken"
-    write(broken, "history.jsonl", rows(run_folder))
+    write_rows(broken, "history.jsonl", read_rows(run_folder))
     lines = (broken / "history.jsonl").read_text().splitlines()
     (broken / "history.jsonl").write_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
     assert error_output(broken).startswith(
@@ -315,8 +317,8 @@ def test_invalid_folders_and_outputs_are_refused(run_folder: Path, tmp_path: Pat
     ],
 )
 def test_rows_in_another_format_are_refused(name: str, row: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, "history.jsonl", [{"step": 1, "epoch": 1, "train_loss": 0.5}])
-    write(tmp_path, name, [row])
+    write_rows(tmp_path, "history.jsonl", [{"step": 1, "epoch": 1, "train_loss": 0.5}])
+    write_rows(tmp_path, name, [row])
     for arguments in ([tmp_path], ["--png", tmp_path], ["--goodput", tmp_path]):
         result = run(*arguments)
         assert result.exit_code == 1, result.output
@@ -325,7 +327,7 @@ def test_rows_in_another_format_are_refused(name: str, row: dict[str, Any], tmp_
 
 @pytest.mark.parametrize("name", ["history.jsonl", "goodput.json"])
 def test_unreadable_file_is_reported_as_a_failed_read(run_folder: Path, tmp_path: Path, name: str) -> None:
-    write(tmp_path, "history.jsonl", rows(run_folder))
+    write_rows(tmp_path, "history.jsonl", read_rows(run_folder))
     (tmp_path / name).unlink(missing_ok=True)
     if name == "goodput.json":
         os.mkfifo(tmp_path / name)

@@ -255,7 +255,7 @@ def test_signal_to_verify_terminates_the_current_run(number: signal.Signals, scr
             time.sleep(0.1)
         assert len(launch.find_processes()) >= 4
         launch.process.send_signal(number)
-        launch.wait_until_all_exited(28)  # torchrun would send SIGKILL after 30 s
+        launch.wait_until_all_exited(28)  # torchrun sends SIGKILL after 30 s
         assert launch.process.wait(15) == 128 + number
 
 
@@ -343,13 +343,13 @@ def samples(count: int = 24) -> TensorDataset:
     return TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator))
 
 
-def make(seed: int = 0, lr: float = 0.1, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model(seed: int = 0, lr: float = 0.1, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def record(
+def record_run(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -366,7 +366,7 @@ def record(
     """Train on one rank as `unitrain verify` does, and return the record of the run."""
     folder.mkdir()
     RecordRequest(steps=steps, emulated_ranks=emulated_ranks, float64=float64, bits=bits).write(folder)
-    model, optimizer = made or make()
+    model, optimizer = made or build_model()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(folder)))
@@ -398,8 +398,8 @@ def second_row(*records: Record) -> VerdictRow:
 
 
 def test_record_equals_a_loop_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = record(tmp_path / "a", monkeypatch, shuffle=False, steps=7, max_grad_norm=0.5)
-    model, optimizer = make()
+    found = record_run(tmp_path / "a", monkeypatch, shuffle=False, steps=7, max_grad_norm=0.5)
+    model, optimizer = build_model()
     inputs, targets = samples().tensors
     losses = []
     for step in range(7):
@@ -430,11 +430,11 @@ def test_record_equals_a_loop_in_plain_torch(tmp_path: Path, monkeypatch: pytest
 def test_one_process_can_train_with_the_global_batch_of_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = record(tmp_path / "a", monkeypatch, batch_size=12)
-    as_three = record(tmp_path / "b", monkeypatch, emulated_ranks=3)
-    fixed = record(tmp_path / "c", monkeypatch, emulated_ranks=3, batch_size=4, global_batch_size=12)
+    own = record_run(tmp_path / "a", monkeypatch, batch_size=12)
+    as_three = record_run(tmp_path / "b", monkeypatch, emulated_ranks=3)
+    fixed = record_run(tmp_path / "c", monkeypatch, emulated_ranks=3, batch_size=4, global_batch_size=12)
     loader = DataLoader(samples(), batch_size=4, shuffle=True)
-    loaded = record(tmp_path / "d", monkeypatch, emulated_ranks=3, data=loader, batch_size=None)
+    loaded = record_run(tmp_path / "d", monkeypatch, emulated_ranks=3, data=loader, batch_size=None)
     for found in (as_three, fixed, loaded):
         assert found.global_batch_sizes() == own.global_batch_sizes() == [12] * 5
         assert found.sample_digests() == own.sample_digests()
@@ -454,9 +454,9 @@ def test_one_process_can_normalize_over_the_same_samples_as_several_ranks(
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    complete = record(tmp_path / "whole", monkeypatch, made=make_normalized(), batch_size=12)
-    synced = record(tmp_path / "all", monkeypatch, made=make_normalized(), emulated_ranks=3, sync_batch_norm=True)
-    own = record(tmp_path / "own", monkeypatch, made=make_normalized(), emulated_ranks=3)
+    complete = record_run(tmp_path / "whole", monkeypatch, made=make_normalized(), batch_size=12)
+    synced = record_run(tmp_path / "all", monkeypatch, made=make_normalized(), emulated_ranks=3, sync_batch_norm=True)
+    own = record_run(tmp_path / "own", monkeypatch, made=make_normalized(), emulated_ranks=3)
     assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
@@ -467,8 +467,8 @@ def test_one_process_can_normalize_over_the_same_samples_as_several_ranks(
 def test_compressed_gradients_differ_by_design_if_the_numbers_of_ranks_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
-    exact = record(tmp_path / "b", monkeypatch, batch_size=12)
+    one = record_run(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
+    exact = record_run(tmp_path / "b", monkeypatch, batch_size=12)
     assert (one.first.compression_dtype, exact.first.compression_dtype) == ("bf16", "none")
     assert second_row(one, exact).status == "differs", "a difference between equal numbers of ranks is not by design"
     two_ranks = Record([replace(exact.first, size=2, compression_dtype="bf16")], exact.folder)
@@ -484,41 +484,46 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
         kept = target > 0
         return ((output - target) ** 2 * kept).sum(), kept.sum()
 
-    complete = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
-    parts = record(tmp_path / "b", monkeypatch, emulated_ranks=3, loss_fn=summed)
+    complete = record_run(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
+    parts = record_run(tmp_path / "b", monkeypatch, emulated_ranks=3, loss_fn=summed)
     assert complete.losses() == pytest.approx(parts.losses(), rel=1e-6)
     assert second_row(complete, parts).status == "same results"
 
 
 def test_each_cause_of_a_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = record(tmp_path / "reference", monkeypatch)
+    reference = record_run(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
-        "seed": ({"made": make(seed=1)}, "0.weight has different initial values. Call torch.manual_seed(0) before"),
+        "seed": (
+            {"made": build_model(seed=1)},
+            "0.weight has different initial values. Call torch.manual_seed(0) before",
+        ),
         "model": (
-            {"made": make(width=5)},
+            {"made": build_model(width=5)},
             "parameter 0.bias exists in only one of the runs, or has different shapes in them",
         ),
-        "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
+        "rate": ({"made": build_model(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
         "order": ({"seed": 1}, "step 1 has different samples. Seed"),
         "batch": ({"batch_size": 5}, "step 1 has different samples (5 instead of 4). Seed"),
         "length": ({"max_epochs": None, "max_steps": 3}, "the run ended after 3 steps, the reference after 5"),
         "clipping": ({"max_grad_norm": 0.01}, "the cause is unknown: initial values"),
     }
     for name, (changes, reason) in causes.items():
-        row = second_row(reference, record(tmp_path / name, monkeypatch, **changes))
+        row = second_row(reference, record_run(tmp_path / name, monkeypatch, **changes))
         assert row.status == "differs", name
         assert row.reasons[0].startswith(reason), (name, row.reasons)
         assert len(row.reasons) == 1, (name, row.reasons)
-    assert second_row(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same results"
+    assert second_row(reference, record_run(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same results"
 
 
 def test_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = record(tmp_path / "a", monkeypatch, log_every_n_steps=100, steps=3)
+    reference = record_run(tmp_path / "a", monkeypatch, log_every_n_steps=100, steps=3)
     inputs, targets = samples().tensors
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # order of the first epoch
     broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
-    nans = [record(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, steps=3) for name in ("b", "c")]
-    unchanged = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), steps=3) for name in ("d", "e")]
+    nans = [
+        record_run(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, steps=3) for name in ("b", "c")
+    ]
+    unchanged = [record_run(tmp_path / name, monkeypatch, made=build_model(lr=0.0), steps=3) for name in ("d", "e")]
     for pair, reason in ((nans, "the loss of step 2 is nan"), (unchanged, "no parameter changed in 3 steps")):
         for outcomes in (pair, [reference, pair[0]]):
             row = second_row(*outcomes)
@@ -528,22 +533,22 @@ def test_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monke
 
 
 def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The difference may be far below the tolerance. It may be inconclusive in float32, but not in float64."""
+    """The difference of the parameters may be far below the tolerance. float32 may be inconclusive; float64 is not."""
 
     def scaled(factor: float) -> Any:
         return lambda output, target: factor * nn.functional.mse_loss(output, target)
 
     def adamw() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model, _ = make()
+        model, _ = build_model()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for rate in (1e-1, 1e-4, 1e-7):
         for float64 in (False, True):
             right, again, wrong = (
-                record(
+                record_run(
                     tmp_path / f"{rate} {float64} {number}",
                     monkeypatch,
-                    made=make(lr=rate),
+                    made=build_model(lr=rate),
                     loss_fn=scaled(factor),
                     float64=float64,
                 )
@@ -560,8 +565,8 @@ def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatc
                     assert parameters.is_within_tolerance == same, rate
                 assert found.state.is_within_tolerance == same, (rate, float64, "the momentum depends on the gradients")
     state = compare(
-        record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
-        record(tmp_path / "right", monkeypatch, made=adamw()),
+        record_run(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
+        record_run(tmp_path / "right", monkeypatch, made=adamw()),
         1e-6,
         float64=False,
     ).state
@@ -571,10 +576,10 @@ def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatc
 def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def both(name: str, *, float64: bool, wrong: bool) -> Group:
         runs = [
-            record(
+            record_run(
                 tmp_path / f"{name} {number} {float64}",
                 monkeypatch,
-                made=make(lr=1e-3),
+                made=build_model(lr=1e-3),
                 # The second run adds in another order, or has wrong gradients.
                 loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
                 if number
@@ -606,7 +611,10 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
 def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
+    one, two = (
+        record_run(tmp_path / "a", monkeypatch),
+        record_run(tmp_path / "b", monkeypatch, made=build_model(lr=0.2)),
+    )
     two_ranks = Record([replace(two.first, size=2)], two.folder)
     outcomes = [
         Outcome(run=RequestedRun(backend=name, emulated_ranks=2, processes=processes), seconds=0.0, record=found)
@@ -646,7 +654,7 @@ def test_float64_converts_data_model_and_loss(tmp_path: Path, monkeypatch: pytes
         seen.update({output.dtype, target.dtype})
         return nn.functional.mse_loss(output, target)
 
-    record(tmp_path / "a", monkeypatch, float64=True, loss_fn=loss_fn, precision="bf16")
+    record_run(tmp_path / "a", monkeypatch, float64=True, loss_fn=loss_fn, precision="bf16")
     assert seen == {torch.float64}
 
 
@@ -723,11 +731,11 @@ def test_first_step_and_tensor_with_different_bits_are_named(
     choose: Any, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"bits": True, "logical_ranks": 2}
-    reference = record(tmp_path / "reference", monkeypatch, **settings)
-    same = record(tmp_path / "same", monkeypatch, **settings)
-    changed = record(tmp_path / "changed", monkeypatch, callbacks=[_Change(choose)], **settings)
-    other_start = record(tmp_path / "start", monkeypatch, made=make(seed=1), **settings)
-    shorter = record(tmp_path / "shorter", monkeypatch, steps=4, **settings)
+    reference = record_run(tmp_path / "reference", monkeypatch, **settings)
+    same = record_run(tmp_path / "same", monkeypatch, **settings)
+    changed = record_run(tmp_path / "changed", monkeypatch, callbacks=[_Change(choose)], **settings)
+    other_start = record_run(tmp_path / "start", monkeypatch, made=build_model(seed=1), **settings)
+    shorter = record_run(tmp_path / "shorter", monkeypatch, steps=4, **settings)
     assert find_first_difference(same, reference) == ""
     assert find_first_difference(changed, reference) == difference
     assert find_first_difference(other_start, reference).startswith("the initial values of parameter 0.weight differ.")
@@ -736,9 +744,9 @@ def test_first_step_and_tensor_with_different_bits_are_named(
 
 def test_local_sgd_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"differ with local steps\. Leave TrainConfig\.local_sgd out"):
-        record(tmp_path / "run", monkeypatch, local_sgd=4)
+        record_run(tmp_path / "run", monkeypatch, local_sgd=4)
 
 
 def test_bits_option_requires_logical_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unitrain verify --bits compares runs on different numbers of ranks"):
-        record(tmp_path / "run", monkeypatch, bits=True)
+        record_run(tmp_path / "run", monkeypatch, bits=True)

@@ -167,7 +167,7 @@ def test_snapshots_resumes_after_a_failure_and_on_another_backend(tmp_path: Path
 
     failing = ("--snapshot", restarted, *epochs, "--fail-in-epoch", "3")
     output = run(launcher_command("ddp", "snapshots.py", *failing, options=("--max-restarts", "1")))
-    assert "fails in epoch 3" in output  # the first attempt
+    assert "fails in epoch 3" in output  # printed by the first attempt
     assert f"resuming from '{restarted}' after epoch 2" in output
     assert read_results(output) == read_results(expected)
 

@@ -142,7 +142,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert again.output().count("waits no longer") == 1
         assert again.states()[-1] == f"job {job} has completed"
 
-        # A requeued job has a delay of two minutes, which is skipped. Slurm truncates the log of the job.
+        # Slurm delays a requeued job for two minutes, which the test skips, and truncates the log of the job.
         job = requeued.job()
         wait_for("the requeue", lambda: re.search(r"is pending \(\w+\), requeued once", requeued.output()))
         wait_for("free nodes", lambda: set(control("sinfo", "-hN", "--format=%T").split()) == {"idle"})

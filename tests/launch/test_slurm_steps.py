@@ -68,7 +68,7 @@ def test_launch_in_the_shell_of_a_step_uses_all_hosts(
 PLANS = {
     "one task": ["srun", "--nodes=1", "--ntasks=1", "--pty"],
     "all tasks": ["srun", "--pty"],
-    "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # as started by use_interactive_step
+    "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # as with use_interactive_step
 }
 
 
@@ -118,8 +118,8 @@ def test_launch_in_each_of_several_tasks_is_rejected(
     assert named.stdout.count("--standalone --nproc-per-node 2") == 2
 
 
-# torchrun terminates all ranks when one has exited. Each rank therefore waits until as many ranks as the second
-# argument have received the signal.
+# torchrun terminates all ranks when one has exited. Each rank therefore waits until several ranks have received the
+# signal. The second argument is the number of these ranks.
 WAIT_FOR_SIGNAL = """
 import os, sys, time
 from pathlib import Path

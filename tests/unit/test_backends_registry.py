@@ -1,4 +1,4 @@
-"""Selection of backends by name: built-in backends, backends of other packages, and errors if one cannot be loaded."""
+"""Selection of backends by name: built-in backends, backends of other packages, and errors if loading fails."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_backend_argument_overrides_variable_and_variable_overrides_launcher_def
 
 
 def test_launcher_determines_default_backend() -> None:
-    """One rank per launcher. test_launch_real.py covers horovodrun and mpirun, which must really start the ranks."""
+    """One rank per launcher. test_launch_real.py covers horovodrun and mpirun, which require a real launch."""
     by_hand = {"RANK": "0", "WORLD_SIZE": "1"}
     torchrun = by_hand | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}

@@ -152,7 +152,7 @@ class Sample:
     """Batch type of a custom `collate_fn`."""
 
     left: Tensor
-    right: Tensor
+    is_correct: Tensor
     target: Tensor
 
 
@@ -213,11 +213,11 @@ FORWARD_FUNCTIONS: dict[str, Any] = {
 }
 
 
-def right(output: Tensor, target: Tensor) -> Tensor:
+def is_correct(output: Tensor, target: Tensor) -> Tensor:
     return output.argmax(1) == target
 
 
-def make(backend: Backend, forward: Any = None, accuracy: Any = right, **settings: Any) -> Trainer:
+def build_trainer(backend: Backend, forward: Any = None, accuracy: Any = is_correct, **settings: Any) -> Trainer:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"max_epochs": 3, "progress": "off", **settings})
@@ -227,7 +227,7 @@ def make(backend: Backend, forward: Any = None, accuracy: Any = right, **setting
     )  # fmt: skip
 
 
-def data(kind: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
+def build_loader(kind: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
     collate: Any = collate_samples if kind == "dataclass" else None
     return DataLoader(Rows(kind, length), batch_size=batch_size, shuffle=True, collate_fn=collate)
 
@@ -245,8 +245,10 @@ def train(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], 
 
     size = 12 // backend.size
     accumulate = 2 if backend.size < 3 else 1  # a step has 12 samples for any number of ranks
-    trainer = make(backend, record_call if FORWARD_FUNCTIONS[kind] else None, gradient_accumulation_steps=accumulate)
-    results = trainer.fit(data(kind, size // accumulate), data(kind, 5, 7))
+    trainer = build_trainer(
+        backend, record_call if FORWARD_FUNCTIONS[kind] else None, gradient_accumulation_steps=accumulate
+    )
+    results = trainer.fit(build_loader(kind, size // accumulate), build_loader(kind, 5, 7))
     return (
         [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],
         results,
@@ -275,7 +277,7 @@ def train_in_plain_torch() -> tuple[list[Tensor], float]:
     return [parameter.detach() for parameter in model.parameters()], loss.item()
 
 
-def check(runs: list[dict[str, Any]]) -> None:
+def check_runs(runs: list[dict[str, Any]]) -> None:
     expected, loss = train_in_plain_torch()
     for run in runs:
         for kind, (parameters, results, calls) in run.items():
@@ -290,7 +292,7 @@ def check(runs: list[dict[str, Any]]) -> None:
 
 
 def test_batch_structures_give_equal_training_in_one_process() -> None:
-    check([train_with_every_structure(LOCAL)])
+    check_runs([train_with_every_structure(LOCAL)])
 
 
 @pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 3)], ids=str)
@@ -301,7 +303,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None:
     runs = group.run(train_with_every_structure, timeout_seconds=200)
-    check(runs)
+    check_runs(runs)
     for run in runs:
         for kind in FORWARD_FUNCTIONS:
             plain = [wrapped for training, wrapped in run[kind][2] if not training]
@@ -311,7 +313,7 @@ def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None
 def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> None:
     def raised_message(batch: Any) -> str:
         with pytest.raises(DataError) as caught:
-            make(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
+            build_trainer(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
         found, fix = str(caught.value).split(". For other batches, pass a function: ")
         start = "A batch must be a pair (inputs, targets) or a mapping of the model's keyword arguments, got "
         assert found.startswith(start)
@@ -332,18 +334,18 @@ def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> No
 
 def test_invalid_forward_functions_and_results_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^Trainer\(forward=\.\.\.\) takes a function, got 'mean'\. Use forward="):
-        make(LOCAL, "mean")
+        build_trainer(LOCAL, "mean")
     for result, found in (
         (torch.ones(2, 3), r"a tensor of shape \[2, 3\]"),
         (None, "an object of class NoneType"),
         ((1, 2, 3), "a tuple of 3"),
         ({"loss": 1}, "an object of class dict with 'loss'"),
     ):
-        trainer = make(LOCAL, lambda model, batch, result=result: result)
+        trainer = build_trainer(LOCAL, lambda model, batch, result=result: result)
         with pytest.raises(
             ModelError, match=rf"^forward must return a pair \(output, target\), got {found}\. End it wi"
         ):
-            trainer.fit(data("pair", 4))
+            trainer.fit(build_loader("pair", 4))
 
 
 def raised_messages(backend: Backend) -> list[str]:
@@ -354,16 +356,16 @@ def raised_messages(backend: Backend) -> list[str]:
 
     three = TensorDataset(*[torch.ones(1, 3)] * 3)
     pair = TensorDataset(torch.ones(1, 6), torch.zeros(1, dtype=torch.long))
-    shapeless = make(backend, accuracy=lambda output, target: torch.ones(5), batch_size=2)
+    shapeless = build_trainer(backend, accuracy=lambda output, target: torch.ones(5), batch_size=2)
     attempts = [
-        lambda: make(backend, 3, batch_size=2),
-        lambda: make(backend, batch_size=2).fit(TensorDataset(*[torch.ones(6, 3)] * 3)),
-        lambda: make(backend, short, batch_size=2).fit(Rows("pair")),
-        lambda: make(backend, batch_size=2).evaluate(three),
-        lambda: make(backend, short, batch_size=2).evaluate(pair),
+        lambda: build_trainer(backend, 3, batch_size=2),
+        lambda: build_trainer(backend, batch_size=2).fit(TensorDataset(*[torch.ones(6, 3)] * 3)),
+        lambda: build_trainer(backend, short, batch_size=2).fit(Rows("pair")),
+        lambda: build_trainer(backend, batch_size=2).evaluate(three),
+        lambda: build_trainer(backend, short, batch_size=2).evaluate(pair),
         lambda: shapeless.evaluate(pair),
-        lambda: make(backend, batch_size=2).predict(three),
-        lambda: make(backend, short, batch_size=2).predict(pair),
+        lambda: build_trainer(backend, batch_size=2).predict(three),
+        lambda: build_trainer(backend, short, batch_size=2).predict(pair),
     ]
     texts = []
     for attempt in attempts:

@@ -76,7 +76,7 @@ def test_gradient_accumulation_defaults_to_one_micro_batch() -> None:
         (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x grad.*steps 2\. Leave out grad.*, which is then 4, or"),
     ],
 )  # fmt: skip
-def test_contradicting_batch_sizes_are_rejected_with_valid_ones(
+def test_contradicting_batch_sizes_are_rejected_with_valid_suggestions(
     size: int, batch_size: int | None, accumulate: int | None, global_batch: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -112,7 +112,7 @@ def test_elastic_job_accepts_a_global_batch_that_the_number_of_ranks_does_not_di
     alone = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 8}
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
     assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
-    # A script may compute batch_size from the number of ranks; the global batch is the same.
+    # The global batch is the same if the script computes batch_size from the number of ranks.
     assert elastic_batch_sizes(
         1, ElasticBatchSize(4, 8), batch_size=8, gradient_accumulation_steps=None, global_batch_size=None
     ) == BatchSizes(8, 1, 8)

@@ -120,7 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def message_of(*words: str) -> str:
+def error_message(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read_command_line(words)
     return str(caught.value)
@@ -136,12 +136,12 @@ def train(*words: str) -> str:
     return done.output
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = max(folder.glob("step-*"))
     return load_file(checkpoint / "model.safetensors")
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -243,7 +243,7 @@ def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
 )
 def test_errors_name_the_file_line_and_key(text: str, message: str, folder: Path) -> None:
     (folder / "bad.yaml").write_text(f"# comment\n{text}\n")
-    assert re.match(message, message_of("config/run.yaml", "bad.yaml"))
+    assert re.match(message, error_message("config/run.yaml", "bad.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_errors_name_the_file_line_and_key(text: str, message: str, folder: Path
     ],
 )
 def test_errors_name_the_option(words: tuple[str, ...], message: str, folder: Path) -> None:
-    assert re.match(message, message_of("config/run.yaml", *words))
+    assert re.match(message, error_message("config/run.yaml", *words))
 
 
 def test_missing_files_and_keys_are_reported(folder: Path) -> None:
@@ -354,7 +354,7 @@ def test_invalid_values_are_reported_before_the_backend_starts(
 )
 def test_fixes_use_the_syntax_of_configuration_files(text: str, fix: str, folder: Path) -> None:
     (folder / "bad.yaml").write_text(text)
-    assert message_of("config/run.yaml", "bad.yaml").endswith(fix)
+    assert error_message("config/run.yaml", "bad.yaml").endswith(fix)
 
 
 def test_missing_jsonargparse_is_reported_with_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,13 +414,13 @@ def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:
     assert (checkpoint / "config.yaml").read_text() == stored.read_text()
 
     assert "in the new folder 'runs/first-2'" in train("runs/first/config.yaml")
-    assert equal(weights(folder / "runs" / "first"), weights(folder / "runs" / "first-2"))
+    assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "runs" / "first-2"))
     train(f"{checkpoint.relative_to(folder)}/config.yaml", "--output_dir", "other")
-    assert equal(weights(folder / "runs" / "first"), weights(folder / "other"))
+    assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "other"))
 
     train("runs/first/config.yaml", "--resume", "true", "--max_epochs", "3")
     train("config/run.yaml", "--max_epochs=3", "--output_dir=whole", "--model.scale=null")
-    assert equal(weights(folder / "runs" / "first"), weights(folder / "whole"))
+    assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "whole"))
     assert yaml.safe_load(stored.read_text())["resume"] is False
     assert yaml.safe_load(stored.read_text())["max_epochs"] == 3
 
@@ -436,7 +436,7 @@ def test_run_from_a_file_has_the_same_weights_as_a_run_from_a_script(folder: Pat
         config = unitrain.TrainConfig(max_epochs=2, batch_size=5, output_dir="from_script", progress="off")
         trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
         trainer.fit(config_parts.create_data(), config_parts.create_data(7, 1))
-    assert equal(weights(folder / "from_file"), weights(folder / "from_script"))
+    assert are_equal(load_weights(folder / "from_file"), load_weights(folder / "from_script"))
     assert not (folder / "from_script" / "config.yaml").exists()
 
 

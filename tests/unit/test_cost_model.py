@@ -98,7 +98,7 @@ def simulate_ring(ranks: int) -> Cluster:
 
 
 def fold(cluster: Cluster, ranks: int) -> list[int]:
-    """Send the arrays of the ranks above the largest power of two; return the remaining ranks."""
+    """Add the arrays of ranks above the largest power of two to those of lower ranks; return the remaining ranks."""
     power = 1 << (ranks.bit_length() - 1)
     cluster.step((rank, rank - power, ALL_RANKS, True) for rank in range(power, ranks))
     return list(range(power))
@@ -159,7 +159,7 @@ def simulate_tree(ranks: int) -> Cluster:
 
 
 def simulate_parameter_server(ranks: int, servers: int) -> Cluster:
-    """Simulate servers on separate hosts, numbered after the ranks. In each round, every server serves another rank."""
+    """Simulate servers on separate hosts, numbered after the ranks. In each round, they serve different ranks."""
     cluster = Cluster(ranks + servers)
     cluster.arrays[ranks:] = 0
     cluster.expected = cluster.arrays.sum(0)
@@ -262,7 +262,7 @@ def test_buckets_are_reduced_in_order_during_backward() -> None:
     assert (small_first.seconds, small_first.exposed_seconds) == (7.0, 2.0)  # buckets of 10 and 20 bytes
 
 
-def result_of(network: Network, ranks: int, *, noise: float = 0.0, algorithm: str = "ring") -> dict[str, Any]:
+def create_result(network: Network, ranks: int, *, noise: float = 0.0, algorithm: str = "ring") -> dict[str, Any]:
     """Return a result in the format of `bench collectives`: the predicted times of `network`, with random noise."""
     random = np.random.default_rng(0)
     return {
@@ -281,18 +281,18 @@ def result_of(network: Network, ranks: int, *, noise: float = 0.0, algorithm: st
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving-doubling", "recursive-doubling"])
 def test_calibration_recovers_the_network(algorithm: str) -> None:
     network = Network(alpha=20e-6, beta=1 / 3e9)
-    exact = calibrate(result_of(network, 6, algorithm=algorithm), "ddp gloo", ALGORITHMS[algorithm])
+    exact = calibrate(create_result(network, 6, algorithm=algorithm), "ddp gloo", ALGORITHMS[algorithm])
     assert exact.network.alpha == pytest.approx(network.alpha, rel=1e-9)
     assert exact.network.beta == pytest.approx(network.beta, rel=1e-9)
     assert exact.max_error < 1e-9
-    noisy = calibrate(result_of(network, 6, algorithm=algorithm, noise=0.1), "ddp gloo", ALGORITHMS[algorithm])
+    noisy = calibrate(create_result(network, 6, algorithm=algorithm, noise=0.1), "ddp gloo", ALGORITHMS[algorithm])
     assert noisy.network.alpha == pytest.approx(network.alpha, rel=0.2)
     assert noisy.network.beta == pytest.approx(network.beta, rel=0.2)
     assert 0.01 < noisy.median_error < noisy.max_error < 0.4
 
 
 def test_calibration_does_not_return_a_negative_latency() -> None:
-    result = result_of(Network(alpha=0, beta=1e-9), 2)
+    result = create_result(Network(alpha=0, beta=1e-9), 2)
     result["rows"][0]["seconds"] = [1e-9]  # faster than the bandwidth permits
     found = calibrate(result, "ddp gloo", ring_allreduce)
     assert 0 <= found.network.alpha < 1e-15
@@ -303,14 +303,14 @@ def test_calibration_does_not_return_a_negative_latency() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_allreduces_of_one_rank_cost_nothing() -> None:
-    result = result_of(Network(alpha=1e-6, beta=1e-9), 2)
+    result = create_result(Network(alpha=1e-6, beta=1e-9), 2)
     result["ranks"] = 1
     assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0)
 
 
 def test_small_messages_that_are_faster_than_the_bandwidth_do_not_change_the_fitted_bandwidth() -> None:
     """A token-bucket rate limiter transfers the first bytes after a pause at a higher rate."""
-    result = result_of(Network(alpha=0, beta=8e-7), 2)
+    result = create_result(Network(alpha=0, beta=8e-7), 2)
     result["rows"] = [row for row in result["rows"] if row["bytes"] in (1 << 12, 1 << 16, 1 << 20, 1 << 22)]
     result["rows"][0]["seconds"] = [0.0007]
     assert calibrate(result, "ddp gloo", ring_allreduce).network.beta == pytest.approx(8e-7, rel=1e-6)
@@ -333,14 +333,14 @@ VGG16 = [(0.0041, 4.10), (0.0168, 16.78), (0.1028, 102.76), (1.39, 7.08), (4.62,
          (1.94, 0.04)]  # fmt: skip
 
 
-def horovod_512(work: StepWork, network: Network = ETHERNET_25) -> float:
+def predict_efficiency_on_512_gpus(work: StepWork, network: Network = ETHERNET_25) -> float:
     fused = 64 * MEGABYTE
     return predict_step(
         work, lambda size: ring_allreduce(512, size, network), bucket_bytes=fused, first_bucket_bytes=fused
     ).efficiency
 
 
-def vgg16(seconds: float) -> StepWork:
+def work_of_vgg16(seconds: float) -> StepWork:
     backward = 2 / 3 * seconds
     operations = sum(of_layer for of_layer, _ in VGG16)
     layers = [Layer(4 * MILLION * size, backward * of_layer / operations) for of_layer, size in VGG16]
@@ -349,9 +349,9 @@ def vgg16(seconds: float) -> StepWork:
 
 def test_prediction_equals_the_published_efficiency_of_horovod_on_512_gpus() -> None:
     predicted = {
-        "Inception V3": horovod_512(uniform_work(64 / 142, 4 * 23.8 * MILLION)),
-        "ResNet-101": horovod_512(uniform_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
-        "VGG-16": horovod_512(vgg16(64 / 154)),
+        "Inception V3": predict_efficiency_on_512_gpus(uniform_work(64 / 142, 4 * 23.8 * MILLION)),
+        "ResNet-101": predict_efficiency_on_512_gpus(uniform_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
+        "VGG-16": predict_efficiency_on_512_gpus(work_of_vgg16(64 / 154)),
     }
     published = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
     # All three use the same network. The first two predictions are 3 percentage points off, because the model excludes
@@ -367,15 +367,15 @@ def test_predicted_efficiencies_are_similar_for_other_assumptions_about_the_netw
     """
     for alpha, share in itertools.product((5e-6, 25e-6), (0.7, 1.0)):
         network = Network(alpha=alpha, beta=1 / (share * 25e9 / 8))
-        even = horovod_512(uniform_work(64 / 142, 4 * 23.8 * MILLION), network)
-        vgg = horovod_512(vgg16(64 / 154), network)
+        even = predict_efficiency_on_512_gpus(uniform_work(64 / 142, 4 * 23.8 * MILLION), network)
+        vgg = predict_efficiency_on_512_gpus(work_of_vgg16(64 / 154), network)
         assert even == pytest.approx(0.90, abs=0.06)
         assert vgg == pytest.approx(0.68, abs=0.15)
         assert vgg < even - 0.1
 
 
 def test_prediction_equals_the_published_efficiency_of_goyal_on_256_gpus() -> None:
-    """Goyal et al. (2017) report about 90 % on 256 GPUs, relative to 8.
+    """Goyal et al. (2017) report an efficiency of about 90 % on 256 GPUs, relative to 8 GPUs.
 
     Published: 100 MB of gradients, a backward pass of 120 ms, hosts with 8 P100 GPUs, 50 Gbit/s, and recursive halving
     and doubling between hosts. Assumed: the backward pass is two thirds of a step, a message takes 10 microseconds
@@ -421,7 +421,7 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     """The output includes the errors of the fitted collectives and of the predicted steps."""
     network = Network(alpha=50e-6, beta=1e-9)
     measured, trained, saved = (tmp_path / name for name in ("measured.json", "trained.json", "saved.json"))
-    measured.write_text(json.dumps(result_of(network, 2)))
+    measured.write_text(json.dumps(create_result(network, 2)))
     row = {"backend": "local", "transport": "none", "setting": None, "ranks": 1, "seconds": [0.3] * 3}
     phases = {"data": [0.0], "forward": [0.1], "backward": [0.2], "exposed": [0.0], "optimizer": [0.0]}
     two = {**row, "backend": "ddp", "transport": "gloo", "ranks": 2, "seconds": [0.4] * 3}

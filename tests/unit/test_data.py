@@ -52,20 +52,20 @@ class Noisy(Numbers):
         return torch.rand(1), index
 
 
-def tensors(length: int) -> TensorDataset:
+def create_tensor_dataset(length: int) -> TensorDataset:
     return TensorDataset(torch.arange(length).float().unsqueeze(1), torch.arange(length))
 
 
-def lengths(size: int, batch: int, accumulate: int) -> range:
+def dataset_sizes(size: int, batch: int, accumulate: int) -> range:
     """Return all dataset sizes from 0 to one sample above three global batches, or above 3 * size if that is larger."""
     return range(3 * max(size, size * batch * accumulate) + 2)
 
 
-def indices_of(share: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
+def indices_in_epoch(share: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
     return [int(i) for batch, part in share.micro_batches(epoch, start) if part.samples for i in batch[1]]
 
 
-def taken_by(part: MicroBatch) -> range:
+def positions_of(part: MicroBatch) -> range:
     positions = part.positions
     return range(positions.start, positions.stop, positions.step or 1) if part.samples else range(0)
 
@@ -73,7 +73,7 @@ def taken_by(part: MicroBatch) -> range:
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
 def test_each_global_batch_is_one_step_and_each_sample_is_on_one_rank(size: int, batch: int, accumulate: int) -> None:
     block = size * batch * accumulate
-    for length in lengths(size, batch, accumulate):
+    for length in dataset_sizes(size, batch, accumulate):
         parts = [
             list(
                 micro_batches_of_samples(
@@ -89,7 +89,7 @@ def test_each_global_batch_is_one_step_and_each_sample_is_on_one_rank(size: int,
             assert max(part.samples for part in micro_batch) - min(part.samples for part in micro_batch) <= 1
             assert max(part.samples for part in micro_batch) <= batch
             for part in micro_batch:
-                steps.setdefault(part.step_end, []).extend(taken_by(part))
+                steps.setdefault(part.step_end, []).extend(positions_of(part))
         taken = [sorted(positions) for positions in steps.values()]
         assert taken == [list(range(first, min(first + block, length))) for first in range(0, length, block)]
         assert sum(part.ends_step for part in parts[0]) == len(taken)
@@ -101,7 +101,7 @@ def test_each_global_batch_is_one_step_and_each_sample_is_on_one_rank(size: int,
 def test_rank_0_always_has_samples_and_other_ranks_have_none_only_if_a_step_has_too_few(
     size: int, batch: int, accumulate: int
 ) -> None:
-    for length in lengths(size, batch, accumulate):
+    for length in dataset_sizes(size, batch, accumulate):
         for rank in range(size):
             totals: dict[int, int] = {}
             for part in micro_batches_of_samples(
@@ -110,7 +110,7 @@ def test_rank_0_always_has_samples_and_other_ranks_have_none_only_if_a_step_has_
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
                     assert rank > 0
-                    # The step has fewer samples than ranks, or the last micro-batch of one sample per rank does.
+                    # The step has fewer samples than ranks. With batches of one sample, only its last micro-batch may.
                     assert part.step_samples < size or (batch == 1 and part.step_samples % size)
                 if part.step_samples >= size:
                     assert totals[part.step_end] or not part.ends_step
@@ -123,7 +123,7 @@ def test_samples_of_a_step_depend_on_the_global_batch_only() -> None:
             for part in micro_batches_of_samples(
                 0, 50, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size
             ):
-                taken.setdefault(part.step_end, set()).update(taken_by(part))
+                taken.setdefault(part.step_end, set()).update(positions_of(part))
         return list(taken.values())
 
     assert steps(1, 12, 1) == steps(2, 6, 1) == steps(2, 2, 3) == steps(4, 3, 1) == steps(3, 2, 2)
@@ -136,8 +136,8 @@ def test_indivisible_steps_are_sharded_evenly(size: int, batch: int, accumulate:
         for part in micro_batches_of_samples(
             0, 50, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size, global_batch_size=8
         ):
-            assert len(taken_by(part)) <= batch
-            taken.setdefault(part.step_end, []).append(list(taken_by(part)))
+            assert len(positions_of(part)) <= batch
+            taken.setdefault(part.step_end, []).append(list(positions_of(part)))
     assert [sorted(chain.from_iterable(parts)) for _, parts in sorted(taken.items())] == [
         list(range(first, min(first + 8, 50))) for first in range(0, 50, 8)
     ]
@@ -149,7 +149,7 @@ def test_epoch_resumes_at_any_step_on_another_number_of_ranks() -> None:
         index
         for rank in range(2)
         for batch, part in TrainingShard(
-            tensors(23), simulate_rank(rank, 2), ShardSettings(batch_size=3)
+            create_tensor_dataset(23), simulate_rank(rank, 2), ShardSettings(batch_size=3)
         ).micro_batches(1)
         if part.step_end <= 12
         for index in batch[1].tolist()
@@ -157,7 +157,9 @@ def test_epoch_resumes_at_any_step_on_another_number_of_ranks() -> None:
     rest = [
         i
         for r in range(3)
-        for i in indices_of(TrainingShard(tensors(23), simulate_rank(r, 3), ShardSettings(batch_size=2)), 1, 12)
+        for i in indices_in_epoch(
+            TrainingShard(create_tensor_dataset(23), simulate_rank(r, 3), ShardSettings(batch_size=2)), 1, 12
+        )
     ]
     assert len(first) == 12
     assert sorted(first + rest) == list(range(23))
@@ -179,7 +181,7 @@ def test_epoch_order_depends_only_on_seed_and_epoch() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
-    dataset = tensors(3 * size * 2 * accumulate)
+    dataset = create_tensor_dataset(3 * size * 2 * accumulate)
     for rank in range(size):
         share = TrainingShard(
             dataset,
@@ -202,7 +204,7 @@ def test_epoch_order_accepts_any_integer_seed() -> None:
 def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
     for length in range(size, 3 * size + 2):
         data: Any = {
-            "tensors": tensors(length),
+            "tensors": create_tensor_dataset(length),
             "dataset": Numbers(length),
             "loader": DataLoader(Numbers(length), batch_size=2, shuffle=True),
         }[kind]
@@ -211,7 +213,7 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
             TrainingShard(data, simulate_rank(rank, size), ShardSettings(batch_size=batch_size, seed=3))
             for rank in range(size)
         ]
-        epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
+        epochs = [[index for share in shares for index in indices_in_epoch(share, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
         steps = [sum(part.ends_step for _, part in share.micro_batches(0)) for share in shares]
         assert steps == [share.steps_in_epoch() for share in shares]
@@ -219,14 +221,14 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
 
 
 def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> None:
-    share = TrainingShard(tensors(5), simulate_rank(2, 4), ShardSettings(batch_size=1, seed=0))
+    share = TrainingShard(create_tensor_dataset(5), simulate_rank(2, 4), ShardSettings(batch_size=1, seed=0))
     *_, (batch, part) = share.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
 
 
 def test_tensor_datasets_give_the_same_batches_as_a_dataloader() -> None:
-    dataset = tensors(40)
+    dataset = create_tensor_dataset(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
         fast = list(TrainingShard(data, simulate_rank(1, 2), ShardSettings(batch_size=3, seed=4)).micro_batches(2))
         opaque = DataLoader(
@@ -259,8 +261,8 @@ SUBSETS: dict[str, Any] = {
 @pytest.mark.parametrize("indices", SUBSETS.values(), ids=list(SUBSETS))
 @pytest.mark.parametrize("nested", [False, True])
 def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> None:
-    """Indices that raise an IndexError in torch raise the same error."""
-    dataset: Any = Subset(tensors(40), indices)
+    """If indices raise an IndexError in torch, the same error is raised."""
+    dataset: Any = Subset(create_tensor_dataset(40), indices)
     if nested:
         dataset = Subset(dataset, [-1, 0, -len(indices), len(indices) - 1])
 
@@ -278,7 +280,7 @@ def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> 
 
 
 def test_sampler_may_yield_negative_indices() -> None:
-    loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
+    loader = DataLoader(create_tensor_dataset(40), batch_size=2, sampler=[-1, -40, 7])
     expected = [batch[1].tolist() for batch in loader]
     assert (
         [batch[1].tolist() for batch, _ in EvaluationShard(loader, simulate_rank(0, 1))] == expected == [[39, 0], [7]]
@@ -304,10 +306,10 @@ def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
     plain = TrainingShard(DataLoader(Numbers(5), batch_size=4), simulate_rank(0, 1))
-    assert indices_of(plain) == [0, 1, 2, 3, 4]
+    assert indices_in_epoch(plain) == [0, 1, 2, 3, 4]
 
 
-def noise(share: TrainingShard, epoch: int) -> list[float]:
+def samples_in_epoch(share: TrainingShard, epoch: int) -> list[float]:
     return [float(value) for batch, _ in share.micro_batches(epoch) for value in batch[0]]
 
 
@@ -322,11 +324,11 @@ def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind:
 
     before = torch.get_rng_state()
     one = share(0)
-    first, second = noise(one, 0), noise(one, 1)
-    assert first == noise(share(0), 0)
-    assert second == noise(share(0), 1)  # also if a run starts in epoch 1
+    first, second = samples_in_epoch(one, 0), samples_in_epoch(one, 1)
+    assert first == samples_in_epoch(share(0), 0)
+    assert second == samples_in_epoch(share(0), 1)  # also if a run starts in epoch 1
     assert set(first).isdisjoint(second)
-    assert set(first).isdisjoint(noise(share(1), 0))
+    assert set(first).isdisjoint(samples_in_epoch(share(1), 0))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -336,16 +338,16 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
         return TrainingShard(loader, simulate_rank(rank, 2), ShardSettings(seed=1))
 
     one, again = share(0), share(0)
-    first, second = noise(one, 0), noise(one, 1)
-    assert (first, second) == (noise(again, 0), noise(again, 1))
+    first, second = samples_in_epoch(one, 0), samples_in_epoch(one, 1)
+    assert (first, second) == (samples_in_epoch(again, 0), samples_in_epoch(again, 1))
     assert set(first).isdisjoint(second)
-    assert set(first).isdisjoint(noise(share(1), 0))
-    assert second != noise(share(0), 1)  # as documented, a run that starts in epoch 1 differs
+    assert set(first).isdisjoint(samples_in_epoch(share(1), 0))
+    assert second != samples_in_epoch(share(0), 1)  # as documented, a run that starts in epoch 1 differs
 
 
 def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
     loader = DataLoader(Numbers(11), batch_size=2, drop_last=True)
-    taken = [i for rank in range(2) for i in indices_of(TrainingShard(loader, simulate_rank(rank, 2)))]
+    taken = [i for rank in range(2) for i in indices_in_epoch(TrainingShard(loader, simulate_rank(rank, 2)))]
     assert sorted(taken) == list(range(8))
     evaluated = [
         int(i) for rank in range(2) for batch, _ in EvaluationShard(loader, simulate_rank(rank, 2)) for i in batch[1]
@@ -358,7 +360,7 @@ def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [tensors, Numbers])
+@pytest.mark.parametrize("make", [create_tensor_dataset, Numbers])
 def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset[Any]]) -> None:
     for length in range(1, 3 * size + 2):
         shares = [list(EvaluationShard(make(length), simulate_rank(rank, size), batch_size=2)) for rank in range(size)]
@@ -420,8 +422,8 @@ def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
     ):
-        TrainingShard(tensors(4), simulate_rank(0, 1))
-    loader = DataLoader(tensors(4), batch_size=2)
+        TrainingShard(create_tensor_dataset(4), simulate_rank(0, 1))
+    loader = DataLoader(create_tensor_dataset(4), batch_size=2)
     with pytest.raises(
         ConfigError, match=r"^A batch size of 3 was requested, but the DataLoader was built with batch_size=2"
     ):
@@ -431,9 +433,11 @@ def test_missing_or_contradicting_batch_size_is_rejected() -> None:
 
 def test_different_data_on_ranks_is_reported() -> None:
     with pytest.raises(DataError, match=r"does not have the same number of samples on every rank: \[10, 12\]\."):
-        TrainingShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), ShardSettings(batch_size=2))
+        TrainingShard(
+            create_tensor_dataset(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), ShardSettings(batch_size=2)
+        )
     with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):
-        EvaluationShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+        EvaluationShard(create_tensor_dataset(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 
 
 def test_different_batch_sizes_are_reported_only_if_they_change_the_evaluated_samples() -> None:
@@ -444,7 +448,7 @@ def test_different_batch_sizes_are_reported_only_if_they_change_the_evaluated_sa
         return [own, peer]
 
     rank.allgather_object = gather  # type: ignore[method-assign]
-    loader = DataLoader(tensors(10), batch_size=2)
+    loader = DataLoader(create_tensor_dataset(10), batch_size=2)
     assert EvaluationShard(loader, rank).batch_size == 2
     with pytest.raises(DataError, match=r"^The evaluation data differs between ranks in batch_size: \[2, 4\]"):
         EvaluationShard(loader, rank, limit_batches=2)
@@ -465,8 +469,8 @@ def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: i
     buckets = DataLoader(Numbers(20), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7]])
     batches = DataLoader(CountingStream(20), batch_size=4)
     for data, settings in (
-        (tensors(20), {"batch_size": 4}),
-        (tensors(20), {"batch_size": -(-4 // size), "limit_batch_size": 4}),
+        (create_tensor_dataset(20), {"batch_size": 4}),
+        (create_tensor_dataset(20), {"batch_size": -(-4 // size), "limit_batch_size": 4}),
         (DataLoader(Numbers(20), batch_size=4), {}),
         *([(buckets, {})] if size == 1 else []),  # on several ranks, rank 0 sends the indices
         (CountingStream(20), {"batch_size": 4}),

@@ -22,7 +22,7 @@ def test_later_backward_passes_do_not_move_the_deadline() -> None:
         deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
         found.append(describe_expired(deadlines))
         clock.now += 1.0
-    # The deadline of the first backward expires. Other ranks may not have started the latest one.
+    # The first deadline expires, not the latest: other ranks may not have started the latest backward pass.
     assert found == [None] * 11 + ["backward 0"] * 9
 
 

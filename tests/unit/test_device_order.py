@@ -102,7 +102,7 @@ def test_division_by_tokens_has_the_same_number_of_operations_for_any_number_of_
         model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weighting = LossWeighting(Ranks())
-        weighting._kind = LossKind.SUM  # ranks compare the kind of the first loss only
+        weighting._kind = LossKind.SUM  # only the kind of the first loss is compared across ranks
         weighting.weight_loss(Loss(torch.ones((), device=DEVICE), tokens=7), micro_batch)
         for overlapped in weighting.overlapped_work():
             overlapped()

@@ -251,7 +251,7 @@ def test_evidence_lists_the_variables_that_were_used() -> None:
         "pod for several processes",
     ],
 )
-def test_invalid_variables_are_errors_with_a_fix(variables: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_reported_with_a_fix(variables: dict[str, str], message: str) -> None:
     with pytest.raises(EnvironmentVariableError) as caught:
         detect(variables)
     assert str(caught.value) == message
@@ -279,7 +279,7 @@ def test_pods_use_the_rendezvous_address_of_torchrun(monkeypatch: pytest.MonkeyP
     assert environment.get_variable("MASTER_ADDR") == "10.0.0.1"
 
 
-def test_a_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, torchrun would read PET_NNODES and wait indefinitely for the other pods."""
     for name, value in PYTORCHJOB.items():
         monkeypatch.setenv(name, value)
@@ -314,7 +314,7 @@ def test_debug_checks_are_enabled_by_1(value: str, is_enabled: bool, monkeypatch
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "2"])
-def test_another_debug_value_is_an_error_at_init(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_rejects_other_debug_values(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_DEBUG", value)
     with pytest.raises(EnvironmentVariableError, match=f"UNITRAIN_DEBUG must be 0 or 1, got '{value}'. Use: export "):
         unitrain.init("local", device="cpu")

@@ -195,7 +195,7 @@ def test_reduction_overlaps_with_the_backward_pass() -> None:
 
 
 def test_gradient_that_is_added_twice_disables_overlap_or_raises_an_error() -> None:
-    """In the first step, it disables the overlap in later steps. In a later step, it raises an error."""
+    """In the first step, the second addition disables the overlap in later steps. In a later step, it is an error."""
     for is_first in (True, False):
         parameter = torch.zeros(3, requires_grad=True)
         reduction = ExactReduction(
@@ -230,7 +230,7 @@ def test_mean_is_accurate_if_one_logical_rank_has_far_larger_or_smaller_gradient
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_makes_the_gradient_nan(value: float) -> None:
+def test_value_that_is_not_finite_makes_the_gradient_nan(value: float) -> None:
     terms = random_terms(3)
     terms[1][0][0, 0] = value
     for means in reduce(terms, 2):

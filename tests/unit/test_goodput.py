@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def attempt(started: float, ended: float, last_step: int, **given: Any) -> AttemptRecord:
+def create_attempt(started: float, ended: float, last_step: int, **given: Any) -> AttemptRecord:
     seconds = {"training": ended - started}
     return AttemptRecord(
         started=started, ended=ended, first_step=0, last_step=last_step, ranks=2, seconds=seconds, **given
@@ -102,7 +102,7 @@ def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
 
     The earlier attempt ends 20 s before the current one starts. 8 of the 20 s are spent waiting for hosts.
     """
-    earlier = attempt(1e6 - 100, 1e6 + 50 - 3 - 20, 12)
+    earlier = create_attempt(1e6 - 100, 1e6 + 50 - 3 - 20, 12)
     meter = GoodputMeter(AttemptStart(age_seconds=3.0, waiting_seconds=8.0))
     meter.continue_run([earlier], 10)
     meter.begin_category("training")
@@ -122,7 +122,7 @@ def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
 
 def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
     meter = GoodputMeter(AttemptStart())
-    meter.continue_run([attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
+    meter.continue_run([create_attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
     clock.now += 1
     assert sum(meter.seconds().values()) == pytest.approx(1)
 
@@ -131,7 +131,7 @@ def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
     ("attempts", "expected"), [(1, "12 steps, 0 restarts,"), (2, "12 steps, 1 restart,"), (3, "12 steps, 2 restarts,")]
 )
 def test_description_contains_the_number_of_restarts(attempts: int, expected: str) -> None:
-    records = [attempt(100.0 * number, 100.0 * number + 90, 12) for number in range(attempts)]
+    records = [create_attempt(100.0 * number, 100.0 * number + 90, 12) for number in range(attempts)]
     assert expected in describe_goodput([RunRecord("run", [], [], [], datetime.now(), records)])
 
 
@@ -139,7 +139,7 @@ def test_written_attempts_are_read_back(tmp_path: Path) -> None:
     file = GoodputFile(tmp_path)
     file.load()
     assert file.earlier_attempts == []
-    first, second = attempt(1.0, 2.5, 3), attempt(4.0, 5.0, 6, status="stopped", replayed_steps=2)
+    first, second = create_attempt(1.0, 2.5, 3), create_attempt(4.0, 5.0, 6, status="stopped", replayed_steps=2)
     file.write(first)
     assert not file.is_due
     again = GoodputFile(tmp_path)
@@ -148,7 +148,7 @@ def test_written_attempts_are_read_back(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == [first, second]
 
 
-SECONDS_AS_LIST = json.dumps({"attempts": [{**dataclasses.asdict(attempt(1.0, 2.0, 3)), "seconds": [1.0]}]})
+SECONDS_AS_LIST = json.dumps({"attempts": [{**dataclasses.asdict(create_attempt(1.0, 2.0, 3)), "seconds": [1.0]}]})
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"attempts": [{}]}', '{"attempts": 3}', "\0\0", SECONDS_AS_LIST])
@@ -163,7 +163,7 @@ def test_corrupt_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplo
 def test_file_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, events = GoodputFile(tmp_path / "missing"), EventLog(tmp_path / "missing")
     for _ in range(2):
-        file.write(attempt(1.0, 2.0, 3))
+        file.write(create_attempt(1.0, 2.0, 3))
         events.append("end", 3)
     assert len(caplog.records) == 2
 
@@ -205,7 +205,7 @@ class FailsAtStep(Callback):
             raise OSError("the disk is gone")
 
 
-def test_events_and_goodput_of_a_run_that_failed_and_resumed(tmp_path: Path) -> None:
+def test_run_that_failed_and_resumed_has_events_and_goodput_of_both_attempts(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="the disk is gone"):
         train(tmp_path, [FailsAtStep(5)], checkpoint_every_steps=3)
     train(tmp_path, resume=True)

@@ -1,4 +1,4 @@
-"""History of a run: rows per start, epoch and sync point, to which a resumed run appends."""
+"""History of a run: one row per start, epoch and sync point. A resumed run appends rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
     return trainer
 
 
-def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
@@ -58,28 +58,28 @@ def test_sync_points_are_recorded_if_epochs_are_shorter_than_the_sync_interval(
             time.sleep(0.01)
 
     train(tmp_path, data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
-    sync_point_rows = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
+    sync_point_rows = [row["step"] for row in read_rows(tmp_path, "steps.jsonl")]
     assert len(sync_point_rows) >= 5
     assert sync_point_rows[-1] > 100  # the run has 160 steps
 
 
 def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=2)
-    assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "run.jsonl")] == [(0, 0)]
-    assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
-    sync_point_rows = rows(tmp_path, "steps.jsonl")
+    assert [(row["step"], row["epochs"]) for row in read_rows(tmp_path, "run.jsonl")] == [(0, 0)]
+    assert [(row["step"], row["epochs"]) for row in read_rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
+    sync_point_rows = read_rows(tmp_path, "steps.jsonl")
     assert [row["step"] for row in sync_point_rows] == [2, 4, 6, 8, 10, 12]
     assert [row["epochs"] for row in sync_point_rows] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
     # The loss of an epoch of 22 samples is the weighted mean of the losses at its sync points.
     first = [row["loss"] for row in sync_point_rows[:3]]
     mean = (8 * first[0] + 8 * first[1] + 6 * first[2]) / 22
-    assert rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
+    assert read_rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
     assert all(row["learning_rate"] == 0.1 and row["samples_per_second"] > 0 for row in sync_point_rows)
 
 
 def test_start_row_describes_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, max_grad_norm=0.5)
-    (start,) = rows(tmp_path, "run.jsonl")
+    (start,) = read_rows(tmp_path, "run.jsonl")
     expected = {
         "backend": "local",
         "transport": "none",
@@ -105,11 +105,11 @@ def test_resumed_run_rewinds_the_history_to_its_checkpoint(tmp_path: Path) -> No
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 14, "epochs": 2.5}\n{"step": 16, "ep')
     train(tmp_path, max_epochs=3, resume=True)
-    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
-    assert [row["step"] for row in rows(tmp_path, "history.jsonl")] == [6, 12, 18]
-    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
+    assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 6, 12]
+    assert [row["step"] for row in read_rows(tmp_path, "history.jsonl")] == [6, 12, 18]
+    assert [row["step"] for row in read_rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
     train(tmp_path, max_epochs=3, resume=True)  # the run is already finished
-    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
+    assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 6, 12]
 
 
 class Items(IterableDataset[tuple[Tensor, Tensor]]):
@@ -119,10 +119,10 @@ class Items(IterableDataset[tuple[Tensor, Tensor]]):
 
 def test_history_of_a_stream_has_no_fraction_of_an_epoch(tmp_path: Path) -> None:
     train(tmp_path, Items(), max_epochs=2)
-    (start,) = rows(tmp_path, "run.jsonl")
+    (start,) = read_rows(tmp_path, "run.jsonl")
     assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
-    assert [row["epochs"] for row in rows(tmp_path, "history.jsonl")] == [1, 2]
-    assert [row["epochs"] for row in rows(tmp_path, "steps.jsonl")] == [None] * 6
+    assert [row["epochs"] for row in read_rows(tmp_path, "history.jsonl")] == [1, 2]
+    assert [row["epochs"] for row in read_rows(tmp_path, "steps.jsonl")] == [None] * 6
     assert not has_epoch_axis(read_records([tmp_path]))  # a report uses steps as its x axis
 
 
@@ -134,15 +134,15 @@ def test_history_is_continued_after_a_stop_within_an_epoch(tmp_path: Path) -> No
 
     trainer = train(tmp_path, max_epochs=3, callbacks=[Enough()])
     assert trainer.progress.step == 8
-    stopped = rows(tmp_path, "history.jsonl")
+    stopped = read_rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
     trainer.fit(data(22))  # the same Trainer uses a new StopCoordinator
-    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8]
+    assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 8]
     train(tmp_path, max_epochs=4, resume=True)
-    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8, 18]
-    history = [(row["epoch"], row["step"]) for row in rows(tmp_path, "history.jsonl")]
+    assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 8, 18]
+    history = [(row["epoch"], row["step"]) for row in read_rows(tmp_path, "history.jsonl")]
     assert history == [(1, 6), (2, 8), (2, 12), (3, 18), (4, 24)]
-    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 25, 2))
+    assert [row["step"] for row in read_rows(tmp_path, "steps.jsonl")] == list(range(2, 25, 2))
 
 
 def test_missing_epoch_row_of_a_killed_run_is_restored_from_the_checkpoint(tmp_path: Path) -> None:
@@ -150,21 +150,21 @@ def test_missing_epoch_row_of_a_killed_run_is_restored_from_the_checkpoint(tmp_p
     first, second = (tmp_path / "history.jsonl").read_text().splitlines()
     (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-9]}")
     train(tmp_path, max_epochs=3, resume=True)
-    history = rows(tmp_path, "history.jsonl")
+    history = read_rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in history] == [(1, 6, 1), (2, 12, 2), (3, 18, 3)]
     interrupted = json.loads(second)
     assert history[1] == {name: value for name, value in interrupted.items() if not name.endswith("_seconds")}
     train(tmp_path / "other", max_epochs=4, resume=tmp_path)  # the rows are not copied to another folder
-    assert [row["epoch"] for row in rows(tmp_path / "other", "history.jsonl")] == [4]
+    assert [row["epoch"] for row in read_rows(tmp_path / "other", "history.jsonl")] == [4]
 
 
 def test_epoch_that_ends_twice_has_one_history_row(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6)
     (tmp_path / "step-000000018").rename(tmp_path / "gone")
-    before = rows(tmp_path, "history.jsonl")[:2]
+    before = read_rows(tmp_path, "history.jsonl")[:2]
     trainer = train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6, resume=True)
     assert trainer.progress.step == 18
-    after = rows(tmp_path, "history.jsonl")
+    after = read_rows(tmp_path, "history.jsonl")
     assert after[:2] == before  # the rows keep their train_loss, which the second fit does not know
     assert [row["epoch"] for row in after] == [1, 2, 3]
 
@@ -176,8 +176,8 @@ def test_rows_of_a_run_without_checkpoints_are_removed(tmp_path: Path) -> None:
             file.unlink()
         path.rmdir()
     train(tmp_path, max_epochs=1)
-    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0]
-    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
+    assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0]
+    assert [row["step"] for row in read_rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
 
 
 def test_failed_write_of_a_sync_point_row_ends_the_run_at_the_end_of_the_epoch(

@@ -30,7 +30,7 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return handles
 
 
-def start(completions: horovod_work.CompletionQueue, handle: int) -> horovod_work.HorovodWork:
+def start_work(completions: horovod_work.CompletionQueue, handle: int) -> horovod_work.HorovodWork:
     work = horovod_work.HorovodWork("allreduce", handle, [], CPU, None, timedelta(seconds=60), completions)
     completions.add(work)
     return work
@@ -39,7 +39,7 @@ def start(completions: horovod_work.CompletionQueue, handle: int) -> horovod_wor
 def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
     finished.add(1)
     completions = horovod_work.CompletionQueue()
-    works = [start(completions, handle) for handle in (1, 2, 3)]
+    works = [start_work(completions, handle) for handle in (1, 2, 3)]
     works[0].wait()
     errors: list[Any] = []
 
@@ -90,7 +90,7 @@ def test_error_in_the_processing_of_a_result_is_raised_once(
         raise ValueError(f"backward pass {backward}")
 
     for backward in (-1, 0, 1):
-        work = start(completions, backward + 2)
+        work = start_work(completions, backward + 2)
         work._process_output = fail if backward < 1 else None
         finished.add(backward + 2)  # last, because the background thread then completes the work
         if backward < 1:
@@ -104,14 +104,14 @@ def test_error_in_the_processing_of_a_result_is_raised_once(
 
 
 @pytest.mark.parametrize("completer", ["unitrain-horovod", "MainThread"])
-def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
+def test_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
     """The callback runs in the first thread that polls after an operation has finished."""
     poll = horovod_work.hvd.poll
     monkeypatch.setattr(
         horovod_work.hvd, "poll", lambda handle: threading.current_thread().name == completer and poll(handle)
     )
     completions = horovod_work.CompletionQueue()
-    work = start(completions, 1)
+    work = start_work(completions, 1)
     results: list[Any] = []
 
     def stop(_: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.M
     assert results == [None]
 
 
-def test_a_process_set_may_be_removed_after_horovod_was_shut_down() -> None:
+def test_process_set_may_be_removed_after_horovod_was_shut_down() -> None:
     release_process_set([0, 1])
 
 

@@ -46,7 +46,7 @@ def _without_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 
 
-def spec(**given: object) -> LaunchSpec:
+def create_spec(**given: object) -> LaunchSpec:
     return LaunchSpec(**{"script": "train.py", "args": ("--epochs", "3"), **given})  # type: ignore[arg-type]
 
 
@@ -113,15 +113,15 @@ def test_hosts_with_the_same_address_are_rejected() -> None:
 
 def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> None:
     with pytest.raises(LaunchError, match=r"^A run needs at least 1 process, got -np 0\. Use: -np 1$"):
-        spec(num_processes=0)
+        create_spec(num_processes=0)
     with pytest.raises(LaunchError) as caught:
-        spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
+        create_spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
     assert str(caught.value) == (
         "-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3,b:1"
     )
     with pytest.raises(LaunchError, match=r"but the hosts have 1 slot\. Use -np 1,"):
-        spec(num_processes=2, hosts=parse_hosts("a"))
-    spec(num_processes=4, hosts=parse_hosts("a:3,b:1"))  # the suggested hosts are sufficient
+        create_spec(num_processes=2, hosts=parse_hosts("a"))
+    create_spec(num_processes=4, hosts=parse_hosts("a:3,b:1"))  # the suggested hosts are sufficient
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
 def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
     processes: int, hosts: str, max_processes: int, threads: str
 ) -> None:
-    launch_spec = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
+    launch_spec = create_spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
     assert launch_spec.processes_on_fullest_host == max_processes
     assert launch_spec.variables == {"OMP_NUM_THREADS": threads}
 
 
 def test_variables_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spec(environment={"OMP_NUM_THREADS": "3"}, backend="ddp").variables == {
+    assert create_spec(environment={"OMP_NUM_THREADS": "3"}, backend="ddp").variables == {
         "OMP_NUM_THREADS": "3",
         "UNITRAIN_BACKEND": "ddp",
     }
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert spec().variables == {}
+    assert create_spec().variables == {}
 
 
 # --- commands ---
@@ -169,7 +169,7 @@ def test_hostfile_is_read_in_the_notations_of_open_mpi_horovod_and_schedulers(tm
 
 
 def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
-    launch_spec = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
+    launch_spec = create_spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
     found = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     for launcher, words in (("torchrun", ""), ("horovodrun", "--network-interfaces ib0")):
         command = build(launcher, launch_spec)
@@ -177,8 +177,8 @@ def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
         assert all(found.items() <= item.environment.items() for item in [v for _, v in command.per_host] or [command])
 
 
-def test_torchrun_command_on_one_host() -> None:
-    command = build("torchrun", spec(num_processes=2, backend="horovod"))
+def test_torchrun_on_one_host_uses_a_standalone_rendezvous() -> None:
+    command = build("torchrun", create_spec(num_processes=2, backend="horovod"))
     assert command.argv == (
         *TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
     )  # fmt: skip
@@ -188,7 +188,7 @@ def test_torchrun_command_on_one_host() -> None:
 
 
 def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
-    launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
+    launch_spec = create_spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
     first, second = commands_per_host(launch_spec)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
     assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
@@ -206,7 +206,7 @@ def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
 def test_plan_of_2000_hosts_fits_into_the_command_line() -> None:
     """Linux limits one argument to 128 KiB and all arguments together to a quarter of the stack limit."""
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(2000))
-    launch_spec = spec(num_processes=16000, hosts=hosts, args=("--data", "x" * 3000))
+    launch_spec = create_spec(num_processes=16000, hosts=hosts, args=("--data", "x" * 3000))
     command = build("torchrun", launch_spec)
     assert [tuple(host["argv"]) for host in parse_plan(command.argv[4:])["hosts"]] == [
         item.argv for item in commands_per_host(launch_spec)
@@ -235,13 +235,13 @@ def test_exit_code_255_of_a_program_on_this_host_is_not_reported_as_a_lost_conne
 
 
 def test_cleanup_names_the_launcher_that_fails() -> None:
-    launch_spec = spec(hosts=parse_hosts("a:1"), environment={launchers.LAUNCH_ID_VARIABLE: "1"})
+    launch_spec = create_spec(hosts=parse_hosts("a:1"), environment={launchers.LAUNCH_ID_VARIABLE: "1"})
     command = launchers.add_cleanup(Command((sys.executable, "-m", "launcher")), "horovodrun", launch_spec)
     assert [host["name"] for host in parse_plan(command.argv[4:])["hosts"]] == ["horovodrun", "a"]
 
 
 def test_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
-    """The folder of an agent that ssh starts is the home folder."""
+    """ssh starts an agent in the home folder of the host."""
     program = Command((sys.executable, "-c", "import os; print(os.getcwd())"))
     command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
     plan = command[-1].replace(json.dumps(str(Path.cwd())), json.dumps(str(tmp_path / "missing")))
@@ -269,7 +269,7 @@ def test_pip_install_is_suggested_only_for_versions_of_the_package_index(package
         for name, found in (("a", version), ("b", "0.0.1"))
     )
     with pytest.raises(LaunchError) as caught:
-        preflight._check_probe_result(other, first, spec())
+        preflight._check_probe_result(other, first, create_spec())
     assert str(caught.value).startswith(f"{package} is {version} on a, but 0.0.1 on b. ")
     assert str(caught.value).endswith(fix)
 
@@ -281,8 +281,8 @@ def test_pip_install_is_suggested_only_for_versions_of_the_package_index(package
         (True, f"Configuration file 'run.yaml' is not on b. .* or copy it: scp {Path.cwd()}/run.yaml b:{Path.cwd()}/"),
     ],
 )
-def test_a_host_without_the_configuration_file_is_reported(has_folder: bool, message: str) -> None:
-    launch_spec = spec(script="unitrain", module=True, args=("train", "run.yaml", "--lr", "1"))
+def test_host_without_the_configuration_file_is_reported(has_folder: bool, message: str) -> None:
+    launch_spec = create_spec(script="unitrain", module=True, args=("train", "run.yaml", "--lr", "1"))
     facts = {"folder": has_folder, "script": False, "versions": {}, "interfaces": []}
     result = preflight._ProbeResult(Host("b", 1), facts)
     assert preflight._required_file(launch_spec) == "run.yaml"
@@ -292,15 +292,15 @@ def test_a_host_without_the_configuration_file_is_reported(has_folder: bool, mes
 
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
 @pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
-def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fix = "leave -x MASTER_PORT out" if given else "clear the variable: unset MASTER_PORT"
     message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. To let unitrain choose a port, {fix}$"
     if given:
         with pytest.raises(LaunchError, match=message):
-            spec(environment={"MASTER_PORT": port})
+            create_spec(environment={"MASTER_PORT": port})
         return
     monkeypatch.setenv("MASTER_PORT", port)
-    launch_spec = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"))
+    launch_spec = create_spec(num_processes=2, hosts=parse_hosts("a:1,b:1"))
     for function in (lambda: build("torchrun", launch_spec), lambda: launchers.check_hosts(launch_spec)):
         with pytest.raises(LaunchError, match=message):
             function()
@@ -310,11 +310,11 @@ def test_output_of_ssh_in_another_encoding_is_reported(tmp_path: Path, monkeypat
     write_program(tmp_path, "ssh", "printf 'Zugriff verweigert \\374ber\\n' >&2; exit 255")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(LaunchError, match=r"^Host '192\.0\.2\.1' cannot be reached: Zugriff verweigert \ufffdber\."):
-        launchers.check_hosts(spec(num_processes=1, hosts=parse_hosts("192.0.2.1:1")))
+        launchers.check_hosts(create_spec(num_processes=1, hosts=parse_hosts("192.0.2.1:1")))
 
 
-def test_a_missing_python_on_this_host_is_reported() -> None:
-    launch_spec = spec(hosts=parse_hosts("localhost:1"), python="/missing/python")
+def test_missing_python_on_this_host_is_reported() -> None:
+    launch_spec = create_spec(hosts=parse_hosts("localhost:1"), python="/missing/python")
     message = r"^'/missing/python' does not run on localhost: No such file or directory\. Install the environment"
     with pytest.raises(LaunchError, match=message):
         launchers.check_hosts(launch_spec)
@@ -325,16 +325,16 @@ def test_more_processes_than_a_host_can_run_are_rejected() -> None:
         with pytest.raises(
             LaunchError, match=r"^-np 80000 would start 80000 processes on one host; the limit is 4096\."
         ):
-            build(launcher, spec(num_processes=80000, is_dry_run=True))
+            build(launcher, create_spec(num_processes=80000, is_dry_run=True))
     with pytest.raises(LaunchError, match=r"^-np 9000 would start 5000 processes on one host"):
-        build("torchrun", spec(num_processes=9000, hosts=parse_hosts("a:5000,b:5000"), is_dry_run=True))
-    build("torchrun", spec(num_processes=8000, hosts=parse_hosts("a:4000,b:4000"), is_dry_run=True))
+        build("torchrun", create_spec(num_processes=9000, hosts=parse_hosts("a:5000,b:5000"), is_dry_run=True))
+    build("torchrun", create_spec(num_processes=8000, hosts=parse_hosts("a:4000,b:4000"), is_dry_run=True))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun"])
 def test_backend_local_with_several_processes_is_rejected_before_the_launch(launcher: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        build(launcher, spec(backend="local", num_processes=2, is_dry_run=True))
+        build(launcher, create_spec(backend="local", num_processes=2, is_dry_run=True))
     assert str(caught.value) == (
         f"Backend 'local' runs one process, but {launcher} would start 2. Use --backend ddp or --backend horovod for "
         "-np 2, or -np 1 for one process."
@@ -390,14 +390,16 @@ def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> N
 
 def test_hosts_without_processes_do_not_get_a_torchrun_command() -> None:
     """torchrun raises an AssertionError without a message if it starts zero processes."""
-    launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
-    assert commands_per_host(launch_spec) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
+    launch_spec = create_spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
+    assert commands_per_host(launch_spec) == commands_per_host(
+        create_spec(num_processes=3, hosts=parse_hosts("a:2,b:1"))
+    )
     assert [host for host, _ in build("torchrun", launch_spec).per_host] == ["a", "b"]
 
 
 def test_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() -> None:
     for hosts, num_processes, is_single in (("b:4", 4, True), ("a:4,b:4", 8, False)):
-        launch_spec = spec(num_processes=num_processes, hosts=parse_hosts(hosts), elastic=parse_elastic("1:8"))
+        launch_spec = create_spec(num_processes=num_processes, hosts=parse_hosts(hosts), elastic=parse_elastic("1:8"))
         with pytest.raises(LaunchError) as caught:
             build("torchrun", launch_spec)
         *_, last, added = str(caught.value).splitlines()
@@ -414,40 +416,40 @@ def test_launchers_other_than_horovodrun_reject_a_controller(launcher: str) -> N
     with pytest.raises(
         LaunchError, match=r"^--mpi chooses horovodrun's controller.* or use: --backend horovod --launcher horovodrun$"
     ):
-        build(launcher, spec(controller="mpi"))
+        build(launcher, create_spec(controller="mpi"))
 
 
 def test_launch_without_a_launcher_rejects_other_hosts() -> None:
     for here in ("localhost", "127.0.0.1", socket.gethostname()):
-        assert "--standalone" in build("torchrun", spec(hosts=(Host(here, 1),))).argv
-        build("none", spec(hosts=(Host(here, 1),)))
+        assert "--standalone" in build("torchrun", create_spec(hosts=(Host(here, 1),))).argv
+        build("none", create_spec(hosts=(Host(here, 1),)))
     for elsewhere in ("192.0.2.1", "elsewhere.invalid"):
         with pytest.raises(
             LaunchError, match=rf"on this host only, but -H names '{elsewhere}'\. Run the command there, or use "
         ):
-            build("none", spec(hosts=(Host(elsewhere, 1),)))
+            build("none", create_spec(hosts=(Host(elsewhere, 1),)))
 
 
 @pytest.mark.parametrize(
     ("launch_spec", "options", "variables"),
     [
-        (spec(num_processes=2), ["-np", "2", "--gloo"], {}),
+        (create_spec(num_processes=2), ["-np", "2", "--gloo"], {}),
         (
-            spec(num_processes=2, controller="mpi", backend="horovod"),
+            create_spec(num_processes=2, controller="mpi", backend="horovod"),
             ["-np", "2", "--mpi"],
             {"UNITRAIN_BACKEND": "horovod"}
             | ({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}),
         ),
-        (spec(num_processes=2, hosts=(Host("localhost", 2),)), ["-np", "2", "-H", "localhost:2", "--gloo"], {}),
+        (create_spec(num_processes=2, hosts=(Host("localhost", 2),)), ["-np", "2", "-H", "localhost:2", "--gloo"], {}),
         (
-            spec(num_processes=2, hosts=(Host("a.invalid", 2), Host("b.invalid", 1))),
+            create_spec(num_processes=2, hosts=(Host("a.invalid", 2), Host("b.invalid", 1))),
             ["-np", "2", "-H", "a.invalid:2,b.invalid:1", "--gloo", "--disable-cache"],
             {},
         ),
     ],
     ids=["gloo", "mpi", "one host", "two hosts"],
 )
-def test_horovodrun_command(
+def test_horovodrun_command_contains_hosts_controller_and_variables(
     launch_spec: LaunchSpec,
     options: list[str],
     variables: dict[str, str],
@@ -467,22 +469,22 @@ def test_horovodrun_with_mpi_rejects_ddp() -> None:
     with pytest.raises(
         LaunchError, match=r"^Backend 'ddp' needs a rendezvous address.* Omit --mpi, or use --backend horo"
     ):
-        build("horovodrun", spec(controller="mpi", backend="ddp"))
+        build("horovodrun", create_spec(controller="mpi", backend="ddp"))
 
 
-def test_command_without_a_launcher() -> None:
-    command = build("none", spec(backend="local"))
+def test_command_without_a_launcher_starts_one_local_process() -> None:
+    command = build("none", create_spec(backend="local"))
     assert command.argv == (sys.executable, "train.py", "--epochs", "3")
     assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
     with pytest.raises(
         LaunchError,
         match=r"^Without a launcher, unitrain starts one process on this host, but -H names 2 hosts: a, b\.",
     ):
-        build("none", spec(hosts=parse_hosts("a:1,b:1")))
+        build("none", create_spec(hosts=parse_hosts("a:1,b:1")))
     with pytest.raises(
         LaunchError, match=r"^Without a launcher, unitrain starts one process on this host, but -np requests 2\. Use "
     ):
-        build("none", spec(num_processes=2))
+        build("none", create_spec(num_processes=2))
 
 
 def test_launchers_of_other_environments_on_path_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,11 +493,11 @@ def test_launchers_of_other_environments_on_path_are_ignored(tmp_path: Path, mon
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build("torchrun", spec()).argv[:4] == TORCHRUN
-    assert build("horovodrun", spec()).argv[:4] == HOROVODRUN
-    assert {item.argv[:4] for item in commands_per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {
-        TORCHRUN
-    }
+    assert build("torchrun", create_spec()).argv[:4] == TORCHRUN
+    assert build("horovodrun", create_spec()).argv[:4] == HOROVODRUN
+    assert {
+        item.argv[:4] for item in commands_per_host(create_spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))
+    } == {TORCHRUN}
 
 
 def test_missing_launcher_package_is_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,12 +505,12 @@ def test_missing_launcher_package_is_reported_with_a_fix(monkeypatch: pytest.Mon
     with pytest.raises(
         LaunchError, match=r"^Launcher 'horovodrun' is not installed for .*\. Build .* with: unitrain horovod build$"
     ):
-        build("horovodrun", spec())
+        build("horovodrun", create_spec())
 
 
 def test_unknown_launcher_is_reported_with_a_suggestion() -> None:
     with pytest.raises(LaunchError) as caught:
-        build("torchrunn", spec())
+        build("torchrunn", create_spec())
     assert str(caught.value) == (
         "Unknown launcher 'torchrunn'. Did you mean 'torchrun'? Available: horovodrun, mpirun, none, srun, torchrun."
     )
@@ -532,10 +534,10 @@ def test_entry_point_adds_a_launcher_but_does_not_replace_one(tmp_path: Path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert launchers.available() == ["broken", "horovodrun", "mpirun", "none", "site", "srun", "torchrun"]
-    assert build("site", spec()).argv == ("site", "train.py")
-    assert build("torchrun", spec()).argv[:4] == TORCHRUN
+    assert build("site", create_spec()).argv == ("site", "train.py")
+    assert build("torchrun", create_spec()).argv[:4] == TORCHRUN
     with pytest.raises(LaunchError) as caught:
-        build("broken", spec())
+        build("broken", create_spec())
     assert str(caught.value) == (
         "Launcher 'broken' cannot be loaded: No module named 'a_library_nobody_has'. Install the requirements of the "
         "package that provides 'a_library_nobody_has:build', or choose another launcher with --launcher."

@@ -51,7 +51,7 @@ def launch(script: Path, *options: str) -> str:
     return " ".join(result.output.partition("Error: ")[2].split())
 
 
-def selection(command: str) -> Selection:
+def parse_selection(command: str) -> Selection:
     """Return the selection in a printed torchrun command."""
     words = shlex.split(command)
     visible = [word.partition("=")[2] for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")]
@@ -75,9 +75,11 @@ def selection(command: str) -> Selection:
         pytest.param(["--devices", "2", "-H", "localhost:4"], Selection("0,1", 2), id="2 of 4 slots"),
     ],
 )
-def test_devices_on_a_host_with_four_gpus(options: list[str], selected: Selection, script: Path) -> None:
+def test_devices_selects_gpus_and_ranks_on_a_host_with_four_gpus(
+    options: list[str], selected: Selection, script: Path
+) -> None:
     simulate_gpus(script.parent, 4)
-    assert selection(launch(script, *options)) == selected
+    assert parse_selection(launch(script, *options)) == selected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_devices_is_the_number_of_processes_on_a_host_without_gpus(
     options: list[str], selected: Selection, script: Path
 ) -> None:
     simulate_gpus(script.parent, 0)
-    assert selection(launch(script, *options)) == selected
+    assert parse_selection(launch(script, *options)) == selected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_indices_are_relative_to_cuda_visible_devices(
 ) -> None:
     simulate_gpus(script.parent, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert selection(launch(script, *options)) == Selection(selected, len(selected.split(",")))
+    assert parse_selection(launch(script, *options)) == Selection(selected, len(selected.split(",")))
 
 
 def test_repeated_and_hidden_gpus_are_not_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ def test_devices_are_selected_on_each_of_several_hosts(script: Path) -> None:
     simulate_gpus(script.parent, 0)
     lines = launch(script, "--devices", "1,3", "-H", "a:4,b:2").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["on a", "on b"]
-    assert [selection(line) for line in lines] == [Selection("1,3", 2)] * 2
+    assert [parse_selection(line) for line in lines] == [Selection("1,3", 2)] * 2
     command = launch(script, "--devices", "3", "-H", "a:4,b:4", "--backend", "horovod")
     assert "CUDA_VISIBLE_DEVICES=0,1,2 " in command
     assert " -np 6 -H a:3,b:3 " in command

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def spec(folder: Path, **given: object) -> LaunchSpec:
+def create_spec(folder: Path, **given: object) -> LaunchSpec:
     python = str(folder / "python")
     return LaunchSpec(**{"script": "train.py", "args": ("-v",), "python": python, **given})  # type: ignore[arg-type]
 
@@ -46,7 +46,9 @@ def test_srun_fills_hosts_in_the_order_of_slurm(
     processes: int, tasks: str, nodes: str, per_node: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
-    command = build("srun", spec(folder, num_processes=processes, backend="ddp", launcher_args=("--cpu-bind", "none")))
+    command = build(
+        "srun", create_spec(folder, num_processes=processes, backend="ddp", launcher_args=("--cpu-bind", "none"))
+    )
     assert command.argv == (
         str(folder / "srun"), "--nodelist", nodes, "--nodes", str(len(nodes.split(","))), "--ntasks", str(processes),
         "--ntasks-per-node", str(per_node), "--kill-on-bad-exit=1", "--export", "ALL", "--wait", "0",
@@ -60,22 +62,22 @@ def test_srun_fills_hosts_in_the_order_of_slurm(
 def test_srun_command_contains_cpus_per_task_of_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since Slurm 22.05, srun does not inherit this option from sbatch."""
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
-    command = build("srun", spec(folder, num_processes=2))
+    command = build("srun", create_spec(folder, num_processes=2))
     assert "--cpus-per-task 6" in command.shell()
     assert command.environment["OMP_NUM_THREADS"] == "6"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "OMP_NUM_THREADS" not in build("srun", spec(folder, num_processes=2)).environment
+    assert "OMP_NUM_THREADS" not in build("srun", create_spec(folder, num_processes=2)).environment
 
 
 def test_srun_inside_a_step_uses_overlap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--overlap" not in build("srun", spec(folder)).argv
+    assert "--overlap" not in build("srun", create_spec(folder)).argv
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert "--overlap" in build("srun", spec(folder)).argv
+    assert "--overlap" in build("srun", create_spec(folder)).argv
 
 
 def test_srun_keeps_settings_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "4444")
-    command = build("srun", spec(folder, launcher_args=("--wait", "60"), environment={"MASTER_ADDR": "n1-ib"}))
+    command = build("srun", create_spec(folder, launcher_args=("--wait", "60"), environment={"MASTER_ADDR": "n1-ib"}))
     assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1-ib", "4444")
     assert command.shell().count("--wait") == 1
 
@@ -87,12 +89,12 @@ def test_allocated_slots_are_known_for_launchers_that_use_the_allocation(monkeyp
 
 
 def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They use only this host in one of several tasks, and in an allocation with one host."""
+    """They use only this host if the command runs in one of several tasks, or if the allocation has one host."""
     for name in ("torchrun", "horovodrun"):
         write_program(folder, name, "exit 1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert [allocated_slots(launcher) for launcher in ("torchrun", "horovodrun")] == [8, 8]
-    command = build("torchrun", spec(folder, num_processes=6))
+    command = build("torchrun", create_spec(folder, num_processes=6))
     counts = [item.argv[item.argv.index("--nproc-per-node") + 1] for _, item in command.per_host]
     assert [(host, count) for (host, _), count in zip(command.per_host, counts, strict=True)] == [
         ("n1", "4"),
@@ -101,12 +103,12 @@ def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, mo
     assert "--master-addr n1 --master-port 29734" in command.shell()
     starts = [host["start"] for host in parse_plan(command.argv[4:])["hosts"]]
     assert [(start[0], start[6]) for start in starts] == [("srun", "--nodelist=n1"), ("srun", "--nodelist=n2")]
-    assert "-H n1:4,n2:4" in build("horovodrun", spec(folder, num_processes=6, backend="horovod")).shell()
+    assert "-H n1:4,n2:4" in build("horovodrun", create_spec(folder, num_processes=6, backend="horovod")).shell()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     for name, value in (("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_JOB_NUM_NODES", "1")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            assert "--standalone" in build("torchrun", spec(folder, num_processes=6)).argv
+            assert "--standalone" in build("torchrun", create_spec(folder, num_processes=6)).argv
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_tasks_of_the_job_are_used_inside_a_step(
 
 def error_message(folder: Path, **given: object) -> str:
     with pytest.raises(LaunchError) as caught:
-        build("srun", spec(folder, **given))
+        build("srun", create_spec(folder, **given))
     return str(caught.value)
 
 

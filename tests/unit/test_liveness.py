@@ -74,7 +74,7 @@ def test_orderly_exits_are_distinguished_from_killed_processes() -> None:
     while ranks.checks[0].exited_ranks != {2}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    ranks.checks[3]._peers[0].interrupt()  # the kernel does the same if the process is killed
+    ranks.checks[3]._peers[0].interrupt()  # if a process is killed, the kernel closes its connections
     assert ranks.ended.get(timeout=30) == 3
     ranks.close()
 

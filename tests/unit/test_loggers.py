@@ -1,4 +1,4 @@
-"""Values that loggers write in a run and after its resumption, read back with the package of each logger."""
+"""Loggers: values of a run and of its resumption, read back with the package of each logger."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _mlflow_database(tmp_path: Path) -> None:
     logger_output.put_mlflow_database(tmp_path)
 
 
-def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
+def log_run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
     """Log "loss" in every step after `first`, "even" and "rate" in every second step, and an image after `last`."""
     logger.prepare(folder)
     background = BackgroundLogger(logger, RunInfo(first, folder, DESCRIPTION))
@@ -51,7 +51,7 @@ def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -
     assert not background.is_disabled
 
 
-def expected(steps: dict[int, float]) -> logger_output.Points:
+def expected_points(steps: dict[int, float]) -> logger_output.Points:
     points = []
     for step, offset in steps.items():
         points.append(("loss", step, step + offset))
@@ -59,29 +59,29 @@ def expected(steps: dict[int, float]) -> logger_output.Points:
     return sorted(points)
 
 
-def rounded(points: logger_output.Points) -> logger_output.Points:
+def round_points(points: logger_output.Points) -> logger_output.Points:
     return sorted((name, step, round(value, 6)) for name, step, value in points)  # TensorBoard stores float32
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
 def test_resumed_run_logs_every_step_once(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
-    run(make(), tmp_path, 0, 6, offset=0.25)
-    assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 7), 0.25))
-    run(make(), tmp_path, 4, 8, offset=0.75)
+    log_run(make(), tmp_path, 0, 6, offset=0.25)
+    assert round_points(read(tmp_path)) == expected_points(dict.fromkeys(range(1, 7), 0.25))
+    log_run(make(), tmp_path, 4, 8, offset=0.75)
     again = 0.75 if kind in REWOUND else 0.25
     steps = {**dict.fromkeys(range(1, 5), 0.25), 5: again, 6: again, 7: 0.75, 8: 0.75}
-    assert rounded(read(tmp_path)) == expected(steps)
+    assert round_points(read(tmp_path)) == expected_points(steps)
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
 def test_run_that_is_not_resumed_creates_a_new_run(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
-    run(make(), tmp_path, 0, 3, offset=0.25)
-    run(make(), tmp_path, 0, 2, offset=0.75)
-    second = expected(dict.fromkeys(range(1, 3), 0.75))
-    found = rounded(read(tmp_path))
-    assert found == (second if kind in REWOUND else sorted(expected(dict.fromkeys(range(1, 4), 0.25)) + second))
+    log_run(make(), tmp_path, 0, 3, offset=0.25)
+    log_run(make(), tmp_path, 0, 2, offset=0.75)
+    second = expected_points(dict.fromkeys(range(1, 3), 0.75))
+    found = round_points(read(tmp_path))
+    assert found == (second if kind in REWOUND else sorted(expected_points(dict.fromkeys(range(1, 4), 0.25)) + second))
     if kind == "wandb":
         assert len({name for name, _ in logger_output.wandb_starts(tmp_path)}) == 2
     if kind == "mlflow":
@@ -104,7 +104,7 @@ def test_nan_infinity_and_unusual_names_are_logged(kind: str, tmp_path: Path) ->
 
 
 def test_tensorboard_logger_writes_images_and_the_description(tmp_path: Path) -> None:
-    run(TensorBoardLogger(tmp_path), tmp_path, 0, 2, offset=0.0)
+    log_run(TensorBoardLogger(tmp_path), tmp_path, 0, 2, offset=0.0)
     found = logger_output.events(tmp_path)
     (image,) = found.Images("picture")
     assert (image.step, image.width, image.height) == (2, 4, 5)
@@ -115,8 +115,8 @@ def test_tensorboard_logger_writes_images_and_the_description(tmp_path: Path) ->
 
 
 def test_wandb_logger_writes_images_and_the_description_and_keeps_the_run_id(tmp_path: Path) -> None:
-    run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 0, 3, offset=0.0)
-    run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 2, 4, offset=0.0)
+    log_run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 0, 3, offset=0.0)
+    log_run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 2, 4, offset=0.0)
     (name, records), (again, _) = logger_output.wandb_starts(tmp_path)
     assert name == again
     (started,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
@@ -189,8 +189,8 @@ def test_json_lines_and_mlflow_loggers_write_tables_and_histograms(tmp_path: Pat
 
 
 def test_mlflow_logger_writes_images_and_parameters_to_one_run(tmp_path: Path) -> None:
-    run(MLflowLogger(run_name="mine"), tmp_path, 0, 3, offset=0.0)
-    run(MLflowLogger(run_name="mine"), tmp_path, 2, 4, offset=0.0)
+    log_run(MLflowLogger(run_name="mine"), tmp_path, 0, 3, offset=0.0)
+    log_run(MLflowLogger(run_name="mine"), tmp_path, 2, 4, offset=0.0)
     client, (found,) = logger_output.mlflow_runs(tmp_path)
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
     assert found.data.params == {"size": "2", "config.batch_size": "8", "config.output_dir": "somewhere"}
@@ -202,13 +202,13 @@ def test_mlflow_logger_writes_images_and_parameters_to_one_run(tmp_path: Path) -
 def test_csv_and_json_lines_loggers_remove_an_incomplete_line(tmp_path: Path) -> None:
     for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
         make, read = LOGGERS[kind]
-        run(make(), tmp_path, 0, 12, offset=0.5)
+        log_run(make(), tmp_path, 0, 12, offset=0.5)
         uninterrupted = (tmp_path / name).read_text()
         (tmp_path / name).write_text(
             uninterrupted[:-1] if kind == "json lines" else uninterrupted[: uninterrupted.rindex("12") + 1]
         )
-        run(make(), tmp_path, 11, 12, offset=0.5)
-        assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 13), 0.5))
+        log_run(make(), tmp_path, 11, 12, offset=0.5)
+        assert round_points(read(tmp_path)) == expected_points(dict.fromkeys(range(1, 13), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_csv_and_json_lines_loggers_remove_an_incomplete_line(tmp_path: Path) ->
     ],
 )
 def test_csv_logger_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(CSVLogger(), tmp_path, 0, 4, offset=0.25)
+    log_run(CSVLogger(), tmp_path, 0, 4, offset=0.25)
     path = tmp_path / "metrics.csv"
     header, *rows = path.read_text().splitlines(keepends=True)
     assert header == "step,loss,even,rate\n"
     text = "".join([header, *rows[:3], damage, *rows[3:]])
     path.write_bytes(text.encode(errors="surrogateescape"))
-    run(CSVLogger(), tmp_path, 4, 5, offset=0.25)
-    assert rounded(logger_output.from_csv(tmp_path)) == expected(dict.fromkeys(range(1, 6), 0.25))
+    log_run(CSVLogger(), tmp_path, 4, 5, offset=0.25)
+    assert round_points(logger_output.from_csv(tmp_path)) == expected_points(dict.fromkeys(range(1, 6), 0.25))
     (record,) = caplog.records
     assert record.getMessage() == (
         f"'{path}' has 1 damaged line, which can happen after a power loss. The damaged lines are skipped."
@@ -239,11 +239,11 @@ def test_csv_logger_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("header", ["\0\0\0\n", "loss\n", f"{chr(0) * 200_000}\n", ""])
 def test_csv_logger_starts_a_new_file_if_the_header_is_damaged(header: str, tmp_path: Path) -> None:
-    run(CSVLogger(), tmp_path, 0, 3, offset=0.25)
+    log_run(CSVLogger(), tmp_path, 0, 3, offset=0.25)
     path = tmp_path / "metrics.csv"
     path.write_text(header + path.read_text().partition("\n")[2])
-    run(CSVLogger(), tmp_path, 3, 5, offset=0.25)
-    assert rounded(logger_output.from_csv(tmp_path)) == expected({4: 0.25, 5: 0.25})
+    log_run(CSVLogger(), tmp_path, 3, 5, offset=0.25)
+    assert round_points(logger_output.from_csv(tmp_path)) == expected_points({4: 0.25, 5: 0.25})
 
 
 @pytest.mark.parametrize(

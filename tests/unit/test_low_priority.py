@@ -1,4 +1,4 @@
-"""A function that runs at low priority does not change the priority of the process afterwards."""
+"""The priority of a process is restored after a function has run at low priority."""
 
 from __future__ import annotations
 

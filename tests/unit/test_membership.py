@@ -19,7 +19,7 @@ from unitrain.supervisor.membership import Membership
 
 
 class Cluster:
-    """Simulated hosts: the listed hosts, and the `silent` hosts among them, which do not respond."""
+    """Simulated cluster. `listed` names all hosts, and `silent` names the hosts that do not respond."""
 
     def __init__(self, listed: str) -> None:
         self.listed = listed
@@ -45,50 +45,50 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def select(members: Membership) -> str:
+def select_hosts(members: Membership) -> str:
     return ",".join(map(str, members.wait_for_hosts(threading.Event())))
 
 
-def stable_change(members: Membership) -> str | None:
+def find_stable_change(members: Membership) -> str | None:
     assert members.find_change() is None, "hosts that join one after another must restart the job only once"
     return members.find_change()
 
 
 def test_hosts_are_filled_in_order_up_to_the_maximum(cluster: Cluster) -> None:
-    assert select(Membership(ElasticRange(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
-    assert select(Membership(ElasticRange(1, 3), cluster.hosts, 1)) == "a:2,b:1"
+    assert select_hosts(Membership(ElasticRange(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
+    assert select_hosts(Membership(ElasticRange(1, 3), cluster.hosts, 1)) == "a:2,b:1"
     cluster.silent = {"a"}
-    assert select(Membership(ElasticRange(3, 6), cluster.hosts, 1)) == "b:2,c:2"
+    assert select_hosts(Membership(ElasticRange(3, 6), cluster.hosts, 1)) == "b:2,c:2"
 
 
 def test_hosts_of_the_previous_attempt_precede_added_hosts(cluster: Cluster) -> None:
     cluster.silent = {"a"}
     members = Membership(ElasticRange(1, 6), cluster.hosts, 1)
-    assert select(members) == "b:2,c:2"
+    assert select_hosts(members) == "b:2,c:2"
     assert members.find_change() is None
     assert cluster.requested_hosts == ["a"]  # hosts of the running job are not checked
     cluster.silent = set()
-    assert stable_change(members) == "there are 6 slots instead of 4"
-    assert select(members) == "b:2,c:2,a:2"
-    assert stable_change(members) is None
+    assert find_stable_change(members) == "there are 6 slots instead of 4"
+    assert select_hosts(members) == "b:2,c:2,a:2"
+    assert find_stable_change(members) is None
 
 
 def test_host_that_is_no_longer_listed_is_removed_if_enough_slots_remain(cluster: Cluster) -> None:
     members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
-    select(members)
+    select_hosts(members)
     cluster.listed = "a:2,c:1"
-    assert stable_change(members) == "b is no longer listed, c has 1 slot instead of 2, and 3 slots remain"
+    assert find_stable_change(members) == "b is no longer listed, c has 1 slot instead of 2, and 3 slots remain"
     cluster.listed = "a:2"
-    assert stable_change(members) is None
+    assert find_stable_change(members) is None
     cluster.listed = "broken"
-    assert stable_change(members) is None
+    assert find_stable_change(members) is None
 
 
 def test_wait_for_hosts_is_reported_and_times_out(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.silent = {"a", "b"}
     members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError) as caught:
-        select(members)
+        select_hosts(members)
     assert str(caught.value) == (
         "--elastic 3:6 needs slots for at least 3 ranks, but after 0.05 s the hosts that respond are: c:2. "
         "Start more hosts, or raise the limit with: --elastic-timeout 0.1"
@@ -103,24 +103,24 @@ def test_failed_request_for_the_host_list_is_retried(cluster: Cluster, capsys: p
     cluster.listed = "broken"
     members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError, match=r"after 0\.05 s the hosts that respond are: none \(the script is broken\)\."):
-        select(members)
+        select_hosts(members)
     timer = threading.Timer(0.1, lambda: setattr(cluster, "listed", "a:2,b:2"))
     timer.start()
-    assert select(Membership(ElasticRange(3, 6), cluster.hosts, 10)) == "a:2,b:2"
+    assert select_hosts(Membership(ElasticRange(3, 6), cluster.hosts, 10)) == "a:2,b:2"
     timer.join()
     assert "waiting for slots for 3 ranks; hosts that respond: none (the script is broken)" in capsys.readouterr().err
 
 
-def test_a_host_whose_ranks_fail_first_twice_is_excluded(cluster: Cluster) -> None:
+def test_host_whose_rank_fails_first_twice_in_a_row_is_excluded(cluster: Cluster) -> None:
     members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
-    select(members)
+    select_hosts(members)
     for rank in (2, None, 3):
         members.record_failure(rank)
-    assert select(members) == "a:2,b:2,c:2"
+    assert select_hosts(members) == "a:2,b:2,c:2"
     members.record_failure(2)
-    assert select(members) == "a:2,c:2"
+    assert select_hosts(members) == "a:2,c:2"
     cluster.listed = "a:2,b:2"
-    assert select(members) == "a:2,b:2"
+    assert select_hosts(members) == "a:2,b:2"
 
 
 def test_output_of_the_discovery_script_is_parsed_and_invalid_output_is_rejected(tmp_path: Path) -> None:
@@ -167,12 +167,12 @@ def test_missing_ssh_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) ->
         find_reachable_hosts([Host("a", 1), Host("b", 1)])
     listed = [Host("localhost", 2)]
     members = Membership(parse_elastic("2:4"), lambda: tuple(listed), 60.0)
-    assert select(members) == "localhost:2"
+    assert select_hosts(members) == "localhost:2"
     listed.append(Host("a", 2))
     assert members.find_change() is None, "a running job must continue on its hosts"
     members = Membership(parse_elastic("4:4"), lambda: (Host("a", 4),), 60.0)
     with pytest.raises(LaunchError, match="sudo apt-get install openssh-client"):
-        select(members)
+        select_hosts(members)
 
 
 def test_failed_host_discovery_is_retried_within_the_elastic_timeout(
@@ -190,7 +190,7 @@ def test_failed_host_discovery_is_retried_within_the_elastic_timeout(
     plan = plan_launch(request)
     assert "ended with exit code 1" in capsys.readouterr().err
     assert plan.membership is not None
-    assert select(plan.membership) == "localhost:2"
+    assert select_hosts(plan.membership) == "localhost:2"
     with pytest.raises(LaunchError, match="cannot be run: No such file or directory"):
         plan_launch(replace(request, host_discovery_script=tmp_path / "absent"))
 

@@ -54,13 +54,13 @@ class Block(nn.Module):
         return self.norm(inputs + self.layers(inputs))
 
 
-def network(blocks: int = 5, classes: int = CLASSES) -> nn.Module:
+def build_network(blocks: int = 5, classes: int = CLASSES) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(blocks)), nn.Linear(WIDTH, classes))
 
 
 @contextmanager
-def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[int, list[SavedStorage]]]]]:
+def track_saved_tensors(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[int, list[SavedStorage]]]]]:
     """Track the saved tensors of `model`. Yield the tracker and a list of (bytes, storages) at each local maximum."""
     maxima: list[tuple[int, list[SavedStorage]]] = []
     saved = SavedTensorTracker(lambda: maxima.append((saved.total_bytes, saved.update_sizes())), lambda module: None)
@@ -72,10 +72,10 @@ def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[i
         saved.stop()
 
 
-def peak_of_step(model: nn.Module, classes: int = CLASSES) -> tuple[int, list[SavedStorage]]:
+def measure_step(model: nn.Module, classes: int = CLASSES) -> tuple[int, list[SavedStorage]]:
     """Train one step. Return the maximum number of saved bytes and the storages at that time."""
     inputs = torch.randn(BATCH, WIDTH)
-    with tracked(model) as (saved, maxima):
+    with track_saved_tensors(model) as (saved, maxima):
         cross_entropy(model(inputs), torch.randint(classes, (BATCH,))).backward()
         assert saved.total_bytes == 0, "the backward pass must release all saved tensors"
         assert not saved.update_sizes()
@@ -84,9 +84,9 @@ def peak_of_step(model: nn.Module, classes: int = CLASSES) -> tuple[int, list[Sa
 
 def test_bytes_of_saved_tensors_equal_a_calculation_by_hand() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 4))
-    with tracked(model) as (saved, maxima):
+    with track_saved_tensors(model) as (saved, maxima):
         loss = model(torch.randn(10, 8)).square().mean()
-        # The inputs of both linear layers and of `square`. The sigmoid saves its output, which is such an input.
+        # The inputs of both linear layers and of `square`. The output that the sigmoid saves is the second of them.
         assert saved.total_bytes == 4 * 10 * (8 + 16 + 4)
         del loss
         assert saved.total_bytes == 0, "deleting the loss must release the graph"
@@ -99,7 +99,7 @@ def test_saved_tensors_of_a_compiled_model_equal_those_of_the_plain_model() -> N
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
         if is_compiled:
             model.compile(backend="aot_eager")
-        with tracked(model) as (saved, _):
+        with track_saved_tensors(model) as (saved, _):
             loss = model(torch.randn(10, 8)).square().mean()
             found.append(saved.total_bytes)
             loss.backward()
@@ -109,7 +109,7 @@ def test_saved_tensors_of_a_compiled_model_equal_those_of_the_plain_model() -> N
 
 def test_retained_graph_keeps_its_saved_tensors() -> None:
     model = nn.Linear(8, 16)
-    with tracked(model) as (saved, _):
+    with track_saved_tensors(model) as (saved, _):
         loss = model(torch.randn(10, 8)).exp().sum()
         loss.backward(retain_graph=True)
         assert saved.total_bytes == 4 * 10 * (8 + 16)
@@ -121,7 +121,7 @@ def test_storages_at_the_same_address_are_counted_separately() -> None:
     """FSDP frees gathered parameters that autograd has saved. Other tensors may then use the same addresses."""
     factor = torch.ones((), requires_grad=True)
     memory = bytearray(MB)
-    with tracked(nn.Identity()) as (saved, _):
+    with track_saved_tensors(nn.Identity()) as (saved, _):
         storages = [torch.frombuffer(memory, dtype=torch.int8) for _ in range(2)]
         assert storages[0].data_ptr() == storages[1].data_ptr()
         products = [factor * values[:4] for values in storages]
@@ -134,7 +134,7 @@ def test_storages_at_the_same_address_are_counted_separately() -> None:
 
 def test_freed_storage_counts_zero_bytes() -> None:
     factor = torch.ones((), requires_grad=True)
-    with tracked(nn.Identity()) as (saved, _):
+    with track_saved_tensors(nn.Identity()) as (saved, _):
         gathered = torch.empty(MB, dtype=torch.int8)
         product = factor * gathered[:4]
         assert saved.total_bytes == MB
@@ -148,10 +148,10 @@ def test_freed_storage_counts_zero_bytes() -> None:
 def test_gradients_are_the_same_while_saved_tensors_are_tracked() -> None:
     found = []
     for is_tracked in (False, True):
-        model = network(2)
+        model = build_network(2)
         torch.manual_seed(1)
         inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
-        with tracked(model) if is_tracked else io.StringIO():
+        with track_saved_tensors(model) if is_tracked else io.StringIO():
             loss = cross_entropy(model(inputs), targets)
             gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
             (loss + sum(gradient.square().sum() for gradient in gradients)).backward()  # a gradient penalty
@@ -167,26 +167,26 @@ def test_checkpointed_activations_equal_the_prediction(classes: int) -> None:
     In the reentrant variant, autograd also saves the recomputed tensors.
     """
     (predicted,) = [
-        block for block in checkpointing_by_class(peak_of_step(network(classes=classes), classes)[1])
+        block for block in checkpointing_by_class(measure_step(build_network(classes=classes), classes)[1])
         if block.name == "Block"
     ]  # fmt: skip
     assert predicted.calls == 5
 
-    model = network(classes=classes)
+    model = build_network(classes=classes)
     checkpoint_activations(model, Block)
-    kept, storages = peak_of_step(model, classes)
+    kept, storages = measure_step(model, classes)
     assert kept == predicted.kept_bytes
     assert "Block" not in {block.name for block in checkpointing_by_class(storages)}
 
-    model = network(classes=classes)
+    model = build_network(classes=classes)
     for block in model.children():
         block.is_checkpointed = isinstance(block, Block)
-    assert peak_of_step(model, classes)[0] == predicted.peak_bytes
+    assert measure_step(model, classes)[0] == predicted.peak_bytes
 
 
 def test_classes_without_submodules_or_with_one_outermost_block_are_not_listed() -> None:
-    assert {block.name for block in checkpointing_by_class(peak_of_step(network())[1])} == {"Block"}
-    assert not checkpointing_by_class(peak_of_step(network(1))[1])
+    assert {block.name for block in checkpointing_by_class(measure_step(build_network())[1])} == {"Block"}
+    assert not checkpointing_by_class(measure_step(build_network(1))[1])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -255,7 +255,7 @@ def test_bytes_of_adam_per_parameter_equal_the_published_formulas(ranks: int) ->
     )
 
 
-def record(**changes: Any) -> RankMemory:
+def create_record(**changes: Any) -> RankMemory:
     values: dict[str, Any] = {
         "rank": 0, "size": 2, "backend": "ddp", "device": "cpu", "optimizers": ["Adam"],
         "settings": {"precision": "fp32", "batch_size": 8, "shard": "none", "gradient_accumulation_steps": 1},
@@ -269,12 +269,12 @@ def record(**changes: Any) -> RankMemory:
     return RankMemory(**values | changes)
 
 
-def savings(ranks: int, *records: RankMemory) -> dict[str, int]:
+def compute_savings(ranks: int, *records: RankMemory) -> dict[str, int]:
     return {saving.setting: saving.saved_bytes for saving in list_savings(Usage.of_ranks(records), ranks)}
 
 
 def test_savings_are_differences_of_the_peak() -> None:
-    found = savings(4, record())
+    found = compute_savings(4, create_record())
     assert found.pop('checkpoint_activations=("Layer",)') == 400 * MB
     assert found.pop("batch_size=4, gradient_accumulation_steps=2") == 200 * MB
     assert found.pop('precision="bf16"') == 150 * MB
@@ -285,55 +285,57 @@ def test_savings_are_differences_of_the_peak() -> None:
 @pytest.mark.parametrize(("batch_size", "setting"), [(9, "batch_size=3, gradient_accumulation_steps=3"),
                                                      (7, "batch_size=1, gradient_accumulation_steps=7")])  # fmt: skip
 def test_suggested_smaller_batch_keeps_the_global_batch_size(batch_size: int, setting: str) -> None:
-    assert setting in savings(4, record(settings={"precision": "fp32", "batch_size": batch_size, "shard": "none"}))
+    assert setting in compute_savings(
+        4, create_record(settings={"precision": "fp32", "batch_size": batch_size, "shard": "none"})
+    )
 
 
 def test_suggested_smaller_batch_scales_the_accumulation_schedule(tmp_path: Path) -> None:
     settings = {"precision": "fp32", "batch_size": 8, "shard": "none", "gradient_accumulation_steps": {0: 1, 4: 4}}
-    record(size=1, settings=settings).write(tmp_path)
+    create_record(size=1, settings=settings).write(tmp_path)
     records = read_records(tmp_path)
     assert records is not None
-    assert "batch_size=4, gradient_accumulation_steps={0: 2, 4: 8}" in savings(4, *records)
+    assert "batch_size=4, gradient_accumulation_steps={0: 2, 4: 8}" in compute_savings(4, *records)
 
 
 def test_saving_of_activations_is_limited_by_the_peak_of_the_optimizer_step() -> None:
-    found = savings(2, record(step_peak=900 * MB))
+    found = compute_savings(2, create_record(step_peak=900 * MB))
     assert found['checkpoint_activations=("Layer",)'] == found['precision="bf16"'] == 100 * MB
-    assert 'precision="bf16"' not in savings(2, record(step_peak=1000 * MB))
+    assert 'precision="bf16"' not in compute_savings(2, create_record(step_peak=1000 * MB))
 
 
 def test_saving_of_activations_is_limited_by_gradients_created_in_backward() -> None:
     """On one rank, the backward pass allocates the gradients while it frees activations."""
-    found = savings(8, record(size=1, early_gradients=0, gradients_at_peak=0))
+    found = compute_savings(8, create_record(size=1, early_gradients=0, gradients_at_peak=0))
     assert found['checkpoint_activations=("Layer",)'] == 300 * MB
 
 
 def test_settings_in_use_are_not_suggested() -> None:
     in_use = {"precision": "bf16", "batch_size": 1, "shard": "state"}
-    sharded = record(settings=in_use, state=100 * MB, is_state_complete=False, blocks=[])
-    found = savings(2, sharded, sharded)
+    sharded = create_record(settings=in_use, state=100 * MB, is_state_complete=False, blocks=[])
+    found = compute_savings(2, sharded, sharded)
     later = [stage for stage in get_args(ShardingMode) if stage not in ("none", "state")]
     assert set(found) == {f'shard="{stage}"' for stage in later}
     assert Usage.of_ranks([sharded, sharded]).state == 200 * MB
     # A custom training loop has no settings, so sharding is detected from the optimizer state.
-    assert Usage.of_ranks([record(settings={}, is_state_complete=False)] * 2).shard == "state"
+    assert Usage.of_ranks([create_record(settings={}, is_state_complete=False)] * 2).shard == "state"
 
 
-def summary(ranks: int = 4, **changes: Any) -> str:
-    usage = Usage.of_ranks([record(**changes)])
+def summarize_record(ranks: int = 4, **changes: Any) -> str:
+    usage = Usage.of_ranks([create_record(**changes)])
     return report.summarize(usage, list_savings(usage, ranks), ranks)
 
 
 def test_summary_names_the_largest_part_and_the_best_setting() -> None:
-    found = summary()
+    found = summarize_record()
     assert found.startswith("Activations are the largest part of training memory: 400 MB of 900 MB per rank (44%). ")
     assert 'checkpoint_activations=("Layer",) would save the most: 400 MB (44%). ' in found
     assert "Sharding over 4 ranks would save at most" in found
     without = {"activations": 0, "activations_at_peak": 0, "float32_activations": 0, "blocks": []}
-    found = summary(**without, state=600 * MB)
+    found = summarize_record(**without, state=600 * MB)
     assert found.startswith("Optimizer state is the largest part of training memory: 600 MB of 900 MB per rank (67%). ")
     assert "over 4 ranks would save the most: " in found
-    found = summary(**without, forward_backward_peak=10_000 * MB, other=9_400 * MB, ranks=1)
+    found = summarize_record(**without, forward_backward_peak=10_000 * MB, other=9_400 * MB, ranks=1)
     assert found.endswith(
         "Python, libraries, data need 9.18 GB, so none of the settings would save a significant part of the memory."
     )
@@ -341,7 +343,7 @@ def test_summary_names_the_largest_part_and_the_best_setting() -> None:
 
 def test_rows_of_the_report_add_up_to_the_peak() -> None:
     for changes in ({}, {"step_peak": 2000 * MB}, {"fusion_buffer": 16 * MB, "buffers": MB, "average": 5 * MB}):
-        usage = Usage.of_ranks([record(**changes)])
+        usage = Usage.of_ranks([create_record(**changes)])
         rows = report.memory_rows(usage)
         assert sum(row.at_peak for row in rows) == usage.record.peak
         assert {row.name: row.predicted for row in rows}["optimizer state"] == 200 * MB
@@ -350,7 +352,7 @@ def test_rows_of_the_report_add_up_to_the_peak() -> None:
 def test_the_report_fits_80_columns() -> None:
     output = io.StringIO()
     block = BlockRecord(name="TransformerEncoderLayer", calls=48, kept_bytes=MB, peak_bytes=MB)
-    report.show([record(blocks=[block])] * 2, 8, Console(file=output, width=80))
+    report.show([create_record(blocks=[block])] * 2, 8, Console(file=output, width=80))
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("checkpoint_activations=" in line for line in lines)

@@ -191,7 +191,7 @@ def test_each_changed_line_of_the_original_script_has_a_reason() -> None:
         ),
     ],
 )
-def test_call_of_horovod_is_converted(line: str, converted: str) -> None:
+def test_supported_call_of_horovod_is_converted(line: str, converted: str) -> None:
     assert convert(in_horovod(line + "\nlast = 1")) == (
         f"import torch\nimport unitrain\n\nbackend = unitrain.init()\n{converted}\nlast = 1\nbackend.shutdown()\n"
     )
@@ -215,11 +215,11 @@ def test_call_of_horovod_is_converted(line: str, converted: str) -> None:
         ("os.environ['CUDA_VISIBLE_DEVICES'] = str(gpu)", "os.environ['CUDA_VISIBLE_DEVICES'] = str(gpu)"),
     ],
 )
-def test_call_of_horovod_is_refused(line: str, name: str) -> None:
+def test_unsupported_call_of_horovod_is_refused(line: str, name: str) -> None:
     assert problems(in_horovod(line, "import os")) == {5: name}
 
 
-def wrapped(before: str, wrapping: str, after: str = "") -> str:
+def script_with_optimizer(before: str, wrapping: str, after: str = "") -> str:
     create = "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=1)\n"
     return in_horovod(f"{create}{before}{wrapping}\n{after}last = 1")
 
@@ -256,7 +256,7 @@ OPTIMIZER_LINE = "optimizer = backend.distributed_optimizer(optimizer, model)\n"
 )
 def test_model_is_wrapped_after_its_state_is_loaded(before: str, wrapping: str, after: str, expected: str) -> None:
     expected = expected.replace("other = optimizer = ", "other = ")
-    converted = convert(wrapped(before, wrapping, after))
+    converted = convert(script_with_optimizer(before, wrapping, after))
     assert converted.partition("lr=1)\n")[2] == f"{expected}last = 1\nbackend.shutdown()\n"
 
 
@@ -272,8 +272,8 @@ def test_model_is_wrapped_after_its_state_is_loaded(before: str, wrapping: str, 
         (f"{WRAPPER})\n{WRAPPER})", "", {7: f"{WRAPPER})"[12:], 8: f"{WRAPPER})"[12:]}),
     ],
 )
-def test_optimizer_of_horovod_is_refused(wrapping: str, after: str, found: dict[int, str]) -> None:
-    result = problems(wrapped("", wrapping, after))
+def test_unsupported_optimizer_of_horovod_is_refused(wrapping: str, after: str, found: dict[int, str]) -> None:
+    result = problems(script_with_optimizer("", wrapping, after))
     assert result == found
 
 
@@ -288,7 +288,7 @@ def test_optimizer_of_horovod_is_refused(wrapping: str, after: str, found: dict[
         ("dist.all_reduce(x, op=dist.ReduceOp.SUM)", "dist.all_reduce(x, op=dist.ReduceOp.SUM)"),
     ],
 )
-def test_call_of_torch_distributed_is_converted(line: str, converted: str) -> None:
+def test_supported_call_of_torch_distributed_is_converted(line: str, converted: str) -> None:
     result = convert(in_ddp(line + "\nlast = 1"))
     assert result.partition("backend = unitrain.init()\n")[2] == f"{converted}\nlast = 1\nbackend.shutdown()\n"
 
@@ -311,7 +311,7 @@ def test_call_of_torch_distributed_is_converted(line: str, converted: str) -> No
         ("dist.init_process_group()", "dist.init_process_group()"),
     ],
 )
-def test_call_of_torch_distributed_is_refused(line: str, name: str) -> None:
+def test_unsupported_call_of_torch_distributed_is_refused(line: str, name: str) -> None:
     assert problems(in_ddp(f"{line}\nlast = 1")).get(6) == name
 
 

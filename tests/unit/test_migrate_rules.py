@@ -278,7 +278,7 @@ def test_name_of_the_backend_differs_from_all_variables() -> None:
 
 
 @pytest.mark.parametrize(("argument", "is_mentioned"), [("", True), (", broadcast_buffers=False", False)])
-def test_running_statistics_of_ddp_models_are_mentioned(argument: str, is_mentioned: bool) -> None:
+def test_reasons_mention_broadcast_buffers_if_ddp_broadcasts_buffers(argument: str, is_mentioned: bool) -> None:
     result = migrate(in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net{argument})\nlast = 1"))
     assert result.source is not None
     texts = [reason.text for reason in result.reasons if reason.line == 6]

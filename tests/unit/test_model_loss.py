@@ -72,7 +72,7 @@ class Rows(Dataset[dict[str, Any]]):
         return {"inputs": self.inputs[index], "labels": self.inputs[index].sum(), **self.extra}
 
 
-def make(model: nn.Module, loss_fn: Any = None, backend: Any = LOCAL, **settings: Any) -> Trainer:
+def build_trainer(model: nn.Module, loss_fn: Any = None, backend: Any = LOCAL, **settings: Any) -> Trainer:
     config = TrainConfig(max_epochs=2, progress="off", **{"batch_size": 4, **settings})
     return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, backend=backend, config=config)
 
@@ -91,7 +91,7 @@ def train_in_plain_torch() -> list[Tensor]:
 @pytest.mark.parametrize("returned", ["object", "mapping", "dataclass", "loss"])
 def test_trainer_uses_the_loss_in_the_output(returned: str) -> None:
     model = Regression(returned)
-    make(model, shuffle=False).fit(Rows(), Rows())
+    build_trainer(model, shuffle=False).fit(Rows(), Rows())
     for one, other in zip(model.parameters(), train_in_plain_torch(), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -121,7 +121,7 @@ def test_loss_function_and_metrics_receive_the_output_and_the_mapping() -> None:
 
 @pytest.mark.parametrize("returned", ["mapping", "dataclass"])
 def test_predict_returns_the_outputs_without_the_loss(returned: str) -> None:
-    outputs = make(Regression(returned)).predict(Rows())
+    outputs = build_trainer(Regression(returned)).predict(Rows())
     scores = outputs["scores"] if returned == "mapping" else outputs.scores
     assert scores.shape == (10,)
     assert "loss" not in outputs if returned == "mapping" else outputs.loss is None
@@ -168,7 +168,7 @@ def test_micro_batches_are_weighted_by_their_number_of_labels(case: str) -> None
     kind, is_shifted, loss_fn = CASES[case]
     found, expected = TokenModel(kind, is_shifted=is_shifted), TokenModel(SimpleNamespace, is_shifted=is_shifted)
     tokens = Tokens()
-    make(found, loss_fn, batch_size=2, gradient_accumulation_steps=2, shuffle=False).fit(tokens)
+    build_trainer(found, loss_fn, batch_size=2, gradient_accumulation_steps=2, shuffle=False).fit(tokens)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(2):
         for part in torch.arange(8).split(4):
@@ -199,7 +199,7 @@ def test_mean_over_no_tokens_is_zero_and_half_precision_is_summed_in_float32() -
     assert total.item() == 9009.0
 
 
-def message(call: Any) -> str:
+def error_message(call: Any) -> str:
     with pytest.raises(UnitrainError) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -217,15 +217,15 @@ def test_output_without_a_loss_is_rejected() -> None:
         "loss": f"an object of class NoneType {end}",
     }
     for returned, start in starts.items():
-        found = message(lambda returned=returned: make(Regression(returned)).fit(Unlabeled()))
+        found = error_message(lambda returned=returned: build_trainer(Regression(returned)).fit(Unlabeled()))
         assert found.startswith(f"ModelError: The Trainer has no loss_fn, and the model returned {start}"), found
-    found = message(lambda: make(Regression("tuple")).fit(Rows()))
+    found = error_message(lambda: build_trainer(Regression("tuple")).fit(Rows()))
     assert (
         "an object of class tuple without a loss. For a model of transformers, use model.config.return_dict = True."
         in found
     )
     pairs = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.ones(4))
-    found = message(lambda: make(nn.Linear(3, 2)).fit(pairs))
+    found = error_message(lambda: build_trainer(nn.Linear(3, 2)).fit(pairs))
     assert found.startswith(
         "ModelError: The Trainer has no loss_fn, and the model returned a tensor of shape [4, 2] instead of a loss. "
         "Pass a loss function, as in Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), ...)."
@@ -233,14 +233,14 @@ def test_output_without_a_loss_is_rejected() -> None:
 
 
 def test_unknown_average_is_rejected_with_the_choices() -> None:
-    found = message(lambda: make(TokenModel(SimpleNamespace, is_shifted=False)).fit(Tokens()))
+    found = error_message(lambda: build_trainer(TokenModel(SimpleNamespace, is_shifted=False)).fit(Tokens()))
     assert found.startswith(
         "ModelError: The batch has labels of shape [4, 6], and the model returned an object of class SimpleNamespace"
     )
     assert 'Use loss_fn=unitrain.ModelLoss("samples"), ModelLoss("tokens", shift_labels=False), or, ' in found
-    found = message(lambda: make(TokenModel(dict, is_shifted=False), ModelLoss("tokens")).fit(Tokens()))
+    found = error_message(lambda: build_trainer(TokenModel(dict, is_shifted=False), ModelLoss("tokens")).fit(Tokens()))
     assert "ModelError: It is unknown whether the model, which returned an object of class dict, predicts the" in found
-    found = message(lambda: make(Regression(), ModelLoss("tokens", labels="targets")).fit(Rows()))
+    found = error_message(lambda: build_trainer(Regression(), ModelLoss("tokens", labels="targets")).fit(Rows()))
     assert "counts the labels in a batch, but this dict does not have a tensor 'targets'. Name the key" in found
 
 
@@ -251,9 +251,9 @@ def test_invalid_arguments_of_the_loss_are_rejected() -> None:
         (lambda: ModelLoss(shift_labels=1), "ModelLoss.shift_labels must be True, False or None, got 1."),  # type: ignore[arg-type]
         (lambda: ModelLoss(ignore_index="x"), "ModelLoss(ignore_index=...) must be a whole number, got 'x'."),  # type: ignore[arg-type]
     ):
-        assert message(call).startswith(f"ConfigError: {start}")
+        assert error_message(call).startswith(f"ConfigError: {start}")
     with pytest.raises(ConfigError, match=r"^Trainer\(loss_fn\) must be a function, got the class ModelLoss\."):
-        make(Regression(), ModelLoss)
+        build_trainer(Regression(), ModelLoss)
 
 
 class Anything(Regression):
@@ -272,26 +272,26 @@ class OutOfMemory(Failing):
 
 
 def test_items_that_the_model_does_not_accept_are_rejected() -> None:
-    found = message(lambda: make(Regression()).fit(Rows(text="hello", number=3)))
+    found = error_message(lambda: build_trainer(Regression()).fit(Rows(text="hello", number=3)))
     assert found == (
         "DataError: The batch has 'text', 'number', which Regression.forward does not accept. It accepts: inputs, "
         "labels, scale. Remove the other columns, as in dataset.remove_columns(['text', 'number']), or pass a "
         "function: Trainer(..., forward=lambda model, batch: ...)."
     )
-    found = message(lambda: make(Anything()).predict(Rows(text="hello", number=3)))
+    found = error_message(lambda: build_trainer(Anything()).predict(Rows(text="hello", number=3)))
     assert found.startswith("DataError: The batch has 'text', which Anything.forward does not accept.")
-    make(Anything()).fit(Rows(number=3))
+    build_trainer(Anything()).fit(Rows(number=3))
 
 
 def test_lists_instead_of_tensors_are_rejected() -> None:
     items = [{"ids": [1, 2, 3], "labels": 1.0}] * 4
-    found = message(lambda: make(Failing()).fit(items))  # type: ignore[arg-type]
+    found = error_message(lambda: build_trainer(Failing()).fit(items))  # type: ignore[arg-type]
     assert found.startswith("DataError: Failing.forward failed on a batch in which 'ids' is a list of 3 tensors: Attr")
     assert 'dataset.set_format("torch")' in found
     with pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
-        make(OutOfMemory()).fit(items)  # type: ignore[arg-type]
+        build_trainer(OutOfMemory()).fit(items)  # type: ignore[arg-type]
     loader = DataLoader([{"inputs": "text"}] * 4, batch_size=2)
-    found = message(lambda: make(Regression(), batch_size=None).fit(loader))
+    found = error_message(lambda: build_trainer(Regression(), batch_size=None).fit(loader))
     assert found.startswith(
         "DataError: The batch, of class dict, has no tensors ('inputs': list). Let the samples contain"
     )
@@ -317,13 +317,13 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 def test_stream_of_batches_with_different_lengths_is_rejected() -> None:
     loader = DataLoader(Stream(), batch_size=None)
-    found = message(lambda: make(Regression(), batch_size=None).fit(loader))
+    found = error_message(lambda: build_trainer(Regression(), batch_size=None).fit(loader))
     assert "the first dimensions of its tensors differ ('inputs': 3, 'labels': 2). Make the samples the first" in found
 
 
 def raise_error_for_different_keys(backend: Any) -> str:
     extra = {"scale": 1.0} if backend.rank == 1 else {}
-    return message(lambda: make(Regression(), backend=backend).fit(Rows(**extra)))
+    return error_message(lambda: build_trainer(Regression(), backend=backend).fit(Rows(**extra)))
 
 
 def loader_batches(backend: Any) -> tuple[list[Tensor], list[float], list[int]]:

@@ -18,7 +18,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5)))
 
 
-def by_name(model: nn.Module, inputs: Any, **given: Any) -> dict[str, Any]:
+def modules_by_name(model: nn.Module, inputs: Any, **given: Any) -> dict[str, Any]:
     return {module.name: module for module in summarize(model, inputs, **given).modules}
 
 
@@ -100,8 +100,8 @@ class Shared(nn.Module):
 
 def test_repeated_calls_are_summed_and_nested_outputs_are_listed() -> None:
     inputs = torch.randn(3, 4), torch.randn(3, 4)
-    modules = by_name(Shared(), inputs)
-    assert modules == by_name(Shared(), {"first": inputs[0], "second": inputs[1]})
+    modules = modules_by_name(Shared(), inputs)
+    assert modules == modules_by_name(Shared(), {"first": inputs[0], "second": inputs[1]})
     assert modules[""].output_shapes == ((3, 4), (3, 4))
     assert modules["layer"].flops == 2 * (2 * 3 * 4 * 4)
     assert (modules["unused"].flops, modules["unused"].output_shapes) == (0, ())

@@ -57,23 +57,30 @@ def test_partition_minimizes_the_maximum_cost_and_then_the_sum_of_squares(
     assert rating(found) == min(map(rating, candidates))
 
 
-def block(seconds: float = 1.0, held: int = 0, state: int = 0, trained: bool = True) -> BlockCost:
+def create_block_cost(seconds: float = 1.0, held: int = 0, state: int = 0, trained: bool = True) -> BlockCost:
     return BlockCost(seconds, state, held, 0, held, can_start_stage=True, is_trained=trained)
 
 
 def test_stages_are_balanced_by_time() -> None:
-    costs = [block(5), block(1), block(1), block(1), block(1), block(1)]
+    costs = [
+        create_block_cost(5),
+        create_block_cost(1),
+        create_block_cost(1),
+        create_block_cost(1),
+        create_block_cost(1),
+        create_block_cost(1),
+    ]
     assert partition(6, 2, create_time_cost(costs)) == [1, 5]
 
 
 def test_stages_without_trainable_parameters_are_excluded() -> None:
-    costs = [block(5), *(block(trained=False) for _ in range(4)), block(1)]
+    costs = [create_block_cost(5), *(create_block_cost(trained=False) for _ in range(4)), create_block_cost(1)]
     assert partition(6, 2, create_time_cost(costs)) == [1, 5]
     assert partition(5, 2, create_time_cost(costs[:5])) is None
 
 
 def test_first_stage_of_1f1b_has_fewer_blocks_because_it_holds_more_micro_batches() -> None:
-    costs = [block(held=10) for _ in range(6)]
+    costs = [create_block_cost(held=10) for _ in range(6)]
     # Stage 0 holds the activations of two micro-batches. Stage 1 holds the activations of one and its stage input.
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "1f1b")) == [2, 4]
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "gpipe")) == [3, 3]

@@ -189,7 +189,7 @@ def test_standby_ranks_run_after_the_supervisor_starts_them() -> None:
 
 @pytest.mark.parametrize("requested", [True, False])
 def test_standby_ranks_that_are_not_started_exit_with_code_0(requested: bool) -> None:
-    """They exit on request or when the supervisor exits. Another exit code would make the launcher report a failure."""
+    """They exit on request, or when the supervisor exits. For other exit codes, the launcher would report a failure."""
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         rank = Rank(ranks, 0, "is standby")
         wait_until(lambda: ranks.num_ready == 1)
@@ -215,7 +215,7 @@ def test_stopped_standby_rank_is_detected_because_it_does_not_respond() -> None:
 
 
 def test_supervisor_does_not_wait_for_failed_standby_ranks_until_the_job_ends() -> None:
-    """If one standby rank is stopped or has exited, the supervisor cancels the others in the background."""
+    """If a standby rank is stopped or has exited, the supervisor cancels all standby ranks in the background."""
     has_begun, may_end, standby = threading.Event(), threading.Event(), Standby(Mock(uses_standby=True))
 
     def cancel() -> None:

@@ -310,7 +310,8 @@ def test_number_of_requests_per_rank_does_not_depend_on_the_number_of_ranks(
     assert sum((store.requests for store in stores), Counter()) == {
         "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 + 4 * size,
     }  # fmt: skip
-    assert len(verified) == 2 * (size + 2 * size)  # by the last rank and by all ranks
+    # For each of two keys, the last rank verifies each value, and each rank verifies its value and the complete list.
+    assert len(verified) == 2 * (size + 2 * size)
 
 
 def test_timeout_names_every_missing_rank() -> None:
@@ -449,7 +450,7 @@ def test_descriptor_limit_is_raised_or_an_error_names_the_required_limit() -> No
 def test_endpoint_of_a_static_rendezvous_gets_a_port(
     options: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the port, the static rendezvous of torchrun raises an error."""
+    """The static rendezvous of torchrun raises an error for an endpoint without a port."""
     used = []
     monkeypatch.setattr(torchrun.run, "run", lambda options: used.append(options.rdzv_endpoint))
     torchrun._run(torchrun.run.parse_args(["--nnodes", "2", *options.split(), "train.py"]))

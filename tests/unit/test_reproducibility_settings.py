@@ -1,4 +1,4 @@
-"""Differences in properties that change results bitwise are reported."""
+"""Warnings about differences in properties that affect the bits of results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unitrain.testing.fake_backend import FakeBackend
 CPU = torch.device("cpu")
 
 
-def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -> None:
+def test_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -> None:
     saved = {**reproducibility_settings(CPU), "threads": 97, "torch": "1.0"}
     warn_of_differences(saved, FakeBackend(), "runs/first")
     first, second = (record.getMessage() for record in caplog.records)

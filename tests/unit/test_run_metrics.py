@@ -70,7 +70,7 @@ def test_flops_count_matrix_products_but_not_recomputation(checkpointing: bool) 
         checkpoint_activations(model, Block)
     found = count(model, torch.randn(4, 10, 16), torch.tensor(20.0))
     products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # forward pass of a sample with 10 positions
-    # The backward pass computes as many FLOPs for the weights, and again for the inputs except those of the model.
+    # The backward pass has as many FLOPs for the weights and as many for the inputs, except those of the first layer.
     assert found.flops_per_sample == 3 * products - 2 * 10 * 16 * 32
     assert found.flops_per_token == 4 * found.flops_per_sample / 20
 
@@ -237,7 +237,7 @@ def test_launch_does_not_start_ranks_if_prometheus_client_is_missing(
 def test_launch_suggests_another_port_or_address(
     port: int, code: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Simulated, because root can listen on every port and does not get EACCES.
+    # The error is simulated, because root may listen on every port.
     def cannot_listen(address: str, port: int) -> None:
         raise OSError(code, os.strerror(code))
 

@@ -1,4 +1,4 @@
-"""Slow ranks: attribution of causes to measured figures, and measurement of these figures."""
+"""Slow ranks: causes that are derived from measured figures, and the measurement of these figures."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_evidence_is_read_more_often_at_the_end_of_an_observation(
     monkeypatch.setattr("unitrain.progress.rank_evidence.time.perf_counter", lambda: clock[0])
     evidence = RankEvidence(LoopTimer(LocalBackend(torch.device("cpu"))))
     reads = 0
-    for _ in range(1000):  # 10 s
+    for _ in range(1000):  # 10 s in steps of 10 ms
         if evidence._is_reading_due(observed_seconds):
             evidence._read_counters()
             reads += 1

@@ -1,4 +1,4 @@
-"""Division of tensors into chunks for ranks, and files of chunks, which other programs can read."""
+"""Chunks of tensors: their division among ranks, and their storage in files that other programs can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.checkpoint.tensor_files import StoredTensors, write_chunks, write_
 from unitrain.errors import CheckpointError
 
 
-def numbered(shape: list[int], order: list[int]) -> Tensor:
+def numbered_tensor(shape: list[int], order: list[int]) -> Tensor:
     """Return a dense tensor of `shape` whose elements are numbered in storage order.
 
     `order` lists the dimensions from the largest to the smallest stride.
@@ -28,7 +28,7 @@ def numbered(shape: list[int], order: list[int]) -> Tensor:
     return elements.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
-def place(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
+def place_chunks(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
     """Copy the chunks into a new tensor like `tensor`, and check that they do not overlap."""
     result = torch.full(tensor.shape, -1, dtype=tensor.dtype)
     for chunk in chunks:
@@ -46,22 +46,22 @@ def place(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
 @given(st.data())
 def test_range_chunks_contain_the_elements_of_a_range_in_storage_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
-    tensor = numbered(shape, data.draw(st.permutations(range(len(shape)))))
+    tensor = numbered_tensor(shape, data.draw(st.permutations(range(len(shape)))))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
     chunks = range_chunks("t", tensor, start, stop, torch.arange(start, stop))
     assert len(chunks) <= max(1, 2 * tensor.ndim - 1)
     expected = torch.where((tensor >= start) & (tensor < stop), tensor, -1)
-    assert torch.equal(place(chunks, tensor), expected)
+    assert torch.equal(place_chunks(chunks, tensor), expected)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=6), st.integers(1, 5))
 def test_each_element_of_a_replicated_tensor_is_on_one_rank(shapes: list[list[int]], size: int) -> None:
-    tensors = {str(index): numbered(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}
+    tensors = {str(index): numbered_tensor(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}
     by_rank = [own_chunks(tensors, rank, size) for rank in range(size)]
     for name, tensor in tensors.items():
         chunks = [chunk for chunks in by_rank for chunk in chunks if chunk.name == name]
-        assert torch.equal(place(chunks, tensor), tensor)
+        assert torch.equal(place_chunks(chunks, tensor), tensor)
         assert len(chunks) >= 1  # a tensor without elements has a chunk too
     loads = [sum(chunk.data.nbytes for chunk in chunks) for chunks in by_rank]
     largest_row = max(

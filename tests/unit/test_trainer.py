@@ -55,7 +55,7 @@ def settings(**more: Any) -> TrainConfig:
     return TrainConfig(**{"batch_size": 4, "progress": "off", **length, **more})
 
 
-def make(
+def build_trainer(
     config: TrainConfig, model: nn.Module | None = None, optimizer: MakeOptimizer = momentum, **more: Any
 ) -> Trainer:
     model = network() if model is None else model
@@ -107,7 +107,7 @@ def test_trainer_is_bit_identical_to_a_plain_torch_loop(
         "seed": 5,
     }
     expected, losses = train_in_plain_torch(samples(length), optimizer, **given)
-    trainer = make(settings(**given), optimizer=optimizer)
+    trainer = build_trainer(settings(**given), optimizer=optimizer)
     results = trainer.fit(samples(length))
     for name, value in expected.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
@@ -117,7 +117,7 @@ def test_trainer_is_bit_identical_to_a_plain_torch_loop(
 def test_accumulation_equals_the_global_batch_up_to_rounding() -> None:
     models = []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
-        trainer = make(settings(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4))
+        trainer = build_trainer(settings(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4))
         trainer.fit(samples(29))
         models.append(trainer.model.state_dict())
     for other in models[1:]:
@@ -127,7 +127,7 @@ def test_accumulation_equals_the_global_batch_up_to_rounding() -> None:
 
 def test_dataloader_and_its_dataset_give_equal_training() -> None:
     opaque: Any = DataLoader(samples(), batch_size=4, shuffle=True, num_workers=1)
-    plain, loaded = make(settings()), make(settings(batch_size=None))
+    plain, loaded = build_trainer(settings()), build_trainer(settings(batch_size=None))
     plain.fit(samples())
     loaded.fit(opaque)
     for name, value in plain.model.state_dict().items():
@@ -170,16 +170,16 @@ def test_plateau_scheduler_uses_the_validation_loss() -> None:
 
 
 def test_max_steps_counts_optimizer_steps() -> None:
-    trainer = make(settings(max_steps=8, gradient_accumulation_steps=2))
+    trainer = build_trainer(settings(max_steps=8, gradient_accumulation_steps=2))
     trainer.fit(samples())  # an epoch has 3 steps
     assert (trainer.progress.epoch, trainer.progress.step, trainer.progress.sample) == (2, 8, 16)
-    uninterrupted = make(settings(max_steps=6, gradient_accumulation_steps=2))
+    uninterrupted = build_trainer(settings(max_steps=6, gradient_accumulation_steps=2))
     uninterrupted.fit(samples())
     assert (uninterrupted.progress.epoch, uninterrupted.progress.sample) == (2, 0)
 
 
 def test_second_fit_of_a_finished_run_does_not_train() -> None:
-    trainer = make(settings(max_epochs=1))
+    trainer = build_trainer(settings(max_epochs=1))
     trainer.fit(samples())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     assert trainer.fit(samples()) == {}
@@ -190,10 +190,8 @@ def test_second_fit_of_a_finished_run_does_not_train() -> None:
 def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_every: int) -> None:
     inputs, targets = samples().tensors
     broken = inputs.clone()
-    broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float(
-        "inf"
-    )  # in the second epoch this sample is in step 10
-    trainer = make(settings(output_dir=tmp_path, log_every_n_steps=show_every))
+    broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float("inf")  # this sample is in step 10 of the run
+    trainer = build_trainer(settings(output_dir=tmp_path, log_every_n_steps=show_every))
     with pytest.raises(
         NonFiniteLossError, match=r"^The mean loss became nan in epoch 1, by step \d+\. Lower the learning"
     ):
@@ -204,7 +202,7 @@ def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_e
 
 def test_non_finite_loss_is_detected_at_the_next_sync_point() -> None:
     inputs, targets = samples().tensors
-    trainer = make(settings(log_every_n_steps=2))
+    trainer = build_trainer(settings(log_every_n_steps=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
         trainer.fit(TensorDataset(inputs * float("nan"), targets))
 
@@ -229,9 +227,9 @@ def test_gradients_of_parameters_without_an_optimizer_are_ignored(precision: str
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
     given = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "precision": precision, "shuffle": False}
-    uninterrupted = make(settings(**given))
+    uninterrupted = build_trainer(settings(**given))
     results = uninterrupted.fit(samples())
-    stopped, calls, loss_fn = make(settings(**given)), 0, nn.CrossEntropyLoss()
+    stopped, calls, loss_fn = build_trainer(settings(**given)), 0, nn.CrossEntropyLoss()
 
     def interrupted(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
@@ -259,8 +257,11 @@ def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
         ({"gradient_accumulation_steps": 4, "batch_size": 2}, samples()),
     ],
 )
-def test_batch_settings_of_equal_global_batch_train_equally(given: dict[str, Any], data: Any) -> None:
-    first, other = make(settings(batch_size=2, gradient_accumulation_steps=4)), make(settings(**given))
+def test_batch_settings_with_equal_global_batches_give_equal_training(given: dict[str, Any], data: Any) -> None:
+    first, other = (
+        build_trainer(settings(batch_size=2, gradient_accumulation_steps=4)),
+        build_trainer(settings(**given)),
+    )
     first.fit(samples())
     other.fit(data)
     for one, two in zip(first.model.parameters(), other.model.parameters(), strict=True):
@@ -285,7 +286,7 @@ def test_plateau_scheduler_uses_the_monitored_result() -> None:
     with pytest.raises(ConfigError, match=r"monitor 'val_zer' is not .* Did you mean 'val_zero'\? Available: train"):
         trainer("val_zer").fit(samples(), samples(9))
     with pytest.raises(ConfigError, match=r"monitor 'val_loss' is used only by ReduceLROnPlateau, which this run does"):
-        make(settings(monitor="val_loss"))
+        build_trainer(settings(monitor="val_loss"))
 
 
 def test_history_has_one_row_per_epoch(tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
     model.frozen.eval()
     per_sample: Callable[[Any, Any], Tensor] = lambda output, target: output.argmax(1) == target  # noqa: E731
     mean: Callable[[Any, Any], Tensor] = lambda output, target: (output.argmax(1) == target).float().mean()  # noqa: E731
-    trainer = make(settings(), model, metrics={"accuracy": per_sample, "mean": mean})
+    trainer = build_trainer(settings(), model, metrics={"accuracy": per_sample, "mean": mean})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     results = trainer.evaluate(samples(23))
     assert model.modes == {(False, False)}
@@ -363,7 +364,7 @@ def test_batch_size_of_the_training_loader_is_the_default_for_evaluation(
 ) -> None:
     model = Sizes(6, 3)
     model.seen = []
-    trainer = make(settings(max_epochs=1, **given), model)
+    trainer = build_trainer(settings(max_epochs=1, **given), model)
     trainer.fit(DataLoader(samples(), batch_size=5), val_data)
     assert model.seen == expected
     model.seen.clear()
@@ -375,7 +376,7 @@ def test_evaluation_without_a_batch_size_names_eval_batch_size() -> None:
     with pytest.raises(
         ConfigError, match=r"^TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
     ):
-        make(settings(batch_size=None)).evaluate(samples())
+        build_trainer(settings(batch_size=None)).evaluate(samples())
 
 
 def test_inputs_may_be_nested_structures() -> None:
@@ -394,15 +395,15 @@ def test_inputs_may_be_nested_structures() -> None:
         def forward(self, inputs: dict[str, Any]) -> Tensor:
             return self.head(torch.cat([inputs["left"], *inputs["both"]], dim=1))  # type: ignore[no-any-return]
 
-    assert make(settings(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {"train_loss", "val_loss"}
+    assert build_trainer(settings(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {"train_loss", "val_loss"}
 
 
-def test_invalid_trainer_arguments_are_named() -> None:
+def test_invalid_trainer_arguments_are_rejected() -> None:
     inputs, targets = samples().tensors
     with pytest.raises(
         DataError, match=r"^A batch must be a pair \(inputs, targets\) or a mapping .*, got a list of 3\."
     ):
-        make(settings()).fit(TensorDataset(inputs, inputs, targets))
+        build_trainer(settings()).fit(TensorDataset(inputs, inputs, targets))
     model = network()
     trainer = Trainer(
         model, momentum(model.parameters()), nn.CrossEntropyLoss(reduction="none"), backend=LOCAL, config=settings()
@@ -414,20 +415,20 @@ def test_invalid_trainer_arguments_are_named() -> None:
             network(), momentum([nn.Parameter(torch.ones(1))]), nn.CrossEntropyLoss(), backend=LOCAL, config=settings()
         )
     with pytest.raises(DataError, match=r"^The evaluation data is empty\."):
-        make(settings()).fit(samples(), samples(0))
+        build_trainer(settings()).fit(samples(), samples(0))
     with pytest.raises(ConfigError, match="without a batch size"):
-        make(settings(batch_size=None)).fit(samples())
+        build_trainer(settings(batch_size=None)).fit(samples())
 
 
-def test_unwritable_history_raises(tmp_path: Path) -> None:
-    trainer = make(settings(output_dir=tmp_path))
+def test_history_that_cannot_be_written_raises(tmp_path: Path) -> None:
+    trainer = build_trainer(settings(output_dir=tmp_path))
     (tmp_path / "history.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"^Cannot write .*history\.jsonl' is not a regular file"):
         trainer.fit(samples())
 
 
 def test_optimizer_state_loaded_before_training_is_kept() -> None:
-    first = make(settings(max_epochs=1))
+    first = build_trainer(settings(max_epochs=1))
     first.fit(samples())
     model = network()
     model.load_state_dict(first.model.state_dict())
@@ -441,20 +442,20 @@ def test_optimizer_state_loaded_before_training_is_kept() -> None:
 
 
 def test_progress_prints_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    make(settings(progress="auto")).fit(samples(), samples(9))
+    build_trainer(settings(progress="auto")).fit(samples(), samples(9))
     out, err = capfd.readouterr()
     assert out == ""
     lines = err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert all("train_loss" in line and "val_loss" in line and "samples/s" in line for line in lines)
-    make(settings(progress="off")).fit(samples())
+    build_trainer(settings(progress="off")).fit(samples())
     assert capfd.readouterr() == ("", "")
 
 
 def test_progress_draws_a_bar_on_a_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
-    make(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
+    build_trainer(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
     err = capfd.readouterr().err
     assert "20/20" in err
     assert "loss" in err

@@ -42,7 +42,7 @@ from unitrain.launchers.translation.words import join, split, split_assignments
 LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
 
-def lines(line: str, target: str) -> list[str]:
+def translated_lines(line: str, target: str) -> list[str]:
     return [one.shell() for one in build(parse(line), target).lines]
 
 
@@ -50,7 +50,7 @@ def remarks(line: str, target: str) -> str:
     return "\n".join(build(parse(line), target).remarks)
 
 
-def job(
+def create_job(
     program: tuple[str, ...] = ("python", "t.py"), counts: tuple[int, ...] = (1,), hosts: str = "", **more: object
 ) -> Job:
     fields: dict[str, object] = {
@@ -71,47 +71,53 @@ def job(
     [
         (
             "horovodrun -np 16 -H a:8,b:8 python train.py",
-            job(("python", "train.py"), counts=(8, 8), hosts="a b", backend="horovod"),
+            create_job(("python", "train.py"), counts=(8, 8), hosts="a b", backend="horovod"),
         ),
-        ("horovodrun -np 3 -H a:2,b:2 --gloo python t.py", job(counts=(2, 1), hosts="a b", backend="horovod")),
-        ("horovodrun -H a:2,b:2 python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
-        ("torchrun t.py -np 3", job(("python", "t.py", "-np", "3"))),
-        ("torchrun --standalone --nproc_per_node=4 t.py", job(counts=(4,))),
-        ("torchrun --standalone --rdzv-endpoint localhost:0 --master-addr a t.py", job()),
-        ("torchrun --nproc-per-node 4 -m pkg.train -v", job(("python", "-m", "pkg.train", "-v"), counts=(4,))),
-        ("torchrun --nproc 2 --no-python ./run.sh a", job(("./run.sh", "a"), counts=(2,))),
-        ("/v/bin/python -m torch.distributed.run --nproc-per-node 2 t.py", job(("/v/bin/python", "t.py"), counts=(2,))),
+        ("horovodrun -np 3 -H a:2,b:2 --gloo python t.py", create_job(counts=(2, 1), hosts="a b", backend="horovod")),
+        ("horovodrun -H a:2,b:2 python t.py", create_job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("torchrun t.py -np 3", create_job(("python", "t.py", "-np", "3"))),
+        ("torchrun --standalone --nproc_per_node=4 t.py", create_job(counts=(4,))),
+        ("torchrun --standalone --rdzv-endpoint localhost:0 --master-addr a t.py", create_job()),
+        ("torchrun --nproc-per-node 4 -m pkg.train -v", create_job(("python", "-m", "pkg.train", "-v"), counts=(4,))),
+        ("torchrun --nproc 2 --no-python ./run.sh a", create_job(("./run.sh", "a"), counts=(2,))),
+        (
+            "/v/bin/python -m torch.distributed.run --nproc-per-node 2 t.py",
+            create_job(("/v/bin/python", "t.py"), counts=(2,)),
+        ),
         (
             "python3 -m torch.distributed.run --nproc_per_node 2 --master_port 1234 t.py",
-            job(("python3", "t.py"), counts=(2,), port=1234),
+            create_job(("python3", "t.py"), counts=(2,), port=1234),
         ),
         (
             "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr a --master-port 29500 t.py",
-            job(counts=(8, 8), address="a"),
+            create_job(counts=(8, 8), address="a"),
         ),
         (
             "torchrun --nnodes 2:2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a:29400 t.py",
-            job(counts=(8, 8), address="a", port=29400),
+            create_job(counts=(8, 8), address="a", port=29400),
         ),
-        ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", job(counts=(2,))),
-        ("torchrun --nnodes 2 --rdzv-endpoint a t.py", job(counts=(1, 1), address="a")),
-        ("torchrun --nnodes 2 --rdzv-endpoint a --master-port 1234 t.py", job(counts=(1, 1), address="a", port=1234)),
-        ("torchrun --nnodes 2 --rdzv-endpoint [::1] t.py", job(counts=(1, 1), address="[::1]")),
-        ("torchrun --nnodes 2 --rdzv-endpoint [::1]:1234 t.py", job(counts=(1, 1), address="[::1]", port=1234)),
-        ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
-        ("horovodrun -np=4 python t.py", job(counts=(4,), backend="horovod")),
-        ("unitrain launch -np=4 t.py", job(counts=(4,), backend="ddp")),
+        ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", create_job(counts=(2,))),
+        ("torchrun --nnodes 2 --rdzv-endpoint a t.py", create_job(counts=(1, 1), address="a")),
+        (
+            "torchrun --nnodes 2 --rdzv-endpoint a --master-port 1234 t.py",
+            create_job(counts=(1, 1), address="a", port=1234),
+        ),
+        ("torchrun --nnodes 2 --rdzv-endpoint [::1] t.py", create_job(counts=(1, 1), address="[::1]")),
+        ("torchrun --nnodes 2 --rdzv-endpoint [::1]:1234 t.py", create_job(counts=(1, 1), address="[::1]", port=1234)),
+        ("torchrun --max-restarts=3 t.py", create_job(max_restarts=3)),
+        ("horovodrun -np=4 python t.py", create_job(counts=(4,), backend="horovod")),
+        ("unitrain launch -np=4 t.py", create_job(counts=(4,), backend="ddp")),
         (
             "/v/bin/python -P -m unitrain.bootstrap.torchrun --standalone --nproc-per-node 2 t.py",
-            job(("/v/bin/python", "t.py"), counts=(2,)),
+            create_job(("/v/bin/python", "t.py"), counts=(2,)),
         ),
         (
             "/v/bin/python -P -m unitrain.backends.horovod.horovodrun -np 2 --gloo /v/bin/python t.py",
-            job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
+            create_job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
         ),
         (
             "mpirun -np 4 -H a:2,b:2 -x A -x B=c --wdir /data python t.py",
-            job(
+            create_job(
                 counts=(2, 2),
                 hosts="a b",
                 forwarded=("A",),
@@ -120,48 +126,54 @@ def job(
                 backend="horovod",
             ),
         ),
-        ("mpirun --n 4 -host a,a,b,b python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
-        ("mpirun -np 4 -H localhost:4 python t.py", job(counts=(4,), backend="horovod")),
-        ("mpirun -np 16 --map-by ppr:8:node python t.py", job(counts=(8, 8), backend="horovod")),
-        ("mpirun -np 6 -npernode 4 python t.py", job(counts=(4, 2), backend="horovod")),
-        ("mpirun -N 2 -H a:8,b:8 python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
-        ("orterun -np 2 -bind-to none -map-by slot python t.py", job(counts=(2,), backend="horovod")),
+        ("mpirun --n 4 -host a,a,b,b python t.py", create_job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("mpirun -np 4 -H localhost:4 python t.py", create_job(counts=(4,), backend="horovod")),
+        ("mpirun -np 16 --map-by ppr:8:node python t.py", create_job(counts=(8, 8), backend="horovod")),
+        ("mpirun -np 6 -npernode 4 python t.py", create_job(counts=(4, 2), backend="horovod")),
+        ("mpirun -N 2 -H a:8,b:8 python t.py", create_job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("orterun -np 2 -bind-to none -map-by slot python t.py", create_job(counts=(2,), backend="horovod")),
         (
             "mpiexec -n 4 -genv A 1 -genv MASTER_ADDR a -hosts a,b -ppn 2 python t.py",
-            job(counts=(2, 2), hosts="a b", environment={"A": "1"}, backend="horovod"),
+            create_job(counts=(2, 2), hosts="a b", environment={"A": "1"}, backend="horovod"),
         ),
         (
             "mpiexec -n 4 -hosts a:2,b:2 -genvlist A,B -wdir /d python t.py",
-            job(counts=(2, 2), hosts="a b", forwarded=("A", "B"), directory="/d", backend="horovod"),
+            create_job(counts=(2, 2), hosts="a b", forwarded=("A", "B"), directory="/d", backend="horovod"),
         ),
         (
             "srun -N 2 -n 5 -w n[01-02] -D /d --export=ALL,A=1,B python t.py",
-            job(counts=(3, 2), hosts="n01 n02", directory="/d", environment={"A": "1"}, forwarded=("B",)),
+            create_job(counts=(3, 2), hosts="n01 n02", directory="/d", environment={"A": "1"}, forwarded=("B",)),
         ),
-        ("srun -n8 --ntasks-per-node=4 -K1 --wait=0 python t.py", job(counts=(4, 4))),
+        ("srun -n8 --ntasks-per-node=4 -K1 --wait=0 python t.py", create_job(counts=(4, 4))),
         (
             "unitrain launch -np 4 --max-restarts 2 -x A=1 -x B t.py -v",
-            job(("python", "t.py", "-v"), counts=(4,), max_restarts=2, environment={"A": "1"}, forwarded=("B",)),
+            create_job(("python", "t.py", "-v"), counts=(4,), max_restarts=2, environment={"A": "1"}, forwarded=("B",)),
         ),
-        ("unitrain launch --launcher mpirun -H a:2,b:2 t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
-        ("UNITRAIN_BACKEND=horovod unitrain launch --backend ddp -np 2 t.py", job(counts=(2,), backend="ddp")),
+        (
+            "unitrain launch --launcher mpirun -H a:2,b:2 t.py",
+            create_job(counts=(2, 2), hosts="a b", backend="horovod"),
+        ),
+        ("UNITRAIN_BACKEND=horovod unitrain launch --backend ddp -np 2 t.py", create_job(counts=(2,), backend="ddp")),
         (
             "UNITRAIN_BACKEND=horovod python -m unitrain launch -np 2 --launcher-args=--verbose t.py",
-            job(
+            create_job(
                 counts=(2,),
                 backend="horovod",
                 launcher_options=(LauncherOption("horovodrun", ("--verbose",), "other"),),
             ),
         ),
-        ("python t.py", job()),
-        ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", job(counts=(2, 2), address="a")),
-        ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", job(counts=(2,))),
-        ("python -u -m torch.distributed.run --nproc_per_node=2 t.py", job(counts=(2,))),
-        ("python -u -m horovod.runner.launch -np 2 python t.py", job(counts=(2,), backend="horovod")),
-        ("python -u t.py", job(("python", "-u", "t.py"))),
-        ("A=1 env B='2 3' UNITRAIN_BACKEND=ddp horovodrun -np 1 python t.py", job(environment={"A": "1", "B": "2 3"})),
-        ("cd '/my data' && MASTER_PORT=1234 torchrun t.py", job(directory="/my data", port=1234)),
-        ("torchrun \\\n  --nproc-per-node 2 \\\n  t.py  # the small one\n", job(counts=(2,))),
+        ("python t.py", create_job()),
+        ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", create_job(counts=(2, 2), address="a")),
+        ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", create_job(counts=(2,))),
+        ("python -u -m torch.distributed.run --nproc_per_node=2 t.py", create_job(counts=(2,))),
+        ("python -u -m horovod.runner.launch -np 2 python t.py", create_job(counts=(2,), backend="horovod")),
+        ("python -u t.py", create_job(("python", "-u", "t.py"))),
+        (
+            "A=1 env B='2 3' UNITRAIN_BACKEND=ddp horovodrun -np 1 python t.py",
+            create_job(environment={"A": "1", "B": "2 3"}),
+        ),
+        ("cd '/my data' && MASTER_PORT=1234 torchrun t.py", create_job(directory="/my data", port=1234)),
+        ("torchrun \\\n  --nproc-per-node 2 \\\n  t.py  # the small one\n", create_job(counts=(2,))),
     ],
     ids=str,
 )
@@ -269,7 +281,7 @@ def placement_by_mpirun(options: str) -> list[tuple[str, int]]:
 def test_oversubscribed_hosts_of_open_mpi_get_more_ranks_than_slots() -> None:
     option = LauncherOption("mpirun", ("--oversubscribe",), "mapping")
     found = parse("mpirun --oversubscribe -np 4 -H localhost python t.py")
-    assert found == job(counts=(4,), backend="horovod", launcher_options=(option,))
+    assert found == create_job(counts=(4,), backend="horovod", launcher_options=(option,))
     found = parse("mpirun -np 8 -H a:1,b:4 --oversubscribe python t.py")
     assert list(zip(found.hosts, found.ranks_per_host, strict=True)) == [("a", 3), ("b", 5)]
 
@@ -302,21 +314,21 @@ def test_modifiers_of_map_by_are_kept() -> None:
     for option in ("--map-by slot:PE=4", "--map-by ppr:2:node:PE=4", "--map-by node:oversubscribe"):
         line = f"mpirun -np 2 -H a:2,b:2 {option} python t.py"
         assert f"{option} of mpirun is left out: " in remarks(line, "torchrun")
-        assert option in lines(line, "mpirun")[0]
+        assert option in translated_lines(line, "mpirun")[0]
 
 
 DISCOVERED = "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --reset-limit 5 python t.py"
 
 
 def test_host_discovery_is_translated_or_rejected() -> None:
-    assert lines(DISCOVERED, "unitrain") == [
+    assert translated_lines(DISCOVERED, "unitrain") == [
         "unitrain launch --backend horovod --elastic 2:8 --host-discovery-script ./hosts.sh --max-restarts 5 t.py"
     ]
     assert "hvd.elastic is not used" in remarks(DISCOVERED, "unitrain")
-    (same,) = lines(DISCOVERED, "horovodrun")
+    (same,) = translated_lines(DISCOVERED, "horovodrun")
     assert "--host-discovery-script ./hosts.sh" in same
     assert " -H " not in same
-    (again,) = lines("unitrain launch --elastic 1:3 --host-discovery-script ./hosts.sh t.py", "unitrain")
+    (again,) = translated_lines("unitrain launch --elastic 1:3 --host-discovery-script ./hosts.sh t.py", "unitrain")
     assert again == "unitrain launch --backend ddp --elastic 1:3 --host-discovery-script ./hosts.sh t.py"
     for target in sorted(set(TARGETS) - {"horovodrun", "unitrain"}):
         with pytest.raises(LaunchError) as caught:
@@ -334,39 +346,41 @@ def test_host_discovery_is_translated_or_rejected() -> None:
 def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     line = f"unitrain launch --backend horovod --hostfile {tmp_path}/hosts --interface eth1 -m pkg.t --epochs 3"
-    assert lines(line, "horovodrun") == [
+    assert translated_lines(line, "horovodrun") == [
         "horovodrun -np 4 -H a:2,b:2 --gloo --network-interfaces eth1 --disable-cache python -m pkg.t --epochs 3"
     ]
-    (mpirun,) = lines(line, "mpirun")
+    (mpirun,) = translated_lines(line, "mpirun")
     assert "-x GLOO_SOCKET_IFNAME=eth1 " in mpirun
     assert "-mca btl_tcp_if_include eth1 " in mpirun
     assert mpirun.endswith(" python -m pkg.t --epochs 3")
-    assert lines(line, "torchrun")[1].startswith("UNITRAIN_BACKEND=horovod GLOO_SOCKET_IFNAME=eth1 ")
-    assert lines(line, "unitrain") == [
+    assert translated_lines(line, "torchrun")[1].startswith("UNITRAIN_BACKEND=horovod GLOO_SOCKET_IFNAME=eth1 ")
+    assert translated_lines(line, "unitrain") == [
         "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
     ]
-    assert lines("unitrain launch -np 2 run.yaml --lr 1", "horovodrun")[0].endswith(
+    assert translated_lines("unitrain launch -np 2 run.yaml --lr 1", "horovodrun")[0].endswith(
         " python -m unitrain train run.yaml --lr 1"
     )
     for option in ("--log-dir logs", "--untuned", "--standby", "--elastic-timeout 5", "--elastic 2:8"):
         line = f"unitrain launch {option} t.py"
-        assert f" {option} " in lines(line, "unitrain")[0]
+        assert f" {option} " in translated_lines(line, "unitrain")[0]
         assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
     assert parse("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").ranks_per_host == (4, 2)
     assert parse("unitrain launch --elastic 2:4 t.py").ranks_per_host == (4,)
     line = "unitrain launch --devices 1,3 -H a:4,b:4 t.py"
-    assert lines(line, "srun")[0].startswith("CUDA_VISIBLE_DEVICES=1,3 ")
+    assert translated_lines(line, "srun")[0].startswith("CUDA_VISIBLE_DEVICES=1,3 ")
     assert parse(line).ranks_per_host == (2, 2)
-    assert "-np 3 -x CUDA_VISIBLE_DEVICES=0,1,2 " in lines("unitrain launch --devices 3 t.py", "unitrain")[0]
-    assert "-np 2 -x CUDA_VISIBLE_DEVICES= " in lines("unitrain launch --devices 0 -np 2 t.py", "unitrain")[0]
-    assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
+    assert "-np 3 -x CUDA_VISIBLE_DEVICES=0,1,2 " in translated_lines("unitrain launch --devices 3 t.py", "unitrain")[0]
+    assert (
+        "-np 2 -x CUDA_VISIBLE_DEVICES= " in translated_lines("unitrain launch --devices 0 -np 2 t.py", "unitrain")[0]
+    )
+    assert translated_lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
         "unitrain launch --backend ddp -np 2 -m pkg.t -v"
     ]
     line = "unitrain launch --elastic 2:8 --max-restarts 0 t.py"
-    assert " --elastic 2:8 " in lines(line, "unitrain")[0]
-    assert " --max-restarts 0 " in lines(line, "unitrain")[0]
-    assert "--max-restarts" not in lines("unitrain launch --elastic 2:8 t.py", "unitrain")[0]
-    assert " --max-restarts 3 " in lines("unitrain launch --elastic 2:8 t.py", "torchrun")[0]
+    assert " --elastic 2:8 " in translated_lines(line, "unitrain")[0]
+    assert " --max-restarts 0 " in translated_lines(line, "unitrain")[0]
+    assert "--max-restarts" not in translated_lines("unitrain launch --elastic 2:8 t.py", "unitrain")[0]
+    assert " --max-restarts 3 " in translated_lines("unitrain launch --elastic 2:8 t.py", "torchrun")[0]
     assert "srun uses the hosts of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
 
 
@@ -422,17 +436,19 @@ def test_torchrun_with_restarts_on_several_hosts_uses_c10d() -> None:
             assert found.tee == ("3" if job_id == "7" else "0")
             assert (found.training_script, found.training_script_args) == ("t.py", ["--lr", "1"])
         assert "The rendezvous assigns the node ranks" in "\n".join(translated.remarks)
-    (one,) = lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
+    (one,) = translated_lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
     assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
 
 
 def test_local_addr_is_left_out_for_several_hosts() -> None:
     line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
-    assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
+    assert all(
+        "--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in translated_lines(line, "torchrun")
+    )
     assert "--local-addr b is left out: each host needs its own address." in remarks(line, "torchrun")
     line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
     assert parse(line).address == "a", "etcd may run on another host than rank 0"
-    assert all("e:2379" not in one for one in lines(line, "torchrun"))
+    assert all("e:2379" not in one for one in translated_lines(line, "torchrun"))
     assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
 
 
@@ -546,8 +562,8 @@ def test_local_addr_is_left_out_for_several_hosts() -> None:
     ],
     ids=str,
 )
-def test_translated_command_line(line: str, target: str, expected: str) -> None:
-    assert lines(line, target) == [expected]
+def test_command_line_is_translated(line: str, target: str, expected: str) -> None:
+    assert translated_lines(line, target) == [expected]
 
 
 def test_quoted_words_are_equivalent_for_a_shell() -> None:
@@ -555,7 +571,7 @@ def test_quoted_words_are_equivalent_for_a_shell() -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over there"}
     as_typed = [
         subprocess.check_output(["bash", "-c", f"printf '%s|' {text}"], env=environ, text=True)
-        for text in (line.partition("t.py")[2], lines(line, "horovodrun")[0].partition("t.py")[2])
+        for text in (line.partition("t.py")[2], translated_lines(line, "horovodrun")[0].partition("t.py")[2])
     ]
     assert as_typed[0] == as_typed[1]
     assert "over there/a b|c $d|" in as_typed[0]
@@ -587,7 +603,7 @@ def test_braces_and_quoted_escapes_are_equivalent_for_bash() -> None:
     ]
     assert as_typed[0] == as_typed[1]
     assert b"<shard-0><shard-1>" in as_typed[0] or b"<0><1><2>" in as_typed[0]
-    assert lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
+    assert translated_lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
         "t.py --files shard-{0..9} --sep '\t'"
     )
     with pytest.raises(
@@ -676,7 +692,7 @@ def test_remarks_name_an_alternative() -> None:
     ):
         line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
         assert remarks(line, target).startswith(notes)
-        assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not notes)
+        assert translated_lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not notes)
     with_ddp = build(replace(parse("OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"), backend="ddp"), "unitrain")
     assert with_ddp.remarks[0].startswith("OMPI_MCA_btl=tcp,self is left out: ")
     assert with_ddp.lines[0].shell() == "unitrain launch --backend ddp -np 2 t.py"
@@ -975,7 +991,7 @@ def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> 
 # --- completeness of the option tables ---
 
 
-def missing(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
+def missing_options(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
     """Return the spellings of options that are missing in a table or have another number of values there."""
     return [
         spelled
@@ -985,7 +1001,7 @@ def missing(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> lis
     ]
 
 
-def arities(parser: argparse.ArgumentParser) -> list[tuple[Sequence[str], int]]:
+def option_arities(parser: argparse.ArgumentParser) -> list[tuple[Sequence[str], int]]:
     def arity(action: argparse.Action) -> int:
         return action.nargs if isinstance(action.nargs, int) else 1
 
@@ -995,9 +1011,9 @@ def arities(parser: argparse.ArgumentParser) -> list[tuple[Sequence[str], int]]:
 def test_syntax_has_every_option_of_torchrun() -> None:
     from torch.distributed.run import get_args_parser
 
-    known = arities(get_args_parser())
+    known = option_arities(get_args_parser())
     assert len(known) > 30
-    assert not missing(torchrun.SYNTAX, known)
+    assert not missing_options(torchrun.SYNTAX, known)
 
 
 def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1012,9 +1028,9 @@ def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", capture_parser)
     with pytest.raises(SystemExit):
         launch.parse_args()
-    known = arities(found[0])
+    known = option_arities(found[0])
     assert len(known) > 50
-    assert not missing(horovodrun.SYNTAX, known)
+    assert not missing_options(horovodrun.SYNTAX, known)
 
 
 @pytest.mark.parametrize(
@@ -1068,7 +1084,7 @@ def test_syntax_has_every_option_of_unitrain_launch() -> None:
         if isinstance(option, click.Option)
     ]
     assert len(known) > 15
-    assert not missing(unitrain.SYNTAX, known)
+    assert not missing_options(unitrain.SYNTAX, known)
 
 
 def test_syntax_has_every_option_of_hydra_and_srun() -> None:
