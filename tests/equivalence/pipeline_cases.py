@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Return the same model on every rank; its blocks have different costs."""
+    """Return a model that is the same on every rank. The computational costs of its blocks differ."""
     torch.manual_seed(0)
     shared = nn.Tanh()  # a module without parameters may occur in several stages
     layers = (nn.Linear(FEATURES, 8), shared, Residual(8), nn.ReLU(inplace=True), nn.Linear(8, 16), shared)
@@ -62,14 +62,16 @@ def step_of_one_process(
     return loss.item(), norm.item()
 
 
-def trains_as_one_process(backend: Backend, stages: int, schedule: str, micro_batches: int, dtype: torch.dtype) -> None:
+def trains_like_one_process(
+    backend: Backend, stages: int, schedule: str, micro_batches: int, dtype: torch.dtype
+) -> None:
     """Train with uneven batches: 4 steps, the last one with fewer samples than micro-batches or replicas."""
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     replicas = backend.size // stages
     dataset, batch_size = data(3 * 10 * replicas + 1, dtype), 10
     model = build(dtype)
     if backend.rank:
-        nn.init.zeros_(model[0].weight)  # rank 0's values are broadcast
+        nn.init.zeros_(model[0].weight)  # the pipeline broadcasts rank 0's values
     pipeline = pipeline_of(backend, model, stages, schedule=schedule, micro_batches=micro_batches)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.02)
     loader = unitrain.ShardedLoader(dataset, pipeline.replicas, batch_size=batch_size)
@@ -93,14 +95,14 @@ def trains_as_one_process(backend: Backend, stages: int, schedule: str, micro_ba
     torch.testing.assert_close(optimizer_state["state"], twin_optimizer.state_dict()["state"], rtol=0, atol=tolerance)
     assert_same_on_every_rank(backend, {name: value.sum().item() for name, value in state.items()})
 
-    # The output of the model, for batches that are larger and smaller than the number of micro-batches.
+    # Compare the output of the model for batches that are larger and smaller than the number of micro-batches.
     for samples in (7, 1):
         inputs = dataset.tensors[0][:samples]
         pipeline.eval()
         torch.testing.assert_close(pipeline.forward(inputs), twin(inputs).detach(), rtol=0, atol=tolerance)
         pipeline.train()
 
-    # Resume on other stages: the state of the complete model and optimizer loads everywhere.
+    # Resume with different stage boundaries: every layout can load the state of the complete model and optimizer.
     other = pipeline_of(backend, build(dtype), stages, balance={1: [7], 2: [1, 6], 3: [2, 1, 4]}[stages])
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
     other.load_state_dict(state)
@@ -114,7 +116,7 @@ def trains_as_one_process(backend: Backend, stages: int, schedule: str, micro_ba
 
 
 class OneProcess(unitrain.Communicator):
-    """A communicator of this process alone, on any rank."""
+    """A communicator that contains only this process."""
 
     rank, size, device = 0, 1, torch.device("cpu")
 
@@ -165,7 +167,7 @@ def images(samples: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def checkpointed_batch_norm_equals_micro_batches_of_one_process(backend: Backend, stages: int) -> None:
-    """BatchNorm computes the statistics of each micro-batch; the running statistics are those of replica 0."""
+    """BatchNorm normalizes each micro-batch separately. The saved running statistics are those of replica 0."""
     model, twin = build_convolutions(), build_convolutions()
     unitrain.checkpoint_activations(model, "Block")
     pipeline = pipeline_of(backend, model, stages, balance="memory", example_inputs=images(8, 0)[0], micro_batches=3)
@@ -236,8 +238,8 @@ class First(nn.Module):
         return inputs[0] + inputs[1]
 
 
-def rejects_what_cannot_be_divided(backend: Backend, stages: int) -> None:
-    """Every error is raised on every rank; `stages` is at least 2."""
+def rejects_invalid_models_and_settings(backend: Backend, stages: int) -> None:
+    """Assert that each error is raised on every rank. Requires at least two stages."""
 
     def build_linear(count: int) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(count)))
@@ -327,7 +329,8 @@ def frozen_blocks_join_a_trained_stage(backend: Backend, stages: int) -> None:
 
 
 def forward_keeps_no_activations(backend: Backend, stages: int) -> None:
-    """After a forward pass, also one with fewer micro-batches, no stage holds inputs or outputs of its blocks."""
+    """After a forward pass, no stage keeps inputs or outputs of its blocks, even if the batch has fewer
+    micro-batches."""
     model = build()
     pipeline = pipeline_of(backend, model, stages, balance="memory")
     activations: list[weakref.ref[Tensor]] = []
@@ -363,7 +366,8 @@ def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str
 
 
 def different_shapes_in_one_replica_raise(backend: Backend, stages: int, other: str) -> str:
-    """After two batches of different shapes on all ranks, rank 1 passes another batch, or calls another method."""
+    """All ranks process two batches of different shapes. Then rank 1 passes a batch of another shape than the other
+    ranks, or calls a different method."""
     pipeline = pipeline_of(backend, build(), stages)
     inputs, targets = data(8).tensors
     for samples in (8, 6):
@@ -377,8 +381,8 @@ def different_shapes_in_one_replica_raise(backend: Backend, stages: int, other: 
 
 
 def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages: int) -> None:
-    """Inputs without data and a loss weight that is not a number raise on the ranks that pass them, or on all. States
-    that the last rank cannot load raise on every rank."""
+    """Assert that inputs without data, a loss weight that is not a number, and states that cannot be loaded raise
+    errors. If only the last rank cannot load a state, every rank raises the error."""
     inputs = torch.ones(4, FEATURES, dtype=torch.float64)
     for invalid, text in ((inputs.to("meta"), "is on the device 'meta'"), (inputs.to_sparse(), "torch.sparse_coo")):
         found = raises(
@@ -424,8 +428,9 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
     pipeline.load_optimizer_state_dict(optimizer, state)
 
 
-def an_error_that_the_last_rank_handles(backend: Backend, fault: str) -> str:
-    """Return the error that the last rank raises and handles. The other ranks would otherwise wait for it."""
+def handle_an_error_on_the_last_rank(backend: Backend, fault: str) -> str:
+    """Raise and handle an error on the last rank, and return it. Without error propagation, the other ranks would wait
+    for the last rank."""
     is_last = backend.rank == backend.size - 1
     model = build()
     if fault == "block":
@@ -442,13 +447,13 @@ def an_error_that_the_last_rank_handles(backend: Backend, fault: str) -> str:
         pipeline.forward_backward(broken, targets[:3] if is_last and fault == "targets" else targets)
         pipeline.clip_grad_norm_(float("nan") if is_last and fault == "max_norm" else 1.0)
     except (unitrain.TensorError, unitrain.ConfigError, ZeroDivisionError) as error:
-        assert norm.num_batches_tracked == 0  # the forward pass that finds the shapes has no effect
+        assert norm.num_batches_tracked == 0  # determining the shapes does not update statistics
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 class Failing(nn.Module):
-    """A block that raises an error when it trains."""
+    """A block whose forward pass raises an error during training."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.training and inputs.requires_grad and inputs.abs().sum():
@@ -457,15 +462,15 @@ class Failing(nn.Module):
 
 
 class FailingAlways(nn.Module):
-    """A block that raises an error also in the forward pass that finds the shapes."""
+    """A block whose forward pass always raises an error, even when the pipeline determines the shapes."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         raise ZeroDivisionError("of a block")
 
 
 def train_as_verified_script(backend: Backend, folder: str, stages: int, replicas: int, wrong: bool) -> None:
-    """Train like a script that `unitrain verify` has started, which ends it after 6 steps. The last batch of an epoch
-    is uneven. With `wrong`, a gradient is 1% too large."""
+    """Train like a script under `unitrain verify`, which ends the run after 6 steps. The last batch of each epoch is
+    uneven. If `wrong` is true, one gradient is 1% too large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, folder))
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Schedules of gradient accumulation by epoch, compared with plain torch, and resumed within an epoch."""
+"""Gradient accumulation schedules: runs equal plain torch, also if they resume within an epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
 GROUPS = [("local", 1), ("ddp", 3), *nightly(("horovod", 2))]
-SAMPLES, BATCH, EPOCHS = 70, 12, 4  # 70 = 5 micro-batches of 12 and a rest of 10
+SAMPLES, BATCH, EPOCHS = 70, 12, 4  # 70 = 5 micro-batches of 12 samples and one of 10
 SCHEDULE = {1: 2, 3: 4}
 STEPS_PER_EPOCH = (6, 3, 3, 2)
 
@@ -89,8 +89,8 @@ def train(
 
 
 def plain(kind: str = "map", reference: int = 0) -> Tensor:
-    """Train with plain torch on the batches of the Trainer. With `reference`, scale the learning rate by the ratio of
-    the global batch size to it."""
+    """Train with plain torch on the batches of the Trainer. If `reference` is given, scale the learning rate by the
+    global batch size divided by `reference`."""
     model, optimizer = make()
     inputs, targets = data().tensors
     steps = sum(STEPS_PER_EPOCH)
@@ -110,7 +110,7 @@ def plain(kind: str = "map", reference: int = 0) -> Tensor:
 
 
 def cases_on(backend: Backend, folder: str) -> dict[str, Any]:
-    """Return the results of complete runs, and of a run that stops within the second epoch and resumes."""
+    """Return the results of uninterrupted runs and of runs that stop at different steps and resume."""
     results: dict[str, Any] = {kind: train(backend, kind) for kind in ("map", "loader", "stream")}
     results["scaled"] = train(backend, lr_scaling="linear", reference_batch_size=24)
     for stop_at in (8, 12):  # within the second epoch, and at the end of the third
@@ -138,11 +138,11 @@ def test_schedule_has_the_results_of_plain_torch(group: tuple[str, int], tmp_pat
             parameters, *others = results[f"resumed at {stop_at}"]
             assert others == list(results["map"][1:])
             torch.testing.assert_close(torch.tensor(parameters), plain(), atol=1e-6, rtol=0)
-            if group[0] == "local":  # several ranks may sum in another order in the first step of a process
+            if group[0] == "local":  # with several ranks, the summation order may differ in the first step of a process
                 assert parameters == results["map"][0]
 
 
-def test_total_steps_follow_the_schedule_and_the_limit_of_steps(tmp_path: Path) -> None:
+def test_total_steps_account_for_the_schedule_and_max_steps(tmp_path: Path) -> None:
     totals = []
 
     def build(optimizer: Any, total_steps: int) -> OneCycleLR:

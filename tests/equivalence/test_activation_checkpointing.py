@@ -1,4 +1,4 @@
-"""Activation checkpointing compared with the same model without it, on every backend."""
+"""On every backend, activation checkpointing does not change the results of a model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_checkpointed_blocks_give_the_same_gradients_and_statistics_with_less_me
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain, checkpointed = build(), build()
     unitrain.checkpoint_activations(checkpointed, blocks)
-    unitrain.checkpoint_activations(checkpointed, blocks)  # a second call changes nothing
+    unitrain.checkpoint_activations(checkpointed, blocks)  # a second call has no effect
     assert sum(isinstance(module, CheckpointedForward) for module in checkpointed.modules()) == 3
     assert isinstance(checkpointed.blocks[0], Block)
     assert list(checkpointed.state_dict()) == list(plain.state_dict())
@@ -84,7 +84,7 @@ def test_checkpointed_blocks_give_the_same_gradients_and_statistics_with_less_me
         assert step(copied, inputs)[2] == found[2]
 
 
-def test_a_retained_graph_repeats_the_forward_in_each_backward() -> None:
+def test_each_backward_of_a_retained_graph_recomputes_the_forward() -> None:
     plain, checkpointed = build(), build()
     unitrain.checkpoint_activations(checkpointed, Block)
     for model in (plain, checkpointed):
@@ -98,7 +98,7 @@ def test_a_retained_graph_repeats_the_forward_in_each_backward() -> None:
 
 
 class CountingBlock(nn.Module):
-    """Its output depends on buffers that each forward changes: in place, and by assignment."""
+    """A block whose output depends on two buffers. Each forward pass modifies one in place and assigns the other."""
 
     count: Tensor
     average: Tensor
@@ -116,7 +116,7 @@ class CountingBlock(nn.Module):
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_buffers_that_the_output_depends_on_are_repeated_and_updated_once(calls: int) -> None:
+def test_recomputation_uses_the_original_buffers_and_does_not_update_them_again(calls: int) -> None:
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
     for is_checkpointed in (False, True):
@@ -153,7 +153,7 @@ def test_keyword_arguments_that_are_modified_in_place_raise() -> None:
         inputs.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads .grad
 def test_compiled_model_with_checkpointed_blocks_that_have_buffers() -> None:
     inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain, checkpointed = build(), build()
@@ -191,7 +191,7 @@ def test_trainer_gives_the_same_results_with_checkpointed_blocks(ranks: RankGrou
         assert found_results == results
 
 
-def test_blocks_that_the_model_does_not_have_are_rejected() -> None:
+def test_unknown_and_unsupported_block_classes_are_rejected() -> None:
     with pytest.raises(ModelError, match=r"Network has no module of class 'Blok', .* Did you mean 'Block'\? Classes"):
         unitrain.checkpoint_activations(build(), "Blok")
     with pytest.raises(ModelError, match="Network has no module of class 'Conv2d'"):

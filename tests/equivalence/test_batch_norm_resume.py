@@ -1,4 +1,5 @@
-"""Random training loops with BatchNorm that resume with another value of `shard`, compared with plain torch."""
+"""Models with BatchNorm resume with a different value of `shard` and train like plain torch, in random training
+loops."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"foreach": False, "maximize": True}),
     (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
 ]
-STEPS = 3  # before the resume, and after it
-SAMPLES = 5  # of each rank in a micro-batch
+STEPS = 3  # both before and after the resume
+SAMPLES = 5  # per rank and micro-batch
 INPUTS = 6
 
 
@@ -45,14 +46,14 @@ class Block(nn.Module):
 
 
 def draw(number: int) -> dict[str, Any]:
-    """Return the random case `number`. Consecutive numbers have different pairs of `shard` values."""
+    """Return random case `number`. Consecutive numbers have different pairs of `shard` values."""
     r = random.Random(number)
     return {
         "number": number,
         "shards": PAIRS[number % len(PAIRS)],
         "optimizer": r.choice(OPTIMIZERS),
         "synced": r.random() < 0.5,
-        "width": r.choice([3, 4, 7, 130]),  # the weights of a wide block are divided among ranks
+        "width": r.choice([3, 4, 7, 130]),  # the weights of a wide block are large enough to be sharded
         "channels": r.choice([2, 5]),
         "channels_last": r.random() < 0.4,
         "micro_batches": r.choice([1, 1, 2]),
@@ -91,8 +92,8 @@ def batch(case: dict[str, Any], step: int, micro_batch: int, rank: int) -> tuple
 
 
 def reference_step(case: dict[str, Any], size: int, step: int, model: nn.Module) -> None:
-    """Accumulate the mean gradient over ranks in plain torch. Without synchronization, each rank has its own
-    statistics, and the buffers are those of rank 0."""
+    """Accumulate the mean gradient over ranks in plain torch. If BatchNorm is not synchronized, each rank computes
+    separate statistics, and rank 0's buffers are kept."""
     for micro_batch in range(case["micro_batches"]):
         batches = [batch(case, step, micro_batch, rank) for rank in range(size)]
         if case["synced"]:
@@ -132,7 +133,7 @@ def assert_close(found: Any, expected: Any, where: str) -> None:
 
 
 def compare(backend: Backend, number: int) -> None:
-    """Train on all ranks, and in plain torch, and compare the parameters, buffers and optimizer states."""
+    """Train both on all ranks and in plain torch, and compare the parameters, buffers and optimizer states."""
     case = draw(number)
     expected = build(case)
     expected_optimizer = make_optimizer(case, expected)

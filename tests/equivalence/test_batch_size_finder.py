@@ -1,4 +1,4 @@
-"""find_batch_size: the largest batch that fits on all ranks, and an unchanged Trainer."""
+"""find_batch_size returns the largest batch size that fits on all ranks and leaves the Trainer unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Limited(nn.Module):
-    """Raises the error of torch's allocator for batches above `limit` samples."""
+    """A model that raises torch's out-of-memory error, or `error`, for batches of more than `limit` samples."""
 
     def __init__(self, limit: int, error: Exception | None = None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def exceed_memory(closure: Any = None) -> None:
 
 
 def searches_on(backend: Backend) -> list[Any]:
-    """Search with ranks of different memory, and return the results."""
+    """Search on ranks with different memory limits, and return the results."""
     results: list[Any] = []
     for mode in ("power", "binary"):
         trainer = make(backend, Limited(50 if backend.rank == backend.size - 1 else 100))
@@ -80,7 +80,7 @@ def searches_on(backend: Backend) -> list[Any]:
         results.append((found.batch_size, found.global_batch_size, found.reason, [t.batch_size for t in found.trials]))
     trainer = make(backend)
     results.append(find_batch_size(trainer, Samples(7 * backend.size), memory_limit_bytes=ENOUGH).reason)
-    trainer.fit(Samples(8 * backend.size))  # the ranks can still train
+    trainer.fit(Samples(8 * backend.size))  # training is still possible after the search
     other = make(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
     with pytest.raises((ConfigError, ValueError)) as caught:
         find_batch_size(other, Samples(), memory_limit_bytes=ENOUGH)
@@ -110,7 +110,7 @@ def test_rank_with_the_least_memory_determines_the_batch_size(group: tuple[str, 
 
 def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
     class Large(nn.Module):
-        """Needs 2 MiB per sample for one activation."""
+        """A model with an activation of 2 MiB per sample."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -133,14 +133,14 @@ def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
     ("data", "settings"),
     [(Stream(), {}), (DataLoader(Samples(100), 4, shuffle=True), {"batch_size": None}), (Samples(100), {})],
 )
-def test_kinds_of_data(data: Any, settings: dict[str, Any]) -> None:
+def test_datasets_streams_and_loaders_are_supported(data: Any, settings: dict[str, Any]) -> None:
     found = find_batch_size(make(model=Limited(20), **settings), data, memory_limit_bytes=ENOUGH, mode="binary")
     assert found.batch_size == 20
     assert str(found).startswith("Largest batch size: 20 per rank, 20 over all ranks (21 samples exceed the memory of")
     assert "too large" in str(found)
 
 
-def test_maximum_and_settings_are_respected() -> None:
+def test_max_batch_size_limits_the_search_and_settings_are_unchanged() -> None:
     trainer = make(gradient_accumulation_steps={0: 2, 1: 4})
     found = find_batch_size(trainer, Samples(), max_batch_size=24, memory_limit_bytes=ENOUGH)
     assert (found.batch_size, found.reason) == (24, "max_batch_size is 24")
@@ -192,7 +192,7 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         else:
             model[0].weight.register_hook(exceed_memory)
     data = TensorDataset(torch.ones(64, 4), torch.ones(64, 2))
-    if sys.argv[1] == "backward":  # the trials before this step have fitted
+    if sys.argv[1] == "backward":  # the trials before this step did not exceed the memory
         import unitrain.batch_size_finder as finder
         finder._Search.try_size = lambda self, size: True
     unitrain.find_batch_size(trainer, data, memory_limit_bytes=1 << 40, max_batch_size=4)
@@ -222,4 +222,4 @@ def test_a_rank_that_runs_out_of_memory_in_a_sharded_step_ends_all_ranks(
     assert f"ConfigError: {message}" in outputs[1]
     assert f"rank 1 failed first: ConfigError: {message}" in outputs[0]
     (began,) = re.findall(r"fault (\S+)", outputs[1])
-    assert ended - float(began) < 50  # the timeout is 60 s
+    assert ended - float(began) < 50  # less than the timeout of 60 s

@@ -20,7 +20,7 @@ STEPS, SAMPLES, GLOBAL_BATCH = 14, 60, 12
 
 
 class Codebook(nn.Module):
-    """Moves each input towards the nearest code, and the codes towards the inputs, as a VQ-VAE does."""
+    """Codebook of a VQ-VAE: moves each input towards the nearest code, and each code towards its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,8 @@ def test_training_does_not_depend_on_saving_evaluating_and_resuming(ranks: RankG
     found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
     resumed = found.pop("resumed")
     assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)
-    # DDP rebuilds its buckets after the first backward pass, also in a resumed run, so three ranks round differently.
+    # DDP rebuilds its buckets after the first backward pass of every run, including a resumed one. This changes the
+    # summation order of three ranks, and thus rounding.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert resumed == pytest.approx(found["undisturbed"], rel=tolerance, abs=tolerance)
 
@@ -109,19 +110,19 @@ def train_scaled(backend: Backend) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
-def test_expanded_buffer_is_set_to_that_of_rank_0(backend: str, size: int) -> None:
+def test_rank_0_broadcasts_an_expanded_buffer(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         results = group.run(train_scaled)
     assert all(result == results[0] for result in results)
     assert results[0][0] == [1.0] * 6
 
 
-class Parts(nn.Module):
-    """A model with tensors that are parts of larger memory: slices, an expanded view, and a tied slice."""
+class Views(nn.Module):
+    """A model whose tensors are views of larger storages: slices, an expanded view, and a tied slice."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        weights = torch.full((5, 4), value).double()  # as an LSTM on a GPU keeps its weights
+        weights = torch.full((5, 4), value).double()  # an LSTM on a GPU stores its weights like this
         self.first, self.second = nn.Parameter(weights[:2]), nn.Parameter(weights[2:4])
         self.tied = self.second
         self.scale: Tensor
@@ -133,9 +134,10 @@ class Parts(nn.Module):
         return output
 
 
-def train_parts(backend: Backend, folder: str, steps: int, asynchronous: bool) -> dict[str, Tensor]:
-    """Train to `steps` steps from other values than the checkpoint in `folder` has, and return weights and averages."""
-    model = Parts(float(steps))
+def train_views(backend: Backend, folder: str, steps: int, asynchronous: bool) -> dict[str, Tensor]:
+    """Train until `steps`, starting from values that differ from the checkpoint in `folder`. Return weights and
+    averages."""
+    model = Views(float(steps))
     config = TrainConfig(
         max_steps=steps, batch_size=2, ema_decay=0.9, progress="off", output_dir=folder, resume=True,
         async_checkpoints=asynchronous,
@@ -155,17 +157,17 @@ def train_parts(backend: Backend, folder: str, steps: int, asynchronous: bool) -
 
 
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
-def test_tensors_that_are_parts_of_larger_memory_are_saved_and_resumed(backend: str, size: int, tmp_path: Path) -> None:
+def test_views_of_larger_storages_are_saved_and_restored(backend: str, size: int, tmp_path: Path) -> None:
     with RankGroup(backend, size) as group:
         for asynchronous in (False, True):
             folder = str(tmp_path / str(asynchronous))
-            (first, *_) = group.run(train_parts, folder, 1, asynchronous)
-            resumed = group.run(train_parts, folder, 2, asynchronous)
+            (first, *_) = group.run(train_views, folder, 1, asynchronous)
+            resumed = group.run(train_views, folder, 2, asynchronous)
             assert first["scale"].tolist() == [[1.0, 1.0]] * 3
             for found in resumed:
                 for name in ("scale", "average scale", "slice"):
                     assert torch.equal(found[name], first[name]), name
                 assert not torch.equal(found["second"], first["second"])
-                assert float((found["second"] - first["second"]).abs().max()) < 0.5  # not the 2.0 of a new model
+                assert float((found["second"] - first["second"]).abs().max()) < 0.5  # a new model has 2.0
                 for name, value in found.items():
                     assert torch.equal(value, resumed[0][name]), name

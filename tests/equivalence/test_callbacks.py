@@ -1,4 +1,4 @@
-"""Callbacks: order of the hooks, errors, EarlyStopping, GradientWatch and Profiler."""
+"""Callbacks: order of the hooks, errors, EarlyStopping, GradientWatch, Profiler and MemorySnapshot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data() -> TensorDataset:
 
 
 def make(backend: Backend, callbacks: list[Callback], **settings: Any) -> Trainer:
-    """Return a trainer of four steps per epoch, on any number of ranks."""
+    """Return a trainer with four steps per epoch on any number of ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -53,7 +53,7 @@ def parameters(trainer: Trainer) -> Tensor:
 
 
 class Journal(Callback):
-    """Records its calls."""
+    """Records the calls of its hooks."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -83,7 +83,7 @@ class Journal(Callback):
 
 
 def scripted(values: list[float]) -> dict[str, Any]:
-    """Return a metric with these values in consecutive evaluations of one batch each."""
+    """Return a metric that has the given values in consecutive evaluations of one batch each."""
     left = iter(values)
     return {"scripted": lambda output, target: next(left)}
 
@@ -153,7 +153,7 @@ def test_an_error_in_on_fit_end_does_not_replace_the_error_that_ended_fit(caplog
 
 
 class FailsOnce(Callback):
-    """Raises an error in one call of `hook`, the first time that the run has done `step` steps."""
+    """Raises an error in the first call of `hook` after `step` completed steps."""
 
     def __init__(self, hook: str, step: int) -> None:
         self.hook, self.step, self.failed = hook, step, False
@@ -226,7 +226,9 @@ def epochs_until_stopped(values: list[float], **settings: Any) -> int:
         ([math.nan, 3.0, 2.0, 1.0], {"patience": 2}, 4),
     ],
 )
-def test_early_stopping(values: list[float], settings: dict[str, Any], epochs: int) -> None:
+def test_early_stopping_ends_the_run_after_patience_epochs_without_improvement(
+    values: list[float], settings: dict[str, Any], epochs: int
+) -> None:
     assert epochs_until_stopped(values, **settings) == epochs
 
 
@@ -246,8 +248,8 @@ def test_early_stopping_reports_the_reason_and_survives_a_resume(
     assert "stopped after step 12: val_scripted has not improved for 2 epochs; the best was 2" in (
         capsys.readouterr().err
     )
-    assert again(9, [0.0]).progress.epoch == 3  # stays stopped
-    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # continues with more patience
+    assert again(9, [0.0]).progress.epoch == 3  # the run remains stopped
+    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # with a larger patience, the run continues
 
 
 def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +309,7 @@ def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
 
 
 def test_gradient_watch_with_local_steps_does_not_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of the ranks differ, so only the rank with the invalid gradient raises the error."""
+    """Local gradients differ between ranks, so only a rank with an invalid gradient raises the error."""
     trainer = make(LOCAL, [], local_sgd=2)
     trainer.last_loss = torch.tensor(math.nan)
     for parameter in trainer.model.parameters():
@@ -335,7 +337,7 @@ def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
                 next(trainer.model.parameters()).grad[0, 0] = math.inf
 
     make(LOCAL, [Poison(19), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
-    watch = GradientWatch()  # each `fit` starts to count again
+    watch = GradientWatch()  # each `fit` counts overflows from 0
     for _ in range(2):
         make(LOCAL, [Poison(12), watch], max_epochs=3, precision="fp16").fit(data())
 
@@ -411,7 +413,7 @@ def test_memory_snapshot_contains_the_allocations_of_the_steps(tmp_path: Path) -
 
 
 class StopHere(Callback):
-    """Stops the run after step 3, on rank 1 only."""
+    """Requests a stop after step 3, on rank 1 only."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 3 and trainer.backend.rank == 1:
@@ -450,13 +452,13 @@ def change_rounding(trainer: Trainer) -> None:
 
 
 def renormalize_rows(trainer: Trainer) -> None:
-    """Shorten some rows of a weight, as the operation behind `embedding(max_norm=...)` does."""
+    """Renormalize rows of a weight with the operation that `embedding(max_norm=...)` uses."""
     weight = trainer.backend.unwrap(trainer.model)[0].weight
     torch.embedding_renorm_(weight.detach(), torch.tensor([3]), 1e-3, 2.0)
 
 
 def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]:
-    """Return the error, and the step after which it is raised, for each kind of difference on rank 1."""
+    """Return the error for each kind of difference on rank 1, and the step after which the error is raised."""
 
     def pair_on_rank_one(output: Tensor, target: Tensor) -> Any:
         loss = nn.functional.cross_entropy(output, target, reduction="sum")
@@ -508,7 +510,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_a_stop_on_one_rank_stops_all_ranks(ranks: tuple[list[Any], Path]) -> None:
     for found in ranks[0]:
-        assert found["stopped"] == (4, "requested by rank 1")  # synchronized after every second step
+        assert found["stopped"] == (4, "requested by rank 1")  # ranks exchange stop requests after every second step
 
 
 def test_every_rank_reports_the_rank_with_a_non_finite_loss(ranks: tuple[list[Any], Path]) -> None:

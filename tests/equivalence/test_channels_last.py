@@ -1,4 +1,4 @@
-"""TrainConfig(channels_last=True): another layout in memory, the same numbers, names and checkpoints."""
+"""TrainConfig(channels_last=True) changes the memory layout, but not the results, parameter names or checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 class Network(nn.Module):
-    """Notes the layouts that it computes in."""
+    """Records the memory layouts of its activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Network(nn.Module):
 
 
 def train(backend: Backend, settings: dict[str, Any]) -> tuple[dict[str, Tensor], set[bool], bool]:
-    """Return the model's state, in which layouts it computed, and whether its weights ended channels last."""
+    """Return the model's state, the layouts of its activations, and whether its final weights are channels last."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(50, 3, 8, 8, generator=generator), torch.randint(5, (50,), generator=generator))
     model = Network()
@@ -61,7 +61,7 @@ def test_channels_last_gives_the_same_results(group: RankGroup, tmp_path: Path) 
     expected, layouts, last = train(LOCAL, {})
     assert (layouts, last) == ({False}, False)
     settings = {"channels_last": True, "output_dir": str(tmp_path), "resume": True}
-    train(LOCAL, {**settings, "channels_last": False, "max_epochs": 1})  # its checkpoints go to either layout
+    train(LOCAL, {**settings, "channels_last": False, "max_epochs": 1})  # checkpoints can be loaded in either layout
     for more in ({"max_epochs": 2}, {"ema_decay": 0.9}):
         results = group.run(train, {**settings, **more})
     for state, layouts, last in results:

@@ -1,4 +1,5 @@
-"""Checkpoints: complete or absent, bit-equal after loading, and an error if they do not fit."""
+"""Checkpoints are written completely or not at all, restore a bit-equal state, and raise an error if they do not
+match."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 def network() -> nn.Module:
-    """Dropout, running statistics and, through them, every kind of state that a run has."""
+    """Return a model with dropout and running statistics, so that a run has every kind of state."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
@@ -131,7 +132,7 @@ def test_position_beyond_the_epoch_resumes_at_its_end(tmp_path: Path, scheduler:
 
     first, _ = run(4, 4)
     assert (first.progress.epoch, first.progress.sample, first.scheduler.last_epoch) == (0, 16, 0)
-    resumed, results = run(12, 5)  # of which one fits into an epoch
+    resumed, results = run(12, 5)  # an epoch has one batch of 12 samples
     assert (resumed.progress.epoch, resumed.progress.step, resumed.progress.sample) == (2, 5, 0)
     assert results.keys() == {"train_loss"}
     assert resumed.scheduler.last_epoch == 2
@@ -140,14 +141,14 @@ def test_position_beyond_the_epoch_resumes_at_its_end(tmp_path: Path, scheduler:
     ]  # fmt: skip
 
 
-def test_resume_starts_a_new_run_without_checkpoints(tmp_path: Path) -> None:
+def test_resume_starts_a_new_run_if_there_are_no_checkpoints(tmp_path: Path) -> None:
     fresh, first = trainer(None, max_epochs=1), trainer(tmp_path / "new", max_epochs=1, resume=True)
     fresh.fit(samples())
     first.fit(samples())
     assert_same(state(fresh), state(first))
 
 
-def test_resumed_finished_run_only_evaluates(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_only_evaluates(tmp_path: Path) -> None:
     done = trainer(tmp_path, max_epochs=1)
     results = done.fit(samples(), samples(9))
     again = trainer(tmp_path, max_epochs=1, resume=True)
@@ -155,7 +156,7 @@ def test_resumed_finished_run_only_evaluates(tmp_path: Path) -> None:
     assert_same(state(done), state(again))
 
 
-def test_named_checkpoint_resumes_in_another_folder(tmp_path: Path) -> None:
+def test_run_resumes_from_a_named_checkpoint_in_another_folder(tmp_path: Path) -> None:
     trainer(tmp_path / "a", max_epochs=2).fit(samples())
     uninterrupted = trainer(tmp_path / "b", max_epochs=3)
     uninterrupted.fit(samples())
@@ -205,7 +206,7 @@ def test_tied_and_strided_parameters_are_restored(tmp_path: Path) -> None:
 
 
 class Complex(nn.Module):
-    """Complex parameters and buffers: tied, strided, scalar and empty ones."""
+    """A module with complex parameters and buffers: tied, strided, scalar and empty."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -239,11 +240,11 @@ def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtyp
 
 
 def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
-    """Its file holds complex64 as safetensors does."""
+    """Earlier versions stored complex64 tensors in the format of safetensors."""
     saved, loaded = Complex(torch.complex64), Complex(torch.complex64)
     save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
     (folder,) = tmp_path.glob("step-*")
-    saved.conjugate = saved.conjugate.resolve_conj()  # safetensors wrote the numbers of which it is the conjugate
+    saved.conjugate = saved.conjugate.resolve_conj()  # safetensors ignores the lazy conjugation
     file, manifest = folder / "model.safetensors", json.loads((folder / "manifest.json").read_text())
     save_model(saved, str(file))
     written = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
@@ -309,7 +310,7 @@ def test_a_run_with_complex_parameters_and_their_average_resumes_bit_for_bit(tmp
 
 
 class Fixed(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler whose state has something of the test's choice."""
+    """A scheduler whose state contains the object `extra`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, extra: Any) -> None:
         self.extra = extra
@@ -359,7 +360,7 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     ],
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )
-def test_unloadable_state_is_named_when_it_is_saved(tmp_path: Path, extra: Any, found: str) -> None:
+def test_saving_unsupported_state_raises_an_error_that_names_it(tmp_path: Path, extra: Any, found: str) -> None:
     run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
     with pytest.raises(CheckpointError, match=rf"^{found}, which torch.load.* cannot load.*Store only tensors, numb"):
         run.fit(samples())
@@ -423,14 +424,14 @@ def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
-def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+def test_checkpoint_with_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=2, checkpoint_every_steps=2).fit(samples())
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
     assert trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
     wrong = files.find_corruption(tmp_path / "step-000000012")
     assert wrong == "it is the checkpoint of step 4 under the name of another step"
-    assert files.find_corruption(tmp_path / "aside") is None  # as one may be copied
+    assert files.find_corruption(tmp_path / "aside") is None  # a user may copy a checkpoint to another name
 
 
 def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_resuming_with_another_model_optimizer_scheduler_or_seed_raises(tmp_path
         trainer(None, max_epochs=2, resume=tmp_path, seed=7)
 
 
-def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
+def test_folder_of_another_run_is_rejected_and_not_changed(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
@@ -524,7 +525,7 @@ def test_failed_write_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -
     model = nn.Linear(200, 200)
     save(tmp_path, 1, model, {"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may be longer, as on a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # simulates a full disk: larger files cannot be written
     try:
         with pytest.raises(
             CheckpointError, match=r"^Cannot write checkpoint '.*step-000000002': .*File too large.*room"
@@ -549,7 +550,7 @@ folder = Path(sys.argv[1])
 model, random = torch.nn.Linear(300, 300), random.Random(0)
 attempt, written, unfinished = 0, [], 0
 deadline = time.monotonic() + 100
-# On a slow machine, more attempts are needed until enough checkpoints were written and interrupted.
+# On a slow machine, more attempts are needed to write and interrupt enough checkpoints.
 while attempt < 20 or ((len(written) < 5 or unfinished < 3) and time.monotonic() < deadline):
     attempt += 1
     child = os.fork()
@@ -599,7 +600,7 @@ def test_checkpoints_are_written_at_the_requested_interval_and_at_the_end(tmp_pa
 
 
 class Cyclic(CyclicLR):
-    """A scheduler that a rank may be unable to restore."""
+    """A scheduler whose state can be made to fail to load on one rank."""
 
     fails = False
 
@@ -609,7 +610,7 @@ class Cyclic(CyclicLR):
         super().load_state_dict(state_dict)
 
 
-def cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
+def train_cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
     """Train, and return the parameters and the learning rate."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -625,17 +626,17 @@ def cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
     return [*parameters, optimizer.param_groups[0]["lr"]]
 
 
-def resumed_with_a_cyclic_rate(backend: Backend, folder: str) -> tuple[list[float], list[float], str]:
-    uninterrupted = cyclic(backend, None, 2)
-    cyclic(backend, folder, 1)
-    resumed = cyclic(backend, folder, 2)
+def resume_with_a_cyclic_scheduler(backend: Backend, folder: str) -> tuple[list[float], list[float], str]:
+    uninterrupted = train_cyclic(backend, None, 2)
+    train_cyclic(backend, folder, 1)
+    resumed = train_cyclic(backend, folder, 2)
     Cyclic.fails = backend.rank == 1
     with pytest.raises(CheckpointError) as caught:
-        cyclic(backend, folder, 3)
+        train_cyclic(backend, folder, 3)
     return uninterrupted, resumed, str(caught.value)
 
 
-def verification_that_takes_long(backend: Backend, folder: str) -> tuple[str, int]:
+def find_checkpoint_with_slow_verification(backend: Backend, folder: str) -> tuple[str, int]:
     """Return the checkpoint, and how often rank 0 reports that it is verifying it."""
     broadcast, received = backend.broadcast_object, []
 
@@ -657,29 +658,29 @@ def verification_that_takes_long(backend: Backend, folder: str) -> tuple[str, in
     return checkpoint.name, received.count("in progress")
 
 
-def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_path: Path) -> None:
+def test_every_rank_restores_a_scheduler_that_modifies_its_loaded_state(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
-        for uninterrupted, resumed, message in ranks.run(resumed_with_a_cyclic_rate, str(tmp_path)):
+        for uninterrupted, resumed, message in ranks.run(resume_with_a_cyclic_scheduler, str(tmp_path)):
             assert resumed == uninterrupted
             assert "Cyclic.load_state_dict raised LookupError: no state on rank 1" in message
-        # The other ranks wait in several short collectives, none of which times out.
-        first, second = ranks.run(verification_that_takes_long, str(tmp_path))
+        # The other ranks wait in several short collectives instead of one that would time out.
+        first, second = ranks.run(find_checkpoint_with_slow_verification, str(tmp_path))
         assert first == second
         assert first[0] == "step-000000012"
         assert first[1] >= 2
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_history_removes_rows_of_a_run_without_checkpoint(tmp_path: Path, resume: bool) -> None:
+def test_rows_without_a_checkpoint_are_removed_from_the_history(tmp_path: Path, resume: bool) -> None:
     trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
-    shutil.rmtree(tmp_path / "step-000000018")  # as after a crash in the second or third epoch
+    shutil.rmtree(tmp_path / "step-000000018")  # simulates a crash in the second or third epoch
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
     trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("name", [files.MODEL, files.TRAINING, files.MANIFEST])
-def test_a_checkpoint_file_that_is_a_fifo_is_damage_and_does_not_block(tmp_path: Path, name: str) -> None:
+def test_a_fifo_instead_of_a_checkpoint_file_is_detected_without_blocking(tmp_path: Path, name: str) -> None:
     files.write(tmp_path / "step-000000001", {"weight": torch.zeros(2)}, {"step": 1}, {"step": 1})
     path = tmp_path / "step-000000001" / name
     path.unlink()

@@ -154,8 +154,8 @@ def test_every_torch_scheduler_continues_after_a_resume(tmp_path: Path, name: st
     assert len(set(uninterrupted[:16])) > 1
 
 
-class Remembers(Callback):
-    """A callback with state of every supported type, which it changes in place after every step."""
+class StatefulCallback(Callback):
+    """A callback with state of every supported type. It modifies the state in place after every step."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -186,27 +186,27 @@ def test_callback_state_is_saved_at_the_step_and_restored(
 ) -> None:
     write = files.write
 
-    def late(*arguments: Any) -> None:
-        time.sleep(0.2)  # training would change the state during this time
+    def slow_write(*arguments: Any) -> None:
+        time.sleep(0.2)  # training could modify the state during this time
         write(*arguments)
 
-    monkeypatch.setattr(files, "write", late)
+    monkeypatch.setattr(files, "write", slow_write)
     known: list[str] = []
 
-    class Known(Callback):
+    class RecordState(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            known.append(str(remembers.values))
+            known.append(str(stateful.values))
 
-    remembers = Remembers()
+    stateful = StatefulCallback()
     model = nn.Linear(6, 3)
     config = TrainConfig(
         max_steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, keep_last=None, progress="off",
         async_checkpoints=asynchronous,
     )  # fmt: skip
     parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    Trainer(*parts, backend=LOCAL, config=config, callbacks=[remembers, Known()]).fit(data())
+    Trainer(*parts, backend=LOCAL, config=config, callbacks=[stateful, RecordState()]).fit(data())
     for step in (1, 2, 3, 4):
-        again = Remembers()
+        again = StatefulCallback()
         config = TrainConfig(max_steps=5, batch_size=12, resume=tmp_path / f"step-{step:09d}", progress="off")
         Trainer(*parts, backend=LOCAL, config=config, callbacks=[again])
         # numpy numbers are restored as Python numbers.
@@ -236,7 +236,7 @@ def test_unsupported_callback_state_is_rejected_by_name(tmp_path: Path, asynchro
 
 
 class Gate:
-    """Simulates a slow disk: `files.write` waits until `open` is called."""
+    """Simulates a slow disk: `files.write` blocks until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered, self._write = threading.Event(), threading.Event(), files.write
@@ -256,11 +256,11 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     writer.save(1, model, {"step": 1}, {"step": 1})
     assert gate.entered.wait(10)
     with torch.no_grad():
-        model.weight.fill_(7)  # the next step, while the first checkpoint is being written
+        model.weight.fill_(7)  # simulates the next step while the first checkpoint is being written
     assert steps(tmp_path) == []
     started = time.perf_counter()
     threading.Timer(0.5, gate.opened.set).start()
-    writer.save(2, model, {"step": 2}, {"step": 2})  # waits for the first checkpoint: one is written at a time
+    writer.save(2, model, {"step": 2}, {"step": 2})  # blocks until the first checkpoint is written
     assert time.perf_counter() - started > 0.3
     writer.wait()
     assert steps(tmp_path) == [1, 2]
@@ -271,7 +271,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
 
 def test_state_that_does_not_fit_in_host_memory_is_reported_by_wait(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=True)
-    # The copy of this view is not expanded, so it has 2**57 bytes.
+    # A copy of this expanded view needs 2**57 bytes.
     too_large = torch.zeros(1, dtype=torch.complex64).expand(2**54).conj()
     writer.save(1, nn.Linear(4, 4), {"large": too_large}, {"step": 1})
     with pytest.raises(CheckpointError, match=r"(?s)^Cannot copy the state of .*: .*async_checkpoints=False"):
@@ -332,7 +332,7 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
 ) -> None:
     fsync, delays = os.fsync, iter([1.0])
 
-    def slow_fsync(file: int) -> None:  # the files are in the unfinished folder, which `fit` removes as it begins
+    def slow_fsync(file: int) -> None:  # `fit` starts by removing the unfinished folder
         time.sleep(next(delays, 0.0))
         fsync(file)
 
@@ -359,7 +359,7 @@ def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
     first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
     assert steps(tmp_path) == [3, 4, 6, 7]
-    for step in (7, 4):  # as after a kill before they were written
+    for step in (7, 4):  # simulates a kill before these checkpoints were written
         files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
     resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
     assert resumed.progress.step == 6
@@ -427,7 +427,8 @@ def test_keep_every_with_keep_all_is_rejected() -> None:
 
 
 def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
-    """Write for longer than the timeout of a collective, then fail to write, during the run and at its end."""
+    """Write a checkpoint for longer than the collective timeout. Then fail to write, both during a run and at its
+    end."""
     found: dict[str, Any] = {}
     write = files.write
 
@@ -465,7 +466,9 @@ def test_ranks_wait_for_a_slow_disk_and_report_a_full_disk(tmp_path: Path, backe
 @pytest.mark.parametrize(
     "damaged", ['{"results": null, "epoch": null}', '{"results": {"val_loss": "x"}}', "[" * 100_000]
 )
-def test_a_damaged_manifest_of_an_older_checkpoint_does_not_fail_a_newer_one(damaged: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_of_an_older_checkpoint_does_not_affect_a_newer_checkpoint(
+    damaged: str, tmp_path: Path
+) -> None:
     older, newer = (files.checkpoint_path(tmp_path, step) for step in (2, 4))
     retention = Retention(1, keep_every_epochs=2, keep_best="val_loss")
     for path in (older, newer):

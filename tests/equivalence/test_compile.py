@@ -1,4 +1,4 @@
-"""torch.compile in the Trainer: the same numbers, the user's own names, and few compilations."""
+"""torch.compile in the Trainer changes neither results nor parameter names, and compiles few graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-SAMPLES, GLOBAL_BATCH = 50, 12  # batches of 12 and of 2, and evaluations of 12 and 2
+SAMPLES, GLOBAL_BATCH = 50, 12  # batches of 12 and 2 samples, in training and evaluation
 
 
 def network() -> nn.Module:
@@ -30,9 +30,9 @@ def network() -> nn.Module:
 
 
 def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> tuple[dict[str, Tensor], float, int]:
-    """Return the state of the user's module, the last validation loss, and how many graphs were compiled."""
+    """Return the state of the user's module, the last validation loss and the number of compiled graphs."""
     torch._dynamo.reset()
-    inductor_config.compile_threads = 1  # processes that compile would delay the end of the ranks by 20 seconds
+    inductor_config.compile_threads = 1  # compiler processes would delay the exit of the ranks by 20 seconds
     counters.clear()
     generator = torch.Generator().manual_seed(6)
     data = TensorDataset(
@@ -69,7 +69,7 @@ def test_compiled_training_equals_eager_with_few_compilations(
     output = {"output_dir": str(tmp_path), "resume": True}
     group.run(train, {**settings, **output, "max_epochs": 2}, by_user, timeout_seconds=240)
     for state, found_loss, graphs in group.run(train, {**settings, **output}, by_user, timeout_seconds=240):
-        assert 0 < graphs <= 6, "a graph each for training and evaluation, of the first size and of any size"
+        assert 0 < graphs <= 6, "training and evaluation must each compile at most three graphs"
         assert list(state) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)

@@ -1,6 +1,6 @@
-"""Compression in complete runs: compared with plain torch in one process with the gradients of all ranks,
-against torch's own hook, and through the Trainer with what it adds. The contract suite is about the meaning of one
-reduction.
+"""Gradient compression in complete runs, in training loops and through the Trainer: the runs are compared with plain
+torch in one process that has the gradients of all ranks, and with torch's PowerSGD hook. The contract suite tests
+single reductions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
     "no feedback": (torch.float64, PowerSGD(rank=1, start_step=0, error_feedback=False)),
 }
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
-# The backends, in this order; "local" is this process.
+# Backends and numbers of ranks, in the order of their launches. "local" runs in this process.
 LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("local", 1)]
-# Interrupted and uninterrupted runs: their settings, and the last step of each launch.
+# Interrupted and uninterrupted runs: the variant, and the last step by index of the launch.
 ROUTES: dict[str, tuple[str, dict[int, int]]] = {
     "whole": ("loss scaling", {1: 12}),
     "ddp to horovod": ("loss scaling", {1: 7, 4: 12}),
@@ -49,7 +49,7 @@ ROUTES: dict[str, tuple[str, dict[int, int]]] = {
 }
 
 
-# --- loops of one's own ---
+# --- training loops without the Trainer ---
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
@@ -69,7 +69,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def loop(backend: Backend, dtype: torch.dtype, compression: Compression) -> tuple[Tensor, int]:
-    """Train with two micro-steps per step and clipping; return the parameters and the number of DDP's buckets."""
+    """Train with two micro-batches per step and clipping. Return the parameters and the number of DDP buckets."""
     model = network(dtype)
     wrapped = backend.distributed_model(model, compression=compression)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -89,7 +89,7 @@ def loops(backend: Backend) -> dict[str, tuple[Tensor, int]]:
 
 
 class Reference:
-    """`loop` for all ranks at once, in plain torch."""
+    """The same training as `loop`, computed for all ranks in one process with plain torch."""
 
     def __init__(self, ranks: int, dtype: torch.dtype, compression: Compression) -> None:
         self.ranks, self.compression, self.step = ranks, compression, 0
@@ -123,7 +123,7 @@ class Reference:
             seed = np.random.SeedSequence([settings.seed, place, self.step]).generate_state(1, np.uint64)[0] >> 1
             generator = torch.Generator().manual_seed(int(seed))
             self.queries[place] = torch.randn(columns, rank, generator=generator, dtype=gradients[0].dtype)
-        # Algorithm 1 of the paper.
+        # Algorithm 1 of the PowerSGD paper.
         p = torch.linalg.qr(torch.stack([m @ torch.linalg.qr(self.queries[place]).Q for m in matrices]).mean(0)).Q
         q = torch.stack([m.T @ p for m in matrices]).mean(0)
         self.queries[place] = q
@@ -147,7 +147,8 @@ def test_compressed_loops_equal_one_process_with_all_gradients(ran: Ran, case: s
 
 @pytest.mark.parametrize("case", LOOPS)
 def test_backends_and_ranks_are_bit_equal(ran: Ran, case: str) -> None:
-    """Half precision is bit-equal at every size; sums of three are added up in the order of a ring otherwise."""
+    """Half-precision compression is bit-equal for every number of ranks. Other sums over three ranks depend on the
+    order of the ring allreduce, so they are compared with a tolerance."""
     dtype, compression = LOOPS[case]
     for size in (2, 3):
         exact = size == 2 or isinstance(compression, str)
@@ -166,8 +167,9 @@ def test_compared_loops_differ_and_use_several_buckets(ran: Ran) -> None:
             assert (runs[one][0] - runs[other][0]).abs().max() > 1e-5
 
 
-def against_torch(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return the gradients of some steps by this and by torch's own hook, from the same random start."""
+def gradients_of_both_hooks(backend: Backend) -> tuple[Tensor, Tensor]:
+    """Return the gradients of several steps with unitrain's PowerSGD and with torch's hook, from the same random
+    start."""
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -199,13 +201,13 @@ def against_torch(backend: Backend) -> tuple[Tensor, Tensor]:
 
 def test_powersgd_equals_the_comm_hook_of_torch(ran: Ran) -> None:
     for (backend, _), results in of_size(ran, 2):
-        for own, theirs in (result["against torch"] for result in results):
+        for own, theirs in (result["both hooks"] for result in results):
             torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9, msg=backend)
 
 
 # --- the Trainer ---
 
-ROWS = 24  # samples per step, over all ranks
+ROWS = 24  # samples per step on all ranks together
 IGNORED = -100
 
 
@@ -229,13 +231,13 @@ def data(dtype: torch.dtype = torch.float64, count: int = 4 * ROWS) -> TensorDat
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss with the number of tokens in the target, which differs between steps and ranks."""
+    """Return the summed loss and the number of tokens, which differs between steps and ranks."""
     tokens = 4 ** (target * (target > 1))
     return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
 
 
 class Overflow(Callback):
-    """Makes a gradient infinite on one rank, in the backward of one step."""
+    """Makes a gradient infinite on the last rank in one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -251,7 +253,7 @@ class Overflow(Callback):
 
 
 class Freezing(Callback):
-    """Trains the first layer from step 3 on only, and the second until step 8."""
+    """Freezes the first layer until step 3, and the second from step 8."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         trainer.backend.unwrap(trainer.model)[0].requires_grad_(False)
@@ -262,8 +264,9 @@ class Freezing(Callback):
         model[2].requires_grad_(step < 8)
 
 
-class AtTimes(nn.Sequential):
-    """Uses its second layer for a few samples only; on a rank, in a micro-step or in all there may be none of them."""
+class OccasionalLayer(nn.Sequential):
+    """A model that uses its second layer for few samples. Some micro-batches, ranks or complete steps do not use this
+    layer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         first, tanh, second, _, last = self
@@ -279,11 +282,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tokens": {"loss_fn": summed},
     "uneven": {"count": 4 * ROWS - 7},
     "freezing": {"callbacks": [Freezing()]},
-    "used at times": {"kind": AtTimes, "find_unused_parameters": True, "gradient_accumulation_steps": 2},
+    "occasional layer": {"kind": OccasionalLayer, "find_unused_parameters": True, "gradient_accumulation_steps": 2},
     "loss scaling": {"precision": "fp16", "gradient_accumulation_steps": 2, "callbacks": [Overflow(4)]},
     "bf16": {"precision": "bf16"},
 }
-LOOSE = ("loss scaling", "bf16")  # computed in half precision, in other batches
+LOOSE = ("loss scaling", "bf16")  # half-precision results depend on the batch sizes
 
 
 def fit(backend: Backend, variant: str, compression: Compression = LOW_RANK) -> Tensor:
@@ -311,7 +314,7 @@ def test_powersgd_equals_one_rank_with_the_global_batch(ran: Ran) -> None:
 
 
 class Gradients(Callback):
-    """Keeps the gradient of the first layer of each step."""
+    """Records the gradient of the first layer in each step."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -325,7 +328,7 @@ def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> Non
     settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "max_steps": 4, "batch_size": ROWS}
     run = trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
     samples = data()
-    samples.tensors[1][ROWS : 2 * ROWS] = 3  # 64 tokens each
+    samples.tensors[1][ROWS : 2 * ROWS] = 3  # each target has 64 tokens
     samples.tensors[1][2 * ROWS :] = 0
     run.fit(samples)
     unsent_error = torch.zeros(40, 12, dtype=torch.float64)
@@ -346,7 +349,7 @@ def test_error_feedback_follows_the_loss_scale() -> None:
     run.fit(data(torch.float32))
     scale = LOCAL.compression_state(run.model).get_loss_scale()
     assert scale is not None
-    assert scale.item() == 2**15, "halved once"
+    assert scale.item() == 2**15, "the scale must be halved once"
 
 
 # --- checkpoints ---
@@ -367,7 +370,7 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
 
 
 def test_resume_on_the_same_number_of_ranks_is_bit_equal(ran: Ran) -> None:
-    """With another loss scale than it began with, too."""
+    """The loss scale at the checkpoint differs from its initial value."""
     uninterrupted = ran[1][0]["routes"]["whole"]
     for result in ran[4]:
         assert torch.equal(result["routes"]["ddp to horovod"], uninterrupted)
@@ -381,18 +384,16 @@ def test_resume_on_another_number_of_ranks_keeps_the_mean_error(ran: Ran, folder
     checkpoint = folder / "2 to 3 ranks to one" / "step-000000004" / "training.pt"
     memory = torch.load(checkpoint, weights_only=True)["gradients"]
     assert memory["errors"]["0.weight"].shape == (2, 40, 12)
-    assert not torch.allclose(*memory["errors"]["0.weight"]), "every rank has its own"
+    assert not torch.allclose(*memory["errors"]["0.weight"]), "every rank must have a different error"
 
 
-def test_resume_without_compression_state_gives_other_parameters(ran: Ran, tmp_path: Path) -> None:
+def test_resume_without_error_feedback_changes_the_parameters(ran: Ran, tmp_path: Path) -> None:
     run_to(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
-    forgotten = trainer(
-        LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2
-    )
-    memory = LOCAL.compression_state(forgotten.model)
+    resumed = trainer(LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2)
+    memory = LOCAL.compression_state(resumed.model)
     memory.load_state_dict({**memory.state_dict(), "errors": {}})
-    forgotten.fit(data())
-    assert (vector(forgotten.model) - ran[0][0]["routes"]["one rank"]).abs().max() > 1e-4
+    resumed.fit(data())
+    assert (vector(resumed.model) - ran[0][0]["routes"]["one rank"]).abs().max() > 1e-4
 
 
 def test_checkpoint_without_compression_state_starts_a_new_state(tmp_path: Path) -> None:
@@ -401,20 +402,20 @@ def test_checkpoint_without_compression_state_starts_a_new_state(tmp_path: Path)
         run_to(LOCAL, tmp_path, 3 * number, compression, "accumulated")
 
 
-# --- all of it, in few launches ---
+# --- running all cases in few launches ---
 
 
-def everything(backend: Backend, folder: str, launch: int) -> dict[str, Any]:
+def run_all_cases(backend: Backend, folder: str, launch: int) -> dict[str, Any]:
     routes = {
         name: run_to(backend, Path(folder) / name, until[launch], LOW_RANK, variant)
         for name, (variant, until) in ROUTES.items()
         if launch in until
     }
-    if launch == len(LAUNCHES) - 1:  # which is there for the sake of a route
+    if launch == len(LAUNCHES) - 1:  # the last launch only completes one of the ROUTES
         return {"routes": routes}
     found: dict[str, Any] = {"loops": loops(backend), "fits": fit_all(backend), "routes": routes}
     if backend.size == 2:
-        found["against torch"] = against_torch(backend)
+        found["both hooks"] = gradients_of_both_hooks(backend)
     return found
 
 
@@ -432,8 +433,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread here, as the ranks do: with two, matrix products add up in another order, and where that turns
-    the rounding of a gradient to half precision, it changes by a last digit of that format."""
+    """Use one thread in this process, like the ranks. With two threads, matrix products are summed in another order,
+    which can change the half-precision rounding of a gradient."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -442,14 +443,14 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> Ran:
-    """What every rank of each launch found."""
+    """Return the results of every rank of each launch."""
     found: Ran = []
     for number, (backend, size) in enumerate(LAUNCHES):
         if backend == "local":
-            found.append([everything(LOCAL, str(folder), number)])
+            found.append([run_all_cases(LOCAL, str(folder), number)])
         else:
             with RankGroup(backend, size) as group:
-                found.append(group.run(everything, str(folder), number, timeout_seconds=240))
+                found.append(group.run(run_all_cases, str(folder), number, timeout_seconds=240))
     return found
 
 
@@ -474,7 +475,7 @@ def test_invalid_compression_settings_are_rejected(settings: dict[str, Any], mes
 
 
 class RaisingBackend(LocalBackend):
-    """As a backend of somebody else's, which compresses nothing."""
+    """Simulates a third-party backend that does not support compression."""
 
     def distributed_model(
         self,

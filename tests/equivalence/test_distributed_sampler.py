@@ -1,4 +1,5 @@
-"""Ports of a plain DistributedDataParallel script with a DistributedSampler: the same numbers, also with BatchNorm."""
+"""Ports of a DistributedDataParallel script with a DistributedSampler have the results of the script, even with
+BatchNorm."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Distribut
 
 
 def original(backend: Backend) -> nn.Module:
-    """Plain torch, in the process group that the backend has made."""
+    """Train with plain torch, in the process group that the backend created."""
     model = network()
     train(DistributedDataParallel(model), optimizer_of(model), DistributedSampler(samples(), seed=SEED))
     return model
@@ -82,5 +83,5 @@ def test_port_with_batch_norm_reproduces_the_original_script(group: RankGroup) -
             for name, wanted in expected.items():
                 if "running" in name and rank:
                     continue  # evaluation and checkpoints use rank 0's buffers
-                # DistributedDataParallel adds the gradients of three ranks in another order.
+                # DistributedDataParallel sums the gradients of three ranks in another order.
                 torch.testing.assert_close(port[name], wanted, rtol=0, atol=0 if group.size < 3 else 1e-5)

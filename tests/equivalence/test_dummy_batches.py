@@ -19,7 +19,7 @@ FEATURES = 4
 
 
 class Routed(nn.Module):
-    """Sends a batch through the expert that the batch names."""
+    """A model that passes a batch to the expert with the index given in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Routed(nn.Module):
 
 
 def batches(rank: int, counts: list[int]) -> list[tuple[int, Tensor]]:
-    """Return the batches of a rank: (expert, inputs)."""
+    """Return the batches of a rank as pairs (expert index, inputs)."""
     generator = torch.Generator().manual_seed(rank)
     return [(rank, torch.randn(3, FEATURES, generator=generator).double()) for _ in range(counts[rank])]
 
 
-class Own(IterableDataset[Any]):
+class OwnStream(IterableDataset[Any]):
     def __init__(self, rank: int, counts: list[int]) -> None:
         self.rank, self.counts = rank, counts
 
@@ -70,12 +70,12 @@ def train(backend: Backend, counts: list[int], tokens: bool) -> dict[str, Tensor
     trainer = Trainer(
         model, optimizer, summed if tokens else loss_fn, backend=backend, config=config, forward=forward
     )  # fmt: skip
-    trainer.fit(DataLoader(Own(backend.rank, counts), batch_size=None))
+    trainer.fit(DataLoader(OwnStream(backend.rank, counts), batch_size=None))
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def expected(counts: list[int]) -> dict[str, Tensor]:
-    """Return what plain torch does with the batches that exist; statistics are those of rank 0's batches."""
+    """Train with plain torch on the existing batches, and return the state with the statistics of rank 0's batches."""
     model, statistics = Routed(), Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=DECAY, momentum=0.5)
     for step in range(max(counts)):
@@ -97,7 +97,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["samples", "tokens"])
 @pytest.mark.parametrize("counts", [[3, 1, 3], [1, 3, 2]], ids=["rank 1 runs out", "rank 0 runs out"])
-def test_a_dummy_batch_changes_no_parameter_and_no_statistics(
+def test_a_dummy_batch_does_not_change_parameters_or_statistics(
     ranks: RankGroup, counts: list[int], tokens: bool
 ) -> None:
     counts = counts[: ranks.size]

@@ -1,8 +1,8 @@
-"""The same run produces the same parameters in one process with the global batch, on ddp and on horovod.
+"""A run has the same parameters on ddp, on horovod and in one process with the global batch.
 
-Every run is 15 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32, to 1e-6. AdamW
-divides by the root of its second moment, which magnifies the last bits of small gradients, also between two orders of
-addition in one process; so it is compared in float64, to 1e-9, where a real difference could not hide.
+Every run consists of 15 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32 with a
+tolerance of 1e-6. AdamW divides by the root of its second moment, which magnifies rounding differences in small
+gradients. Therefore, AdamW is compared in float64 with a tolerance of 1e-9.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ Run = tuple[list[Tensor], float]
 
 
 def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the unmasked elements, and their number."""
+    """Return the sum of the losses of unmasked elements, and the number of these elements."""
     total = nn.functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
     return total, (target != IGNORED).sum()
 
 
 def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
-    """Train a small network and return its parameters, or its buffers or averages too, and its last training loss."""
+    """Train a small network. Return its parameters, in some variants also buffers or averages, and the last training
+    loss."""
     dtype, _ = OPTIMIZERS[optimizer_name]
     torch.manual_seed(1)
     normalise: list[nn.Module] = [nn.LayerNorm(16)]
@@ -49,7 +50,7 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
         normalise = [nn.Unflatten(1, (4, 4)), nn.BatchNorm1d(4), nn.Flatten()]
     model = nn.Sequential(nn.Linear(10, 16), *normalise, nn.ReLU(), nn.Linear(16, 4)).to(dtype)
     generator = torch.Generator().manual_seed(2)
-    # 62 samples leave a last batch of 2: with three ranks, one of them has none.
+    # With 62 samples, the last batch has 2 samples, so one of three ranks has no data.
     count = 62 if variant in ("uneven", "batch norm") or "tokens" in variant else 60
     inputs = torch.randn(count, 10, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, 4, (count,), generator=generator)
@@ -57,7 +58,7 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # Of the samples, a third is masked, more on some ranks and in some steps than in others; in one step, all are.
+    # A third of the samples is masked. The number differs between ranks and steps. In one step, all samples are masked.
     masked = torch.rand(count, generator=generator) < 0.33
     masked[epoch_order(count, seed=3, epoch=1, shuffle=True)[:GLOBAL_BATCH]] = True
     if "tokens" in variant:
@@ -124,7 +125,7 @@ def test_ranks_and_reruns_are_bit_equal(runs, case) -> None:
 
 
 def test_compared_variants_are_different_runs(alone) -> None:
-    """Guards the tests above against comparing runs in which a variant had no effect."""
+    """Every variant must have an effect. Otherwise, the tests above would compare identical runs."""
     for optimizer in OPTIMIZERS:
         plain = alone[optimizer, "plain"]
         assert largest_difference(alone[optimizer, "clip"], plain) > 1e-4
@@ -134,4 +135,4 @@ def test_compared_variants_are_different_runs(alone) -> None:
         average, half = alone[optimizer, "average"][0], len(plain[0])
         assert largest_difference((average[half:], 0.0), plain) > 1e-4
         assert largest_difference((average[:half], 0.0), plain) == 0.0
-        assert largest_difference(alone[optimizer, "accumulate"], plain) == 0.0  # in one process they are the same run
+        assert largest_difference(alone[optimizer, "accumulate"], plain) == 0.0  # one process does not accumulate

@@ -1,4 +1,4 @@
-"""Fine-tuning: a callback freezes and unfreezes parts between epochs, and the result equals that of one process."""
+"""Fine-tuning with a callback that freezes and unfreezes layers between epochs equals fine-tuning in one process."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from unitrain.backends.local import LocalBackend
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-TRAINED = [[2], [1, 2], [0, 1, 2], [0, 1]]  # the layers that each epoch trains
+TRAINED = [[2], [1, 2], [0, 1, 2], [0, 1]]  # the trained layers of each epoch
 
 
 class Unfreeze(Callback):
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        choose(trainer.backend.unwrap(trainer.model), trainer.progress.epoch)
+        set_trained_layers(trainer.backend.unwrap(trainer.model), trainer.progress.epoch)
 
 
-def choose(model: nn.Module, epoch: int) -> None:
+def set_trained_layers(model: nn.Module, epoch: int) -> None:
     for number, layer in enumerate(model.children()):
         layer.requires_grad_(number in TRAINED[epoch % len(TRAINED)])
 
 
 def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
-    """Return the parameters, and which of them have changed."""
+    """Return the parameters, and whether each has changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    choose(model, 0)
+    set_trained_layers(model, 0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(38, 6, generator=generator), torch.randint(3, (38,), generator=generator))
     config = TrainConfig(max_epochs=len(TRAINED), batch_size=12 // backend.size, ema_decay=0.5, progress="off")

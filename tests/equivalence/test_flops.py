@@ -61,7 +61,7 @@ def train(backend: Backend, folder: Path, settings: dict[str, Any], peak_flops: 
 
 
 def counted_and_plain(backend: Backend, folder: Path) -> dict[str, bool]:
-    """Return for each of SETTINGS whether the results with and without counting are equal."""
+    """For each of SETTINGS, return whether the results with and without counting are equal."""
     found = {}
     for name, settings in SETTINGS.items():
         pair = [
@@ -86,8 +86,9 @@ def test_counting_flops_does_not_change_the_results(name: str, tmp_path: Path) -
             json.loads(line) for line in (tmp_path / case / "counted" / "steps.jsonl").read_text().splitlines()
         ]
         flops[case] = first["mfu"] * 2e9 / first["samples_per_second"]
-    # Matrix products per sample: the forward pass, and the backward pass for weights and, except in the first layer,
-    # for inputs. PowerSGD multiplies the gradients too.
+    # The expected FLOPs are the matrix products of the forward pass and of the backward pass. The backward pass
+    # computes gradients of weights and, except in the first layer, of inputs. PowerSGD adds matrix products of the
+    # gradients.
     products = 2 * (2 * WIDTH * WIDTH + WIDTH * 3)
     wanted = 3 * products - 2 * WIDTH * WIDTH
     compressed = flops.pop("powersgd")

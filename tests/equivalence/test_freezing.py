@@ -1,4 +1,4 @@
-"""The callback of examples/freezing.py has the results of frozen parameters in plain torch, also after a resume."""
+"""The callback of examples/freezing.py trains like plain torch with frozen parameters, even if the run resumes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plain(epochs: int = EPOCHS) -> list[Tensor]:
 
 def runs_on(backend: Backend, folder: str) -> dict[str, list[list[float]]]:
     runs = {"complete": train(backend), "frozen": train(backend, FROZEN)}
-    for first in (1, 3):  # while frozen, and afterwards
+    for first in (1, 3):  # resume before and after unfreezing
         output = f"{folder}/{first}"
         train(backend, first, output_dir=output)
         runs[f"resumed after {first}"] = train(backend, output_dir=output, resume=True)

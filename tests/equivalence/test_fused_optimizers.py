@@ -1,4 +1,5 @@
-"""Fused and unfused optimizers produce the same results on every backend, with every option of a step."""
+"""Fused and unfused optimizers produce the same results on every backend, with clipping, fp16 and a scaled learning
+rate."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CASES = list(itertools.product(KINDS, VARIANTS))
 
 
 class Network(nn.Module):
-    """Makes its gradient infinite in step `overflow` of a run in fp16, from 1."""
+    """A network whose gradient is infinite in step `overflow` (counted from 1) of an fp16 run."""
 
     def __init__(self, overflow: int) -> None:
         super().__init__()
@@ -54,13 +55,13 @@ class Network(nn.Module):
 def train(
     backend: Backend, kind: str, settings: dict[str, Any], overflow: int = 4, **options: Any
 ) -> tuple[list[Tensor], int]:
-    """Return the parameters, and how often the scheduler stepped."""
+    """Return the parameters and the number of scheduler steps."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
     model = Network(overflow)
     more: dict[str, Any] = (
         {"momentum": 0.9} if kind == "sgd" else {"eps": 1e-2}
-    )  # where Adam does not magnify fp16's rounding of small gradients
+    )  # with a large eps, Adam does not magnify fp16 rounding of small gradients
     optimizer = KINDS[kind](model.parameters(), lr=0.02, **more, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
     config = TrainConfig(**{"max_epochs": 3, "batch_size": 12 // backend.size, "progress": "off", **settings})
@@ -72,14 +73,14 @@ def train(
 
 
 def train_all(backend: Backend, folder: str) -> dict[tuple[str, str], list[tuple[list[Tensor], int]]]:
-    """Run every case fused, for each loop over parameters, and fused with a resume in between."""
+    """Run every case with a fused optimizer, with a foreach optimizer, and with a fused optimizer that resumes."""
     found = {}
     for kind, variant in CASES:
         settings = VARIANTS[variant]
         found[kind, variant] = [
             train(backend, kind, settings, **options) for options in ({"fused": True}, {"foreach": True})
         ]
-        if "precision" not in settings:  # where the overflow would come again
+        if "precision" not in settings:  # in fp16, the overflow would recur after the resume
             output = {"output_dir": f"{folder}/{backend.name}{backend.size}-{kind}-{variant}", "resume": True}
             train(backend, kind, {**settings, **output, "max_epochs": 1}, fused=True)
             found[kind, variant].append(train(backend, kind, {**settings, **output}, fused=True))
@@ -97,7 +98,7 @@ def test_fused_optimizer_equals_the_unfused_one(runs: list[Any], case: tuple[str
     kind, variant = case
     alone, steps = train(LOCAL, kind, VARIANTS[variant], foreach=False, fused=False)
     fp16 = "precision" in VARIANTS[variant]
-    assert steps == (11 if fp16 else 12), "the scheduler follows the steps that were taken"
+    assert steps == (11 if fp16 else 12), "the scheduler must not step when the optimizer step is skipped"
     for rank in runs:
         for parameters, scheduled in rank[case]:
             assert scheduled == steps
@@ -109,7 +110,7 @@ def test_fused_optimizer_equals_the_unfused_one(runs: list[Any], case: tuple[str
 
 
 def skip_first_step(backend: Backend) -> None:
-    """The first step of a fused optimizer overflows, with every setting that shards its state."""
+    """Compare fused and foreach optimizers whose first step overflows, for every value of `shard`."""
     for kind in KINDS:
         expected, _ = train(backend, kind, VARIANTS["fp16"], overflow=1, foreach=True)
         for shard in ("none", "state", "gradients", "parameters"):

@@ -1,6 +1,6 @@
-"""Random training runs against plain torch, a fixed number of them with fixed seeds: see `tests/fuzzer/`.
+"""Compare a fixed number of random training runs, with fixed seeds, with plain torch. See `tests/fuzzer/`.
 
-UNITRAIN_FUZZ_CASES changes how many cases run, and UNITRAIN_FUZZ_FIRST the first seed.
+UNITRAIN_FUZZ_CASES sets the number of cases, and UNITRAIN_FUZZ_FIRST sets the first seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_known_defects_stay_fixed(ranks: runner.Pool, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", nightly(*FIRSTS))  # in CI, `make fuzz` runs them
+@pytest.mark.parametrize("first", nightly(*FIRSTS))  # CI runs these cases with `make fuzz`
 def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
     for seed in range(first, min(first + PER_TEST, FIRST + COUNT)):
         case = cases.draw_case(seed)
@@ -61,7 +61,7 @@ def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
 def test_fuzzer_detects_a_difference(
     ranks: runner.Pool, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object], symptom: str
 ) -> None:
-    """The oracle is given another case than the ranks, and must disagree with them."""
+    """The oracle and the ranks compute different cases, so their results must differ."""
     case = cases.make_valid({**cases.SIMPLEST, "epochs": 2, "validation": "tensors", "samples": 13})
     assert runner.find_failures(case, ranks) == []
     run_segments = runner._run_segments
@@ -79,7 +79,7 @@ def test_cases_depend_only_on_the_seed_and_can_be_parsed_from_their_text() -> No
 
 
 def test_every_field_is_drawn_with_every_value() -> None:
-    """Guards against a dimension that the rules of `make_valid` have taken out of the search."""
+    """`make_valid` must not exclude any value of a field."""
     drawn = [case for case in map(cases.draw_case, range(3000)) if case["kind"] == "trainer"]
     for name, simplest in cases.SIMPLEST.items():
         values = {repr(case[name]) for case in drawn}
@@ -92,7 +92,7 @@ def test_every_field_is_drawn_with_every_value() -> None:
 
 
 def test_shrinking_ends_at_the_simplest_case_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect that needs two fields is shrunk to these two."""
+    """A failure that depends on two fields is shrunk to a case with only these two fields set."""
 
     def fails(case: cases.Case, _: runner.Pool) -> list[str]:
         return ["parameters differ"] if case["clip"] and "tied" in case["features"] else []

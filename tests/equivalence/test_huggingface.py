@@ -1,4 +1,4 @@
-"""Models of transformers on batches of datasets train like a plain loop in one process, in float64."""
+"""Models from transformers with data from datasets train like a plain loop in one process, in float64."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from unitrain.testing import RankGroup
 
 RANKS_IMPORT = ("datasets", "transformers")
 LOCAL = LocalBackend(torch.device("cpu"))
-WORDS, LENGTH, ROWS, EPOCHS, STEP = 17, 9, 32, 2, 12  # 32 rows: in steps of 12, the last step has 8
+WORDS, LENGTH, ROWS, EPOCHS, STEP = 17, 9, 32, 2, 12  # with 12 of 32 rows per step, the last step has 8
 
 
 def language_model() -> Any:
-    """Return a GPT-2 in float64, whose output layer shares the weight of its embeddings."""
+    """Return a GPT-2 in float64 whose output layer is tied to its embeddings."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1,
@@ -35,7 +35,7 @@ def language_model() -> Any:
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config).double()
     assert model.lm_head.weight is model.transformer.wte.weight
-    model.loss_function = mean_over_tokens  # transformers' own function converts the logits to float32
+    model.loss_function = mean_over_tokens  # the default loss function of transformers converts the logits to float32
     return model
 
 
@@ -57,7 +57,7 @@ def rows(kind: str) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     found = []
     for number in range(ROWS):
-        # The numbers of tokens differ by a factor of 8. The last two sequences have no token to predict.
+        # The lengths differ by a factor of 8. The last two sequences have one token, so there is no token to predict.
         length = 1 if number >= ROWS - 2 else 2 + number * 7 // ROWS
         ids = torch.randint(1, WORDS, (length,), generator=generator).tolist()
         found.append({"input_ids": ids, "labels": ids if kind == "language" else number % 3})
@@ -86,7 +86,7 @@ def encode(items: list[dict[str, Any]]) -> transformers.BatchEncoding:
 
 
 def data_of(source: str, size: int) -> Any:
-    """Return the language data in different forms. The batch size per rank is that of `fit`."""
+    """Return the language data as a map-style dataset, an iterable dataset or a DataLoader."""
     if source == "map":
         return dataset("language")
     if source == "stream":
@@ -96,7 +96,7 @@ def data_of(source: str, size: int) -> Any:
 
 
 def train(backend: Backend, kind: str, source: str = "map", **settings: Any) -> dict[str, Any]:
-    """Return the parameters and results. Steps consist of two micro-batches on each rank."""
+    """Train with two micro-batches per rank and step. Return the parameters, results and predictions."""
     model = language_model() if kind == "language" else classifier()
     data = data_of(source, backend.size) if kind == "language" else dataset(kind)
     changes = {} if source == "loader" else {"batch_size": STEP // backend.size // 2}
@@ -126,7 +126,7 @@ def count_rows(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def expected_training(kind: str, *, is_shuffled: bool = True) -> dict[str, Any]:
-    """Train in one process, with the global batch in one micro-batch and a loss computed from the logits."""
+    """Train in one process, with one micro-batch per global batch and a loss computed from the logits."""
     model = language_model() if kind == "language" else classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     table = dataset(kind)[:]
@@ -164,11 +164,11 @@ def check(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
     assert found["results"] == pytest.approx(expected["results"], abs=max(tolerance, 1e-6))
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=10 * tolerance)
-    assert found["parts"] == ["logits"]  # neither the loss nor the cache of the language model
+    assert found["parts"] == ["logits"]  # the loss and the cache of the language model are not predicted
 
 
 class OneProcess:
-    """Calls functions in this process, because importing transformers takes seconds in another one."""
+    """Calls functions in this process, because importing transformers in another process takes seconds."""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> list[Any]:
         return [function(LOCAL, *args)]

@@ -1,7 +1,7 @@
-"""Iterable datasets: every item is used once for any number of ranks and workers, and all ranks end an epoch together.
+"""Iterable datasets: each item is used once for any number of ranks and workers, and all ranks end an epoch together.
 
-The results identify the samples of training: the parameters are those of a plain loop in one process over the samples
-that each step should have had.
+The parameters show which samples each step used: they are compared with a plain loop in one process over the expected
+samples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Steps = list[list[int]]
 
 
 class Network(nn.Module):
-    """Takes the numbers of samples."""
+    """A network whose inputs are indices of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 
 class Shuffled(IterableDataset[tuple[int, Tensor]]):
-    """The same samples for all, in an order that its epoch and all three global generators decide."""
+    """The same samples on every rank. The order depends on the epoch and on all three global generators."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -66,13 +66,13 @@ class Shuffled(IterableDataset[tuple[int, Tensor]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return 7 * self.length  # not true, and not asked
+        return 7 * self.length  # wrong, but must not be used
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         order = torch.randperm(self.length).tolist()
         random.shuffle(order)
         order = order[self.epoch :] + order[: self.epoch]
-        # What its documentation shows: in a worker, take a part.
+        # Like the example in the documentation of IterableDataset, each worker yields a different part.
         info = get_worker_info()
         for number in order if info is None else order[info.id :: info.num_workers]:
             yield number, TARGETS[number]
@@ -81,7 +81,7 @@ class Shuffled(IterableDataset[tuple[int, Tensor]]):
 
 
 class Episodes(IterableDataset[tuple[float, float, float]]):
-    """Random numbers of three generators, a few on each rank and worker."""
+    """Yields `length` random numbers of three generators on each rank and worker."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -92,7 +92,7 @@ class Episodes(IterableDataset[tuple[float, float, float]]):
 
 
 class Listed(IterableDataset[tuple[int, Tensor]]):
-    """These samples, of which each worker takes its part."""
+    """Yields the given samples, divided among the workers."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
@@ -104,7 +104,7 @@ class Listed(IterableDataset[tuple[int, Tensor]]):
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of different sizes."""
+    """Yields batches of the given sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -115,7 +115,7 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Reusing(IterableDataset[tuple[Any, Any]]):
-    """Whole batches in the same memory, which the next one overwrites."""
+    """Yields batches that all use the same memory, so that each batch overwrites the previous one."""
 
     def __init__(self, batches: Steps, *, arrays: bool = False) -> None:
         self.batches, self.arrays = batches, arrays
@@ -128,7 +128,7 @@ class Reusing(IterableDataset[tuple[Any, Any]]):
 
 
 class Indexed(Dataset[tuple[Tensor, Tensor]]):
-    """Whole batches by index, which notes on this process what was loaded."""
+    """Map-style dataset of batches. Counts how often each batch is loaded in this process."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.batches, self.loaded = numbered(sizes), Counter[int]()
@@ -147,20 +147,20 @@ def numbered(sizes: list[int]) -> Steps:
 
 
 def own_numbers(rank: int, lengths: list[int]) -> list[int]:
-    """Return the samples of a rank's own stream."""
+    """Return the sample indices of a rank's own stream."""
     first = sum(lengths[:rank])
     return list(range(first, first + lengths[rank]))
 
 
 def own_batches(numbers: list[int], batch_size: int, workers: int) -> Steps:
-    """Return a rank's batches: those of its workers in turn."""
+    """Return a rank's batches, which its workers yield in turn."""
     parts = [numbers[worker :: max(1, workers)] for worker in range(max(1, workers))]
     batches = [[part[at : at + batch_size] for at in range(0, len(part), batch_size)] for part in parts]
     return [batch for row in itertools.zip_longest(*batches) for batch in row if batch is not None]
 
 
 def expected_steps(ranks: list[Steps], accumulate: int, uneven: str) -> Steps:
-    """Return the samples of each step, from the batches of each rank."""
+    """Return the samples of each step, given the batches of each rank."""
     most, fewest = max(map(len, ranks)), min(map(len, ranks))
     if uneven == "drop":
         most = fewest - fewest % accumulate
@@ -173,7 +173,7 @@ def expected_steps(ranks: list[Steps], accumulate: int, uneven: str) -> Steps:
 
 
 def by_hand(steps: Steps) -> list[Tensor]:
-    """Return the parameters after a plain loop over these samples."""
+    """Return the parameters after training in a plain loop over the samples of each step."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps:
@@ -184,7 +184,7 @@ def by_hand(steps: Steps) -> list[Tensor]:
 
 
 def train(backend: Backend, data: Any, settings: dict[str, Any], val_data: Any = None) -> tuple[list[Tensor], Any]:
-    """Return the parameters, and the results with the cursor."""
+    """Return the parameters, and a tuple of results, epoch and step."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"max_epochs": 2, "progress": "off", "seed": 3, **settings})
@@ -200,7 +200,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1
 
 
 def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
-    """Return, for each epoch, the first values of this rank's batches in each step, and what the slices say of it."""
+    """For each epoch and step, return the sample indices of this rank and the number of samples on all ranks."""
     share = open_training_data(data, backend, ShardSettings(seed=3, **settings))
     found = []
     for epoch in epochs:
@@ -235,7 +235,7 @@ def shared_steps(backend: Backend, workers: int, accumulate: int, persistent: bo
 
 
 def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
-    """Draws as many random numbers as it likes, which must not change the stream."""
+    """Draws random numbers, which must not change the order of the stream."""
     torch.rand(len(items)), np.random.rand(), random.random()
     return [torch.tensor([number for number, _ in items]), torch.stack([target for _, target in items])]
 
@@ -283,17 +283,17 @@ def test_shared_stream_equals_one_process_in_training_and_evaluation(
         assert results["val_loss"] == pytest.approx(val_loss, rel=1e-5)
 
 
-def dropping(backend: Backend, uneven: str) -> list[list[Any]]:
+def steps_with_drop_last(backend: Backend, uneven: str) -> list[list[Any]]:
     loader: Any = DataLoader(Shuffled(62), batch_size=12 // backend.size, drop_last=True, num_workers=2)
     return steps_of(backend, loader, {"uneven": uneven}, (0,))
 
 
 def test_drop_last_of_a_shared_stream_drops_an_incomplete_global_batch(group: RankGroup) -> None:
-    for (steps,) in group.run(dropping, "weight"):
+    for (steps,) in group.run(steps_with_drop_last, "weight"):
         assert [total for _, total in steps] == [12] * 5
 
 
-# Streams of the ranks' own.
+# A different stream on each rank.
 
 
 def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
@@ -307,7 +307,7 @@ def test_own_streams_have_different_random_numbers(group: RankGroup, workers: in
     first, again = (group.run(episodes, workers, persistent) for _ in range(2))
     assert first == again
     rows = [tuple(map(float, row)) for rank in first for epoch in rank for row in epoch]
-    assert len(rows) == len(first) * 2 * 6 * max(1, workers), "nothing is skipped"
+    assert len(rows) == len(first) * 2 * 6 * max(1, workers), "every worker must yield all its items"
     for column in zip(*rows, strict=True):
         assert len(set(column)) == len(rows)
 
@@ -339,7 +339,7 @@ def test_unequal_streams_equal_one_process_with_the_samples_of_each_step(
 
 
 def test_uneven_policies_give_different_runs() -> None:
-    """Guards the test above against lengths that leave the policies nothing to do."""
+    """The lengths must be such that the policies differ. Otherwise, the test above would compare identical runs."""
     for size in (2, 3):
         for workers, accumulate in ((0, 1), (2, 1), (0, 3)):
             ranks = [own_batches(own_numbers(rank, LENGTHS[size]), 2, workers) for rank in range(size)]
@@ -360,7 +360,7 @@ def test_rank_without_any_batch_takes_the_same_steps(group: RankGroup, uneven: s
 
 
 def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: dict[str, Any]) -> Any:
-    """Train on batches that the dataset makes: of a shared stream, of a stream per rank, or by index."""
+    """Train on batches that the dataset creates: a shared stream, one stream per rank, or a map-style dataset."""
     workers = settings.pop("workers")
     dataset: Any = {
         "shared": lambda: Batches(sizes[0]),
@@ -377,7 +377,7 @@ def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: d
 def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
     sizes = [[3, 5, 1, 4, 2, 6, 3], [2, 7, 1], [5, 0, 4, 1]]
     if kind == "own":
-        # Each worker has the complete stream of its rank.
+        # Each worker yields the complete stream of its rank.
         ranks = [
             [batch for batch in numbered(sizes[rank]) for _ in range(max(1, workers))] for rank in range(group.size)
         ]
@@ -389,11 +389,11 @@ def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGr
         assert_equal(parameters, expected)
     if kind == "indexed" and not workers:
         loaded = sum((Counter(counted) for _, counted in results), Counter())
-        assert loaded == Counter(dict.fromkeys(range(7), 4)), "two epochs, each validated, by one rank each"
+        assert loaded == Counter(dict.fromkeys(range(7), 4)), "each epoch and validation must load each batch once"
 
 
 def rows_of_items(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-    """Return a batch in the memory of the last item."""
+    """Return a batch that shares the memory of the last item."""
     numbers, targets = items[-1]
     return torch.as_tensor(numbers), torch.as_tensor(targets)
 
@@ -437,7 +437,7 @@ def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> N
 
 
 def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
-    """Train the requested number of steps, resuming from the folder."""
+    """Train until `max_steps`, resuming from `folder`."""
     lengths = LENGTHS[backend.size]
     if kind == "shared":
         data: Any = Shuffled(62)
@@ -458,7 +458,7 @@ def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings
 
 
 class Noisy(Listed):
-    """Random samples of the data, so that a stream that restarts with other random numbers differs."""
+    """Yields random samples, so that a resumed stream with different random numbers has different samples."""
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         for number, _ in super().__iter__():
@@ -486,12 +486,12 @@ def test_run_resumes_within_an_epoch(
     for steps in (1, 4, 6):
         parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
     for found, wanted in zip(parts, uninterrupted, strict=True):
-        # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
+        # A new DistributedDataParallel sums the gradients of three ranks in another order in its first step.
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 
 
 def noisy_collate(items: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return other samples of the same number, which all three global generators decide."""
+    """Return as many samples as there are items, chosen by all three global generators."""
     shift = random.randrange(SAMPLES) + np.random.randint(SAMPLES)
     numbers = (torch.tensor([number for number, _ in items]) + torch.randint(SAMPLES, (len(items),)) + shift) % SAMPLES
     return numbers, TARGETS[numbers]
@@ -509,7 +509,7 @@ class StopAfter(Callback):
 
 
 def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_last: bool, ends: list[int]) -> Any:
-    """Train in several runs, each resumed from the previous one; the last ends after `steps` steps."""
+    """Train in several runs that end at the steps `ends`. Each run resumes from the previous one."""
     data: Any = {
         "shared": Shuffled(62),
         "own": Listed(own_numbers(backend.rank, LENGTHS[backend.size])),
@@ -547,7 +547,7 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
 def test_resume_restores_the_random_numbers_of_collate_fn(
     group: RankGroup, kind: str, accumulate: int, drop_last: bool, tmp_path: Path
 ) -> None:
-    """Also where it was validated with it in the middle of an epoch, which draws from the same generators."""
+    """Runs also validate within an epoch, which draws from the same generators."""
     arguments = kind, accumulate, drop_last
     uninterrupted = group.run(noisy_run, str(tmp_path / "whole"), *arguments, [9])
     parts = group.run(noisy_run, str(tmp_path / "parts"), *arguments, [1, 2, 4, 7, 9])
@@ -573,7 +573,7 @@ def test_shared_stream_resumes_on_another_number_of_ranks_and_workers(group: Ran
 
 
 def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
-    """Train for as many steps as an epoch has."""
+    """Train for the number of steps of one epoch."""
     trainer_data = Listed(own_numbers(backend.rank, LENGTHS[backend.size]))
     steps = max(-(-length // 2) for length in LENGTHS[backend.size])
     settings = {"stream": "own", "batch_size": 2, "max_epochs": None, "max_steps": steps}
@@ -586,8 +586,8 @@ def test_step_that_ends_with_the_data_ends_the_epoch(group: RankGroup) -> None:
         assert (epoch, step) == (1, steps)
 
 
-class Children(Callback):
-    """Collects the numbers of worker processes that run at the ends of epochs."""
+class WorkerCounter(Callback):
+    """Records the number of running worker processes at the end of each epoch."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -601,7 +601,7 @@ LIMITS = [{"limit_train_steps": 2}, {"limit_train_steps": 99}, {"max_steps": 3, 
 
 @pytest.mark.parametrize("settings", LIMITS)
 def test_workers_end_with_the_epoch(settings: dict[str, Any]) -> None:
-    children, model = Children(), Network()
+    children, model = WorkerCounter(), Network()
     config = TrainConfig(**{"max_epochs": 2, "batch_size": 4, "num_workers": 1, "progress": "off", **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = nn.functional.cross_entropy
@@ -635,7 +635,7 @@ def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int
 
 
 def evaluate_own(backend: Backend, lengths: list[int], drop_last: bool) -> tuple[float, list[int]]:
-    """Return the mean loss over all streams, and the numbers of the samples that are predicted for."""
+    """Return the mean loss over all streams, and the sample indices of the predictions."""
     model = Network()
     config = TrainConfig(max_epochs=1, progress="off", stream="own", eval_batch_size=None if drop_last else 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -660,7 +660,7 @@ def test_own_streams_are_evaluated_completely(group: RankGroup, drop_last: bool)
 
 
 def predict(backend: Backend, kind: str, workers: int) -> list[int]:
-    """Return the numbers of the samples in the order in which they are predicted for."""
+    """Return the sample indices in the order of the predictions."""
     data: Any = DataLoader(Listed([*range(19, 0, -1)]), batch_size=2, num_workers=workers)
     if kind == "batches":
         data = DataLoader(Batches([3, 0, 5, 1, 4, 2, 4]), batch_size=None, num_workers=workers)
@@ -680,8 +680,8 @@ def test_predictions_are_in_the_order_of_a_shared_stream(group: RankGroup, worke
     assert group.run(predict, "batches", workers) == [[*range(19)]] * group.size
 
 
-def warned(backend: Backend, is_same: bool, workers: int) -> list[str]:
-    """Return the log of a stream that is equal on every rank, or differs."""
+def warnings_of_stream(backend: Backend, is_same: bool, workers: int) -> list[str]:
+    """Return the log messages for a stream that is the same on every rank or differs between ranks."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -696,8 +696,8 @@ def warned(backend: Backend, is_same: bool, workers: int) -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_different_shared_streams_cause_a_warning(group: RankGroup, workers: int) -> None:
-    assert group.run(warned, True, workers) == [[]] * group.size
-    first, *others = group.run(warned, False, workers)
+    assert group.run(warnings_of_stream, True, workers) == [[]] * group.size
+    first, *others = group.run(warnings_of_stream, False, workers)
     assert others == [[]] * (group.size - 1)
     assert len(first) == (group.size > 1)
     for message in first:
@@ -705,7 +705,7 @@ def test_different_shared_streams_cause_a_warning(group: RankGroup, workers: int
         assert "TrainConfig(stream='own')" in message
 
 
-# What goes wrong.
+# Errors.
 
 
 class Failing(Listed):
@@ -736,7 +736,7 @@ class Plain(Dataset[tuple[int, Tensor]]):
         return index, TARGETS[index]
 
 
-def fails(rank: int) -> tuple[Any, dict[str, Any]]:
+def fails_on_one_rank(rank: int) -> tuple[Any, dict[str, Any]]:
     return Failing(5 if rank == 1 else None), {"batch_size": 2, "stream": "own"}
 
 
@@ -764,11 +764,11 @@ def different_batch_sizes(rank: int) -> tuple[Any, dict[str, Any]]:
     return DataLoader(Listed(list(range(12))), batch_size=2 + rank), {}
 
 
-def no_tensor(rank: int) -> tuple[Any, dict[str, Any]]:
+def batch_without_tensor(rank: int) -> tuple[Any, dict[str, Any]]:
     return DataLoader([["a"], ["b"], ["c"]], batch_size=None), {}  # type: ignore[arg-type]
 
 
-def no_batch_size(rank: int) -> tuple[Any, dict[str, Any]]:
+def missing_batch_size(rank: int) -> tuple[Any, dict[str, Any]]:
     return Listed([1, 2]), {}
 
 
@@ -785,7 +785,7 @@ def scaled_rates_of_dataset_batches(rank: int) -> tuple[Any, dict[str, Any]]:
 
 
 ERRORS: list[tuple[Callable[[int], Any], str]] = [
-    (fails, r"^DataError: The training data failed on rank 1: OSError: the file is gone\. Fix the dataset"),
+    (fails_on_one_rank, r"^DataError: The training data failed on rank 1: OSError: the file is gone\. Fix the dataset"),
     (
         fails_in_a_worker,
         r"^DataError: The training data failed on rank 0: OSError: Caught OSError in DataLoader worker",
@@ -798,8 +798,11 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
         r"^DataError: The training data has a length on some ranks, but is a stream on ranks \[1.*\]\.",
     ),
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
-    (no_tensor, r"^DataError: The number of samples in this list is unknown, because it contains no tensor\. Yield"),
-    (no_batch_size, r"^ConfigError: Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
+    (
+        batch_without_tensor,
+        r"^DataError: The number of samples in this list is unknown, because it contains no tensor\. Yield",
+    ),
+    (missing_batch_size, r"^ConfigError: Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was requested, but .* batch_size=1\. Leave one of them out"),
     (
         global_batch_of_dataset_batches,
@@ -810,7 +813,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
         r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step",
     ),
 ]
-ONLY_BETWEEN_RANKS = (fails, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
+ONLY_BETWEEN_RANKS = (fails_on_one_rank, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
 
 
 def raised_message(backend: Backend, case: Callable[[int], Any]) -> str:
@@ -858,7 +861,7 @@ def test_plan_steps_uses_every_index_with_items(
 
 
 class Counting(LocalBackend):
-    """Counts the gathered objects."""
+    """Counts the calls of allgather."""
 
     gathered = 0
 

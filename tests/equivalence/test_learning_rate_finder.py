@@ -1,4 +1,4 @@
-"""find_learning_rate: the curve of plain torch, the same suggestion on every backend, and an unchanged Trainer."""
+"""find_learning_rate returns the curve of plain torch on every backend, and leaves the Trainer unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(backend: Backend = LOCAL, layers: Any = (), **settings: Any) -> Trainer
 
 
 def plain() -> tuple[list[float], list[float]]:
-    """Return the losses and the smoothed losses of the range test in plain torch."""
+    """Run the learning rate range test in plain torch, and return the losses and the smoothed losses."""
     trainer = make()
     model, optimizer = copy.deepcopy(trainer.model), None
     optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[-1].parameters()}])
@@ -89,7 +89,7 @@ def curves_on(backend: Backend) -> list[LearningRateCurve]:
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of everything that training changes."""
+    """Return a copy of all state that training modifies."""
     model = trainer.backend.unwrap(trainer.model)
     state = {
         "model": model.state_dict(), "modes": [module.training for module in model.modules()],
@@ -119,7 +119,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
-def test_curve_and_suggestion_equal_those_of_plain_torch(group: tuple[str, int]) -> None:
+def test_curve_and_suggestion_equal_plain_torch(group: tuple[str, int]) -> None:
     losses, smoothed = plain()
     if group[0] == "local":
         ranks = [curves_on(LOCAL)]
@@ -137,7 +137,8 @@ def test_curve_and_suggestion_equal_those_of_plain_torch(group: tuple[str, int])
 
 
 def test_training_is_bit_identical_after_the_test(tmp_path: Path) -> None:
-    """Also with dropout, BatchNorm, a sampler with its own generator, an existing optimizer state and a resumed run."""
+    """The run has dropout, BatchNorm, a sampler with its own generator and an existing optimizer state, and continues
+    after the test."""
 
     def loader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
@@ -185,7 +186,7 @@ def test_callbacks_and_scheduler_are_not_called() -> None:
     find_learning_rate(make(callbacks=[Fails()]), data(), min_lr=1e-6, steps=20)
 
 
-def test_scaled_learning_rate_is_used_at_its_full_factor() -> None:
+def test_learning_rate_scaling_is_applied_without_warm_up() -> None:
     settings = {"lr_scaling": "linear", "reference_batch_size": BATCH // 2, "warmup_steps": 100}
     scaled = find_learning_rate(make(**settings), data(), min_lr=1e-6, max_lr=1.0, steps=20)
     doubled = find_learning_rate(make(), data(), min_lr=2e-6, max_lr=2.0, steps=20)

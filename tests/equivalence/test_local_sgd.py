@@ -1,5 +1,5 @@
-"""Local steps through the Trainer: compared with plain torch in one process that simulates all ranks, with synchronous
-training, and with interrupted runs. The contract suite tests `LocalSGD` in a loop."""
+"""Local SGD through the Trainer, compared with a simulation of all ranks in plain torch and with synchronous training.
+Interrupted runs are compared with uninterrupted runs. The contract suite tests `LocalSGD` in a training loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPED = LocalSGDConfig(
     overlap_steps=2,
     synchronous_ranks="host",
 )
-# Settings of the Trainer; "kind" is the inner optimizer and "tokens" a loss over tokens.
+# Settings of the Trainer. "kind" selects the inner optimizer, and "tokens" selects a loss over tokens.
 CASES: dict[str, dict[str, Any]] = {
     "local SGD": {"local_sgd": 4},
     "post-local SGD": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=5), "ema_decay": DECAY},
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "streaming": {"local_sgd": STREAMING, "kind": "adamw", "max_grad_norm": 0.3, "ema_decay": DECAY},
     "streaming, accumulated": {"local_sgd": STREAMING, "gradient_accumulation_steps": 2, "count": 60},
 }
-FRAGMENTS = (("0.weight", "0.bias"), ("1.weight", "1.bias", "3.weight", "3.bias"))  # of the network
+FRAGMENTS = (("0.weight", "0.bias"), ("1.weight", "1.bias", "3.weight", "3.bias"))  # parameter names
 
 
 def network(norm: Any = nn.BatchNorm1d) -> nn.Module:
@@ -69,7 +69,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss over a number of tokens that differs between ranks."""
+    """Return the summed loss and the number of tokens, which differs between ranks."""
     tokens = 1 + 3 * target
     return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
 
@@ -91,7 +91,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def fit(backend: Backend, settings: dict[str, Any], validation: bool = True) -> dict[str, Any]:
-    """Train, and return the final state of the model and of its average, and the results."""
+    """Train, and return the results and the final states of the model and of its average."""
     settings = dict(settings)
     count = settings.pop("count", SAMPLES)
     model = network(settings.pop("norm", nn.BatchNorm1d))
@@ -102,7 +102,7 @@ def fit(backend: Backend, settings: dict[str, Any], validation: bool = True) -> 
 
 
 class Simulation:
-    """All ranks in plain torch."""
+    """Simulates all ranks in one process with plain torch."""
 
     def __init__(self, size: int, settings: dict[str, Any]) -> None:
         given = settings["local_sgd"]
@@ -169,12 +169,12 @@ class Simulation:
             self.update_average(self.local.steps)
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Process the micro-batches one after the other, because of BatchNorm."""
+        """Process the micro-batches separately, because each has its own BatchNorm statistics."""
         micro_batches = self.settings.get("gradient_accumulation_steps", 1)
         return torch.cat([model(part) for part in inputs.chunk(micro_batches)])
 
     def stream(self, index: int, step: int) -> None:
-        """Start or merge the transfer of a fragment after `step`, and merge it."""
+        """Start the transfer of a fragment after `step` if it is due, and merge a completed transfer."""
         names, steps = FRAGMENTS[index], self.local.steps
         start = steps // 2 if index == 0 else steps
         if index in self.transfers and self.transfers[index][0] == step:
@@ -261,7 +261,8 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
 
 
 def test_one_local_step_equals_synchronous_training(ran: Ran) -> None:
-    """Also with an uneven last step. BatchNorm over two samples would amplify rounding errors."""
+    """Some cases have an uneven last step. They use LayerNorm, because BatchNorm over two samples amplifies rounding
+    errors."""
     initial = vector(network(nn.LayerNorm))
     for size in (1, 2, 3):
         for name in SYNCHRONOUS:
@@ -273,7 +274,7 @@ def test_one_local_step_equals_synchronous_training(ran: Ran) -> None:
 
 
 def trained(values: Tensor) -> Tensor:
-    """Return the parameters in the `vector` of a network."""
+    """Return the part of `vector(model)` that contains parameters."""
     model = network()
     kept = [name in dict(model.named_parameters()) for name in model.state_dict()]
     parts = values.split([tensor.numel() for tensor in model.state_dict().values()])
@@ -305,20 +306,21 @@ def test_backends_agree_in_float32(ran: Ran, case: str) -> None:
         results = [result["float32"][case] for result in of_size(ran, size)]
         for found in results:
             assert found.isfinite().all()
-            # An uncompressed sum of three is computed in the order of the transport.
+            # The transport determines the summation order of an uncompressed sum over three ranks.
             assert (found - results[0]).abs().max() <= (0 if compressed or size == 2 else 1e-6)
 
 
 class Evaluating(Callback):
-    """Evaluates, predicts and reads the state in the middle of training."""
+    """Evaluates and predicts after each step."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         trainer.evaluate(data(10))
         trainer.predict(data(10))
 
 
-def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results of an undisturbed run, and of one that evaluates and saves checkpoints after each step."""
+def run_with_and_without_evaluation(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of two runs. The second run also evaluates, predicts and saves a checkpoint after each
+    step."""
     settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "kind": "adamw"}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
@@ -327,7 +329,7 @@ def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, 
 def test_evaluation_and_checkpoints_do_not_change_training(ran: Ran) -> None:
     for _, results in ran:
         for result in results:
-            undisturbed, often = result["disturbed"]
+            undisturbed, often = result["with evaluation"]
             assert torch.equal(undisturbed["model"], often["model"])
 
 
@@ -364,13 +366,13 @@ def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
         training = torch.load(folder / "training.pt", weights_only=True)["local_sgd"]
         assert len(training["ranks"]) == 2
         assert training["steps_since_synchronization"] == 3
-        assert not torch.equal(*(rank["weights"]["0.weight"] for rank in training["ranks"])), "each rank has its own"
+        assert not torch.equal(*(one["weights"]["0.weight"] for one in training["ranks"])), "weights must differ"
         weights = torch.stack([rank["weights"]["0.weight"] for rank in training["ranks"]]).mean(0)
         torch.testing.assert_close(checkpoint_weights(tmp_path, 11)["0.weight"], weights, rtol=0, atol=1e-12)
 
 
 def evaluate_resumed(backend: Backend, settings: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the loss of the resumed weights before training, and train."""
+    """Resume and train. Return the loss before training, and the results."""
     trainer = make(backend, network(), **settings)
     loss = trainer.evaluate(data(30, seed=8))["loss"]
     return loss, trainer.fit(data(), data(30, seed=8))
@@ -402,7 +404,8 @@ def test_ranks_of_a_synchronous_group_have_the_gradient_of_all_their_tokens(both
 
 
 def test_run_resumes_with_a_longer_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
-    """The warm-up begins between two synchronizations. Afterwards, the weights are equal on all ranks."""
+    """The resumed run returns to the warm-up between two synchronizations. After the warm-up, all ranks have equal
+    weights."""
     settings = {"kind": "adamw", "output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
     local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
     both[0].run(fit, {**settings, "local_sgd": LocalSGDConfig(**local), "max_steps": 6})
@@ -416,7 +419,8 @@ def test_run_resumes_with_a_longer_warm_up(both: list[RankGroup], tmp_path: Path
 
 
 def test_run_resumes_with_a_shorter_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
-    """The first outer gradient begins at the end of the warm-up, as in a run that had this warm-up from the start."""
+    """The first outer gradient starts at the end of the warm-up, as in an uninterrupted run with the shorter
+    warm-up."""
     local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
     saved = {"output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
     both[0].run(fit, {**saved, "local_sgd": LocalSGDConfig(**local, warmup_steps=100), "max_steps": 6})
@@ -426,7 +430,7 @@ def test_run_resumes_with_a_shorter_warm_up(both: list[RankGroup], tmp_path: Pat
     torch.testing.assert_close(resumed["model"], expected["model"], rtol=0, atol=1e-12)
 
 
-def test_loaded_weights_replace_those_of_all_ranks(tmp_path: Path) -> None:
+def test_loaded_weights_replace_the_weights_of_all_ranks(tmp_path: Path) -> None:
     fit(LOCAL, {"output_dir": str(tmp_path), "max_steps": 3})
     model = network()
     trainer = make(LOCAL, model, local_sgd=DILOCO, max_steps=7)
@@ -438,16 +442,16 @@ def test_loaded_weights_replace_those_of_all_ranks(tmp_path: Path) -> None:
     torch.testing.assert_close(trained(vector(model)), trained(loaded), rtol=0, atol=1e-12)
 
 
-# --- all of it, in few launches ---
+# --- running all cases in few launches ---
 
 
-def everything(backend: Backend, folder: str) -> dict[str, Any]:
+def run_all_cases(backend: Backend, folder: str) -> dict[str, Any]:
     return {
         "fits": {name: fit(backend, settings) for name, settings in CASES.items()},
         "synchronous": {name: fit(backend, settings) for name, settings in SYNCHRONOUS.items()},
         "one step": {name: fit(backend, {**settings, "local_sgd": 1}) for name, settings in SYNCHRONOUS.items()},
         "float32": {name: in_float32(backend, *case) for name, case in FLOAT32.items()},
-        "disturbed": disturbed(backend, folder),
+        "with evaluation": run_with_and_without_evaluation(backend, folder),
     }
 
 
@@ -466,10 +470,10 @@ def both() -> Iterator[list[RankGroup]]:
 
 @pytest.fixture(scope="module")
 def ran(both: list[RankGroup], tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """The results of all ranks of each launch."""
-    found: Ran = [(("local", 1), [everything(LOCAL, str(tmp_path_factory.mktemp("run")))])]
+    """Return the results of all ranks of each launch."""
+    found: Ran = [(("local", 1), [run_all_cases(LOCAL, str(tmp_path_factory.mktemp("run")))])]
     with RankGroup("ddp", 3) as three:
         for group in (*both, three):
-            results = group.run(everything, str(tmp_path_factory.mktemp("run")), timeout_seconds=240)
+            results = group.run(run_all_cases, str(tmp_path_factory.mktemp("run")), timeout_seconds=240)
             found.append(((group.backend, group.size), results))
     return found

@@ -1,7 +1,7 @@
-"""With logical ranks, a run has the same bits on any backend and any number of processes.
+"""With logical ranks, runs are bit-identical on every backend and with any number of processes.
 
-Each run trains a small network on four logical ranks, which 1, 2 or 3 processes compute. Digests of all results are
-compared with those of one process.
+Each run trains a small network with four logical ranks in 1, 2 or 3 processes. Digests of all results are compared with
+the digests of a run in one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GROUPS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 1), ("ddp", 2), ("horovod
 
 
 def train_in_own_loop(backend: Backend) -> Digests:
-    """Train without the Trainer, with accumulation, and return the digests of all results."""
+    """Train in a loop with gradient accumulation, without the Trainer. Return the digests of all results."""
     model, optimizer, _, data = build("plain")
     wrapped = backend.distributed_model(model, logical_ranks=LOGICAL_RANKS)
     optimizer = backend.distributed_optimizer(optimizer, wrapped)
@@ -98,7 +98,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize("variant", ALL_VARIANTS)
-def test_bits_equal_those_of_one_process(alone: dict[str, Digests], group: RankGroup, variant: str) -> None:
+def test_runs_are_bit_identical_to_one_process(alone: dict[str, Digests], group: RankGroup, variant: str) -> None:
     for run in group.run(train_variant, variant, timeout_seconds=120):
         assert run == alone[variant]
 
@@ -110,15 +110,15 @@ def route_groups() -> Iterator[dict[tuple[str, int], RankGroup]]:
 
 
 def test_variants_are_different_runs(alone) -> None:
-    """Guards the test above against settings without effect."""
+    """Every setting must have an effect. Otherwise, the test above would compare identical runs."""
     parameters = {variant: run["parameters"] for variant, run in alone.items()}
-    assert parameters.pop("workers") == parameters["plain"], "augmentation depends on the workers"
+    assert parameters.pop("workers") == parameters["plain"], "augmentation must not depend on the workers"
     assert len(set(parameters.values())) == len(parameters)
 
 
 @pytest.mark.parametrize("variant", ["accumulate", "synchronized all"])
 @pytest.mark.parametrize("checkpoint_format", ["sharded", *ci("full")])
-def test_resume_on_other_processes_within_an_epoch(
+def test_run_resumes_within_an_epoch_with_another_number_of_processes(
     alone, route_groups, tmp_path: Path, checkpoint_format: str, variant: str
 ) -> None:
     route = [("ddp", 3, 2), ("local", 1, 5), ("horovod", 2, STEPS)]
@@ -134,7 +134,7 @@ def _resume(backend: Backend, variant: str, settings: dict[str, Any]) -> Digests
 
 
 def resume_with_another_number_of_threads(backend: Backend, folder: str) -> list[str]:
-    """Return the warnings about the preconditions."""
+    """Return the warnings about changed properties of the process, on which the bits depend."""
     records: list[logging.LogRecord] = []
     handler, logger, threads = logging.Handler(), logging.getLogger("unitrain"), torch.get_num_threads()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -150,7 +150,8 @@ def resume_with_another_number_of_threads(backend: Backend, folder: str) -> list
 
 
 def test_a_resumed_run_reports_changed_preconditions(group: RankGroup, tmp_path: Path) -> None:
-    """The checkpoint contains the properties of the process, and only the run that changes one reports it."""
+    """A checkpoint contains the properties of the process. Only the first run with a changed property logs a
+    warning."""
     warnings, *others = group.run(resume_with_another_number_of_threads, str(tmp_path / "run"))
     (warning,) = warnings
     assert "was computed with threads=1, but this process has threads=2" in warning
@@ -206,7 +207,7 @@ class Items(torch.utils.data.IterableDataset[int]):
         return iter(range(10))
 
 
-def test_unsupported_combinations(group: RankGroup, tmp_path: Path) -> None:
+def test_unsupported_combinations_are_rejected(group: RankGroup, tmp_path: Path) -> None:
     group.run(check_errors, str(tmp_path / "run"))
 
 
@@ -232,7 +233,7 @@ def misuse(backend: Backend) -> None:
         backend.distributed_optimizer(optimizer_of_ordinary, ordinary)
         cross_entropy(ordinary(inputs), targets).backward()
         raises(ModelError, "but the model was distributed without them", optimizer_of_ordinary.step)
-    if backend.size < 3:  # otherwise some processes have a single logical rank
+    if backend.size < 3:  # with three processes, some have a single logical rank
         with closing(iter(loader)) as batches:
             inputs, targets = next(batches)
             loss = cross_entropy(wrapped(inputs), targets)
@@ -250,7 +251,7 @@ def test_misuse_raises_the_same_error_on_every_rank(group: RankGroup) -> None:
 
 
 def non_finite(backend: Backend) -> list[bytes]:
-    """Return the gradients, pickled, after a step in which one logical rank has an infinite loss."""
+    """Return the pickled gradients of a step in which one logical rank has an infinite input."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     wrapped = backend.distributed_model(model, logical_ranks=LOGICAL_RANKS)
@@ -287,7 +288,7 @@ def test_validation_without_metrics_returns_the_loss(group: RankGroup) -> None:
 
 
 class Incomplete(Noisy):
-    """The same samples, of which some are None: a few, and all in the first batch of the second logical rank."""
+    """A dataset in which some samples are None, including all samples of the first batch of the second logical rank."""
 
     def __getitem__(self, index: int) -> Any:
         sample = super().__getitem__(index)
@@ -300,8 +301,8 @@ def drop_none(items: list[Any]) -> Any:
 
 
 def evaluate_with_dropped_samples(backend: Backend) -> tuple[dict[str, str], list[list[float]]]:
-    """Return the results of an evaluation in which random numbers choose the branches of the model, and this rank's
-    batches of a loader with random numbers drawn after each."""
+    """Evaluate a model whose branches depend on random numbers. Return the results, and this rank's batches of a
+    loader, each followed by a random number."""
     data = DataLoader(Incomplete(), BATCH, collate_fn=drop_none)
     model, optimizer, loss_fn, _ = build("unused")
     config = TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, find_unused_parameters=True, progress="off")
@@ -312,7 +313,7 @@ def evaluate_with_dropped_samples(backend: Backend) -> tuple[dict[str, str], lis
     return results, [[*inputs.flatten().tolist(), float(torch.rand(()))] for inputs, _ in loader]
 
 
-def test_an_evaluation_with_dropped_samples_has_the_same_bits(
+def test_evaluation_with_dropped_samples_is_bit_identical_to_one_process(
     group: RankGroup, route_groups: dict[tuple[str, int], RankGroup]
 ) -> None:
     ((expected, batches),) = route_groups["local", 1].run(evaluate_with_dropped_samples)

@@ -1,4 +1,4 @@
-"""Runs of hundreds of steps with logical ranks have the same bits on every backend, transport and number of processes.
+"""Runs of hundreds of steps with logical ranks are bit-identical on all backends, transports and numbers of processes.
 
 The runs combine bf16, accumulation, clipping, an uneven last batch, dropout, BatchNorm, AdamW and averaged weights.
 """
@@ -31,7 +31,7 @@ NUM_STEPS = nightly(200, 1000)
 
 
 def train_long(backend: Backend, steps: int) -> tuple[str, Digests]:
-    """Return the transport, and the digests of all results."""
+    """Train, and return the transport and the digests of all results."""
     torch.set_num_threads(1)
     return backend.transport, train(backend, "all", max_steps=steps)
 
@@ -64,12 +64,14 @@ def alone() -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int, Digests]:
-    """The digests of one process, by the number of steps."""
+    """Cache of the digests of one process, by number of steps."""
     return {}
 
 
 @pytest.mark.parametrize("steps", NUM_STEPS)
-def test_bits_after_many_steps(group: RankGroup, alone: RankGroup, expected: dict[int, Digests], steps: int) -> None:
+def test_long_runs_are_bit_identical_to_one_process(
+    group: RankGroup, alone: RankGroup, expected: dict[int, Digests], steps: int
+) -> None:
     if steps not in expected:
         ((_, expected[steps]),) = alone.run(train_long, steps, timeout_seconds=240)
     for transport, digests in group.run(train_long, steps, timeout_seconds=280):
@@ -78,7 +80,7 @@ def test_bits_after_many_steps(group: RankGroup, alone: RankGroup, expected: dic
 
 
 @pytest.mark.nightly
-def test_bits_of_compiled_training(alone: RankGroup) -> None:
+def test_compiled_training_is_bit_identical_to_one_process(alone: RankGroup) -> None:
     (expected,) = alone.run(train_compiled, timeout_seconds=240)
     with RankGroup("ddp", 2) as group:
         assert group.run(train_compiled, timeout_seconds=280) == [expected] * 2

@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens: the result equals the mean over all tokens of a step in one process."""
+"""Training with a summed loss over tokens equals training in one process with the mean over all tokens of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 def sequences(count: int = 10) -> TensorDataset:
-    """Return inputs [count, 5 tokens, 4] and their classes; of sample i, i % 6 tokens are not masked."""
+    """Return inputs of shape [count, 5 tokens, 4] and their classes. Sample i has i % 6 unmasked tokens."""
     generator = torch.Generator().manual_seed(2)
     targets = torch.randint(0, 3, (count, 5), generator=generator)
     for sample in range(count):
@@ -74,7 +74,7 @@ def test_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
 
 
 class Unfreezes(Callback):
-    """Trains the first layer too, from the third step on."""
+    """Unfreezes the first layer after the second step."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 2:
@@ -140,7 +140,7 @@ def test_parameters_that_join_an_optimizer_are_weighted_and_clipped_like_the_oth
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_step_without_tokens_changes_no_parameter() -> None:
+def test_step_without_tokens_does_not_change_parameters() -> None:
     inputs, targets = sequences().tensors
     model = network()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -164,7 +164,8 @@ def test_invalid_losses_are_rejected(returned: Any, message: str) -> None:
 
 
 def test_many_tokens_fit_into_half_precision() -> None:
-    """A sum over 40,000 tokens overflows; the gradient that is communicated is close to that of their mean."""
+    """The gradient of a sum over 40,000 tokens would overflow. The communicated gradient is close to the gradient of
+    the mean."""
     model = network()
     seen: list[float] = []
     model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
@@ -175,7 +176,7 @@ def test_many_tokens_fit_into_half_precision() -> None:
     assert all(0 < value < 2 for value in seen), seen
 
 
-def test_loss_per_sample_is_rejected_with_a_fix() -> None:
+def test_loss_per_sample_is_rejected_with_a_suggestion() -> None:
     model = network()
     trainer = make(model, batch_size=4)
     trainer.loss_fn = lambda output, target: output.sum((1, 2))
@@ -184,17 +185,17 @@ def test_loss_per_sample_is_rejected_with_a_fix() -> None:
 
 
 def order_of_counting(backend: Backend) -> list[str]:
-    """Return, of each step, when the ranks count its tokens and when they have its gradients."""
+    """Return a log of the allreduces that count tokens and of the completed gradients of each step."""
     log: list[str] = []
     allreduce = backend.allreduce
 
-    def noted(tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+    def record(tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         log.append(f"count in backward {torch._C._current_graph_task_id() != -1}")
         return allreduce(tensor, op)
 
     class Gradients(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:
-            backend.allreduce = noted  # type: ignore[method-assign]
+            backend.allreduce = record  # type: ignore[method-assign]
 
         def on_before_optimizer_step(self, trainer: Trainer) -> None:
             log.append("gradients")
@@ -212,7 +213,7 @@ def order_of_counting(backend: Backend) -> list[str]:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_tokens_are_counted_while_gradients_are_reduced(backend: str) -> None:
     for log in run_ranks(order_of_counting, size=2, backend=backend):
-        # Also before the first backward pass, to compare the kinds of the losses and to estimate the number of tokens,
-        # and at the end, for the mean of the losses.
+        # Two more allreduces run before the first backward pass, to compare the kinds of the losses and to estimate the
+        # number of tokens. The last one computes the mean loss.
         steps = ["count in backward True", "gradients"] * 2
         assert log == ["count in backward False"] * 2 + [*steps, "count in backward False"]

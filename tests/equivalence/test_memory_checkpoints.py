@@ -1,4 +1,4 @@
-"""A restarted run resumes from its newest checkpoint in memory, or from disk if that one is missing or corrupt."""
+"""A restarted run resumes from its newest checkpoint in memory. If that is missing or corrupt, it resumes from disk."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WRITING_SECONDS = 0.1  # much longer than a step
 
 
 class Kill(BaseException):
-    """Simulates the end of the process at the place where it is raised."""
+    """Simulates that the process is killed where this exception is raised."""
 
 
 class Recorder(Callback):
-    """Records the steps, and the newest complete checkpoint in memory at the end of each step.
+    """Records the steps and, at the end of each step, the newest complete checkpoint in memory.
 
-    After step `kill_after`, simulates a kill; after step `remove_after`, renames `folder`.
+    Simulates a kill after step `kill_after`, and renames `folder` after step `remove_after`.
     """
 
     def __init__(self, kill_after: int | None, remove_after: int | None, folder: str) -> None:
@@ -51,7 +51,7 @@ class Recorder(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.steps.append(trainer.progress.step)
         found: list[Path] = []
-        with contextlib.suppress(FileNotFoundError):  # rank 0 may have renamed the folder below
+        with contextlib.suppress(FileNotFoundError):  # rank 0 may already have renamed the folder (see below)
             found = sorted(Path(self.folder).glob("*/step-*"))
         self.newest_in_memory.append(int(found[-1].name.removeprefix("step-")) if found else 0)
         if trainer.progress.step == self.remove_after and trainer.backend.rank == 0:
@@ -67,7 +67,7 @@ def run(
     recorder: Recorder | None = None,
     **settings: Any,
 ) -> tuple[list[int], list[str]]:
-    """Train as an attempt of a supervised job. Return the steps and the parameters, without rounding."""
+    """Train like an attempt of a supervised job. Return the steps and the exact parameters."""
     memory = f"{folder}/memory"
     if backend.rank == 0:
         Path(memory).mkdir(exist_ok=True, parents=True)
@@ -107,7 +107,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def undisturbed(group: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The final parameters of a run that is not killed."""
+    """Return the final parameters of a run that is not killed."""
     steps, parameters = group.run(run, str(tmp_path_factory.mktemp("undisturbed")))[0]
     assert steps == list(range(1, STEPS + 1))
     return list(parameters)
@@ -129,7 +129,7 @@ def test_restarted_run_resumes_from_the_step_in_memory(
 
 
 @pytest.mark.parametrize("damage", ["is corrupt", "is missing", "is older"])
-def test_restarted_run_resumes_from_disk_otherwise(
+def test_restarted_run_resumes_from_disk_without_a_valid_newer_checkpoint_in_memory(
     damage: str, group: RankGroup, undisturbed: list[str], tmp_path: Path
 ) -> None:
     """The checkpoint in memory is corrupt or missing, or is not newer than the one on disk."""
@@ -142,7 +142,7 @@ def test_restarted_run_resumes_from_disk_otherwise(
     elif damage == "is missing":
         shutil.rmtree(newest)
     else:
-        (newest / "training.pt").unlink()  # it is not read
+        (newest / "training.pt").unlink()  # must not be read, because it is not newer
     for steps, parameters in group.run(run, str(tmp_path)):
         assert steps == list(range(ON_DISK_EVERY + 1, STEPS + 1))
         assert parameters == undisturbed
@@ -153,7 +153,7 @@ def test_corrupt_checkpoints_on_disk_do_not_hide_one_in_memory(
 ) -> None:
     group.run(partial(run, kill_after=ON_DISK_EVERY, checkpoint_format="sharded"), str(tmp_path))
     on_disk = tmp_path / "run" / f"step-{ON_DISK_EVERY:09d}"
-    shutil.copytree(on_disk, tmp_path / "run" / f"step-{STEPS - 1:09d}")  # it has the name of another step
+    shutil.copytree(on_disk, tmp_path / "run" / f"step-{STEPS - 1:09d}")  # corrupt, because its name has another step
     with (on_disk / "training.pt").open("r+b") as file:
         file.write(b"damaged")
     for steps, parameters in group.run(partial(run, checkpoint_format="sharded"), str(tmp_path)):
@@ -190,9 +190,9 @@ def test_run_continues_if_the_memory_cannot_be_written(
 
 
 def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list[int]:
-    """Return the newest step in memory at the end of each step, if writing takes much longer than a step.
+    """Train with writes that take much longer than a step. Return the newest step in memory at the end of each step.
 
-    Writing begins after all ranks have recorded the step, because a rank may end a step later than the others.
+    Each write waits until all ranks have recorded the step, because ranks do not end a step at the same time.
     """
     recorded = [Path(folder) / f"recorded-{rank}" for rank in range(backend.size)]
 
@@ -223,10 +223,10 @@ def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
-def test_a_step_ends_after_the_previous_one_is_in_memory(
+def test_a_step_ends_after_the_checkpoint_of_the_previous_step_is_in_memory(
     group: RankGroup, tmp_path: Path, checkpoint_format: str
 ) -> None:
-    """A rank that is killed at any time thus loses at most one completed step."""
+    """Therefore, a killed rank loses at most one completed step."""
     for newest in group.run(partial(run_with_slow_memory, checkpoint_format=checkpoint_format), str(tmp_path)):
         assert newest == list(range(STEPS))
 

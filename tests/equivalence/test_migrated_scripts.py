@@ -1,4 +1,4 @@
-"""Scripts that `unitrain migrate` converted train with the same numbers as the original scripts."""
+"""Scripts converted by `unitrain migrate` have the same losses and parameters as the original scripts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def train():
 if __name__ == "__main__":
     train()
 """
-Outcome = tuple[list[float], list[str], list[float]]  # losses, names of parameters, and parameters
+Outcome = tuple[list[float], list[str], list[float]]  # losses, parameter names and parameters
 
 
 def execute(source: str) -> Outcome:
@@ -108,8 +108,8 @@ def execute(source: str) -> Outcome:
 
 
 def run_scripts(backend: Backend, converted: dict[str, str]) -> dict[tuple[str, str], Outcome]:
-    """Run the original scripts on the library that they were written for, and the others on each backend."""
-    # The backend has started Horovod, so that hvd.init() does nothing.
+    """Run each original script with its own library, and the converted scripts on each backend."""
+    # The backend has already initialized Horovod, so hvd.init() has no effect.
     outcomes = {("horovod", "original"): execute(HOROVOD)}
     backend.shutdown()
     outcomes["ddp", "original"] = execute(DDP)

@@ -1,4 +1,4 @@
-"""The programs of the README and of the migration pages produce the same numbers on one rank and on two."""
+"""The programs in the README and the migration pages have the same results on one rank and on two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unitrain.testing import run_ranks
 ROOT = Path(__file__).parents[2]
 MIGRATION_PAGES = ("accelerate", "ddp", "horovod", "ignite", "lightning")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-Outcomes = dict[str, tuple[dict[str, float], list[float]]]  # by program: results and parameters
+Outcomes = dict[str, tuple[dict[str, float], list[float]]]  # results and parameters of each program
 
 
 def build_model() -> nn.Module:
@@ -44,7 +44,7 @@ def run_programs(programs: dict[str, str]) -> Outcomes:
     """Run each program as a script, and return its results and parameters."""
     outcomes: Outcomes = {}
     for name, program in programs.items():
-        # The last batch of 150 samples is smaller, and is divided unevenly.
+        # The last batch of 150 samples is smaller than the other batches, and the ranks' shares of it are uneven.
         names: dict[str, Any] = {
             "build_model": build_model,
             "train_data": data(150),
@@ -80,7 +80,7 @@ def test_documented_program_produces_the_same_numbers_on_one_rank_and_on_two(mon
     trainer, own_loop = code_blocks("README.md")
     assert "batch_size=32)" in own_loop
     programs["README, Trainer"] = trainer
-    # The same global batch on one rank and on two.
+    # Use the same global batch size on one rank and on two.
     programs["README, own loop"] = own_loop.replace("batch_size=32)", "batch_size=32 // backend.size)")
     monkeypatch.setenv("UNITRAIN_BACKEND", "local")
     reference = run_programs(programs)

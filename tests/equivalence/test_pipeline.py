@@ -1,4 +1,4 @@
-"""Pipeline: stages and replicas compute the same as one process."""
+"""A Pipeline with stages and replicas trains like one process."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def layout(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, int]]:
     ("schedule", "micro_batches", "dtype"),
     [("1f1b", 4, torch.float64), ("gpipe", 3, torch.float64), ("1f1b", 1, torch.float32)],
 )
-def test_pipeline_trains_as_one_process(
+def test_pipeline_trains_like_one_process(
     layout: tuple[RankGroup, int], schedule: str, micro_batches: int, dtype: torch.dtype
 ) -> None:
     group, stages = layout
-    group.run(cases.trains_as_one_process, stages, schedule, micro_batches, dtype)
+    group.run(cases.trains_like_one_process, stages, schedule, micro_batches, dtype)
 
 
 @pytest.mark.parametrize("layout", SEVERAL_STAGES.values(), ids=SEVERAL_STAGES, indirect=True)
@@ -54,12 +54,12 @@ def test_pipeline_trains_as_one_process(
         cases.tied_parameters_in_one_stage_are_allowed,
         cases.frozen_blocks_join_a_trained_stage,
         cases.forward_keeps_no_activations,
-        cases.rejects_what_cannot_be_divided,
+        cases.rejects_invalid_models_and_settings,
         cases.invalid_values_on_the_last_rank_raise_on_every_rank,
     ],
     ids=lambda case: case.__name__,
 )
-def test_pipeline_with(layout: tuple[RankGroup, int], case: Callable[..., None]) -> None:
+def test_pipeline(layout: tuple[RankGroup, int], case: Callable[..., None]) -> None:
     group, stages = layout
     group.run(case, stages)
 
@@ -103,7 +103,7 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
 )
 def test_an_error_that_one_rank_handles_ends_the_other_ranks(backend: str, fault: str) -> None:
     with RankGroup(backend, 2) as group, pytest.raises(RankError) as caught:
-        group.run(cases.an_error_that_the_last_rank_handles, fault, timeout_seconds=30)
+        group.run(cases.handle_an_error_on_the_last_rank, fault, timeout_seconds=30)
     assert caught.value.errors == {0: "the process has ended"}, caught.value
 
 
@@ -121,9 +121,9 @@ def test_a_backend_without_point_to_point_rejects_stages() -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_one_stage_with_replicas_trains_as_one_process(backend: str) -> None:
+def test_one_stage_with_replicas_trains_like_one_process(backend: str) -> None:
     with RankGroup(backend, 2) as group:
-        group.run(cases.trains_as_one_process, 1, "1f1b", 4, torch.float64)
+        group.run(cases.trains_like_one_process, 1, "1f1b", 4, torch.float64)
 
 
 @pytest.mark.parametrize("layout", SEVERAL_STAGES.values(), ids=SEVERAL_STAGES, indirect=True)

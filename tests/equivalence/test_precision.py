@@ -1,4 +1,4 @@
-"""Mixed precision: which operations use it, and an overflow on one rank skips the step on all ranks."""
+"""Mixed precision: dtypes of operations and parameters, loss scaling, and steps that are skipped after an overflow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(backend: Backend, model: Network, **settings: Any) -> Trainer:
 
 
 def train(backend: Backend, overflowing_rank: int | None, settings: dict[str, Any]) -> tuple[list[Tensor], int]:
-    """Return the parameters, and how often the scheduler stepped."""
+    """Return the parameters and the number of scheduler steps."""
     model = Network(overflows=backend.rank == overflowing_rank)
     trainer = make(backend, model, **settings)
     trainer.fit(data())
@@ -89,7 +89,7 @@ def test_loss_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     train(LOCAL, 0, {**settings, "max_steps": 5})
     resumed = make(LOCAL, Network(), **settings)
     state = resumed._precision.state_dict()
-    assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "halved once, then one step without an overflow"
+    assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "one overflow, then one step"
     parts, _ = train(LOCAL, None, settings)
     assert all(torch.equal(one, other) for one, other in zip(uninterrupted, parts, strict=True))
 
@@ -104,7 +104,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(group: RankGroup, settings: dict[str, Any]) -> None:
     settings = {"precision": "fp16", **settings}
     alone, steps = train(LOCAL, 0, settings)
-    assert steps == 7, "the scheduler follows the steps that were taken"
+    assert steps == 7, "the scheduler must not step when the optimizer step is skipped"
     results = group.run(train, 1, settings)
     for parameters, scheduled in results:
         assert scheduled == 7
@@ -115,7 +115,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(group: RankGroup, sett
     assert max(float((one - other).abs().max()) for one, other in zip(alone, undisturbed, strict=True)) > 5e-3
 
 
-def test_bf16_is_the_same_on_every_rank(group: RankGroup) -> None:
+def test_bf16_results_are_the_same_on_every_rank(group: RankGroup) -> None:
     alone, _ = train(LOCAL, None, {"precision": "bf16"})
     results = group.run(train, None, {"precision": "bf16"})
     for parameters, _ in results:

@@ -1,6 +1,7 @@
-"""Evaluation and prediction are exact: every sample once, in the dataset's order, on any number of ranks.
+"""Evaluation and prediction process each sample once, in the order of the dataset, on any number of ranks.
 
-Drawn by hypothesis: an example gives every size of data, from 0 to 3N + 1 samples on N ranks, a batch size and a kind.
+Hypothesis draws the examples. Each example covers all dataset sizes from 0 to 3N + 1 samples on N ranks, and chooses a
+batch size and a kind of data for each size.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from unitrain.errors import DataError, ModelError, UnitrainError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-# Reproducible, and without a folder of examples. Two examples are 28 datasets on 4 ranks.
+# Reproducible examples that are not stored in a folder. Two examples are 28 datasets on 4 ranks.
 DRAWN = settings(max_examples=2, derandomize=True, database=None)
 KINDS = ("tensors", "indexed", "loader", "shuffled")
 Case = tuple[int, int, str]  # samples, batch size, kind of data
 
 
 class Indexed(Dataset[tuple[Tensor, Tensor, int]]):
-    """Samples of a class that torch cannot inspect."""
+    """A dataset of a class that torch cannot inspect."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -53,7 +54,7 @@ def samples(length: int) -> TensorDataset:
 
 
 class Model(nn.Module):
-    """In float64, with a running mean, and random while it trains."""
+    """A float64 model with running statistics, and with dropout during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +92,7 @@ def make(backend: Backend, **given: Any) -> Trainer:
 
 
 def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
-    """Return the results of evaluation and prediction of each case on this rank and its samples, or the error
-    messages."""
+    """For each case, return the results of evaluation and prediction and this rank's samples, or the error messages."""
     seen: list[int] = []
 
     def monitored_wait(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
@@ -100,14 +100,14 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
         return forward(model, batch)
 
     trainer = make(backend, forward=monitored_wait)
-    # Ranks collect separate statistics while they train; those of rank 0 are used.
+    # Training updates separate statistics on each rank. Evaluation uses rank 0's statistics.
     trainer.backend.unwrap(trainer.model).norm.running_mean.fill_(0.25 + backend.rank)
     results: list[Any] = []
     for length, batch_size, kind in cases:
         data: Any = samples(length) if kind == "tensors" else Indexed(samples(length))
         if kind in ("tensors", "indexed"):
             trainer.config = TrainConfig(max_epochs=1, eval_batch_size=batch_size)
-        else:  # what shuffling there would be in training is not for evaluation
+        else:  # evaluation ignores shuffle and drop_last
             data = DataLoader(data, batch_size, shuffle=kind == "shuffled" and length > 0, drop_last=True)
             trainer.config = TrainConfig(max_epochs=1)
         try:
@@ -125,7 +125,7 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
 
 
 def expected(length: int) -> tuple[dict[str, float], Tensor]:
-    """Return the numbers and the output of plain torch on the complete dataset."""
+    """Return the metrics and outputs of plain torch on the complete dataset."""
     inputs, targets, index = samples(length).tensors
     model = Model().eval()
     model.norm.running_mean.fill_(0.25)
@@ -137,7 +137,7 @@ def expected(length: int) -> tuple[dict[str, float], Tensor]:
 
 
 def check(case: Case, found: list[Any]) -> None:
-    """Check what all ranks found."""
+    """Assert that the results of all ranks for `case` are correct."""
     length = case[0]
     if length == 0:
         empty = "The evaluation data is empty. Pass a dataset with at least one sample."
@@ -145,11 +145,11 @@ def check(case: Case, found: list[Any]) -> None:
         return
     numbers, logits = expected(length)
     for values, outputs, *_ in found:
-        assert values == found[0][0], "the same on every rank"
+        assert values == found[0][0], "the results must be the same on every rank"
         assert values == pytest.approx(numbers, rel=0, abs=1e-12)
         assert list(outputs) == ["logits", "rest"]
         (index, flags), nothing = outputs["rest"]
-        assert index.tolist() == list(range(length)), "in the dataset's order"
+        assert index.tolist() == list(range(length)), "outputs must be in the order of the dataset"
         assert isinstance(outputs["rest"][0], Nested)
         assert nothing is None
         assert outputs["logits"].dtype == torch.float64
@@ -158,11 +158,11 @@ def check(case: Case, found: list[Any]) -> None:
         assert flags.dtype == torch.bool
         assert torch.equal(flags, outputs["logits"] > 0)
     for rank_by_rank in zip(*(one[2:] for one in found), strict=True):
-        assert [number for here in rank_by_rank for number in here] == list(range(length)), "each sample once"
+        assert [number for own in rank_by_rank for number in own] == list(range(length)), "each sample must occur once"
 
 
 class Formats(nn.Module):
-    """Returns its input in every number format, and shapes of all kinds."""
+    """A model that returns its input in every dtype and in different shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ DTYPES = (
 
 
 def predicted_as_bytes(backend: Backend, length: int) -> dict[str, tuple[Any, ...]]:
-    """Predict in every format, a few bytes at a time; return formats, shapes and bytes."""
+    """Predict in every dtype, gathering a few bytes at a time. Return dtypes, shapes and bytes."""
     before, prediction._MAX_GATHERED_BYTES = prediction._MAX_GATHERED_BYTES, 24
     try:
         outputs = make(backend, model=Formats(), forward=None).predict(
@@ -201,7 +201,7 @@ def raw(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def examples(size: int) -> Any:
-    """Draw a batch size and a kind for each size of data."""
+    """Draw a batch size and a kind of data for each dataset size."""
     lengths = range(3 * size + 2)
     one = st.tuples(st.integers(1, 5), st.sampled_from(KINDS))
     drawn = st.tuples(*[one] * len(lengths))
@@ -286,7 +286,7 @@ def test_prediction_keeps_the_nesting_of_outputs() -> None:
 
 
 class Named(Dataset[dict[str, Tensor]]):
-    """Inputs in a dictionary, and no target."""
+    """A dataset whose samples are dictionaries of inputs without a target."""
 
     def __len__(self) -> int:
         return 5
@@ -329,7 +329,8 @@ def test_prediction_does_not_change_the_model() -> None:
 
 
 def test_predicted_outputs_have_separate_memory() -> None:
-    """A first token, or a buffer that the model writes to again, must not keep or change what was predicted."""
+    """An output that is a view of a larger tensor must not keep the tensor alive. An output buffer that the model
+    overwrites must not change earlier predictions."""
     buffer = torch.zeros(2, 1000)
 
     def reused(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, None]:
@@ -351,7 +352,7 @@ def test_prediction_uses_the_precision_of_the_run() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_outputs_that_cannot_be_concatenated_are_named() -> None:
+def test_error_names_outputs_that_cannot_be_concatenated() -> None:
     def predict(make_output: Any) -> Any:
         return make(LOCAL, forward=lambda model, batch: (make_output(batch[2]), None)).predict(
             DataLoader(samples(5), 2)
@@ -383,7 +384,7 @@ def test_outputs_that_cannot_be_concatenated_are_named() -> None:
 
 
 def ragged(backend: Backend) -> str:
-    """Predict outputs whose width is the rank."""
+    """Predict outputs whose width differs between ranks, and return the error."""
     trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), backend.rank + 1), None))
     try:
         trainer.predict(DataLoader(samples(5), 2))
@@ -398,7 +399,7 @@ class OneSample(IterableDataset[Any]):
 
 
 def predicted_stream_of_one_sample(backend: Backend) -> list[int]:
-    """Predict a stream from which all ranks except one get no sample."""
+    """Predict a stream of which only one rank gets a sample, and return the shape of the outputs."""
     settings = {"stream": "shared", "batch_size": 2}
     trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), 2), None), config=settings)
     return list(trainer.predict(OneSample()).shape)

@@ -1,4 +1,4 @@
-"""PredictionWriter writes the outputs that `predict` returns, with the same bytes for any number of ranks."""
+"""PredictionWriter writes the outputs that `predict` would return. The files do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ DATA: dict[str, Any] = {
 
 
 def write_all(backend: Backend, folder: str) -> dict[str, tuple[Any, dict[str, str]]]:
-    """Return the result of `predict` and the digests of the written files for each kind of data."""
+    """For each kind of data, return the result of `predict` and the digests of the written files."""
     results = {}
     for kind, make_data in DATA.items():
         trainer = make(backend)
@@ -206,7 +206,7 @@ def test_files_of_another_program_in_the_unfinished_folder_are_kept(tmp_path: Pa
 
 @contextmanager
 def locked(unfinished: Path) -> Iterator[None]:
-    """Context manager in which another process, the first job, holds the lock of the folder of unfinished files."""
+    """Run another process, the first job, that holds the lock of the folder of unfinished files."""
     program = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     )
@@ -229,7 +229,7 @@ def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch:
         with pytest.raises(CheckpointError, match=r"predictions.unfinished' is in use by another job"):
             make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
         assert (unfinished / "output.npy").read_bytes() == b"rows of the first job"
-    make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))  # after the first job was killed
+    make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))  # the first job has been killed
     assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
     assert ".lock" not in digests(tmp_path / "predictions")
 

@@ -1,6 +1,6 @@
-"""Prefetching of one batch: the order of loading, copying and use, and bit-equal runs with it.
+"""Prefetching of one batch: the order of loading, copying and use. Runs with prefetching are bit-equal to runs without.
 
-benchmarks/gpu_check.py tests on a GPU that a copy does not overwrite memory that is still read.
+benchmarks/gpu_check.py tests on a GPU that a copy does not overwrite memory that a kernel still reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 class Log(list[str]):
-    """The events, in order."""
+    """Records events in order."""
 
     def source(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
         try:
@@ -149,7 +149,7 @@ def test_next_batch_is_fetched_while_gradients_are_reduced() -> None:
     ahead = Prefetcher(torch.device("cpu"), fetching)
     for number, _ in ahead(log.source(3), ahead=True, overlapped=True):
         weight = torch.ones((), requires_grad=True)
-        # Like the hook that begins to reduce gradients, after the first gradient.
+        # The fetch runs after the first gradient, like the hook that starts to reduce gradients.
         weight.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
         log.append(f"use {number}")
         backward(weight * 1.0, *ahead.overlapped_work())
@@ -188,7 +188,7 @@ def test_overlapped_iterator_is_closed_with_the_loop() -> None:
 
 
 def event_order(backend: Backend) -> list[str]:
-    """Return the order of fetches and of waits inside the backward in each of four steps."""
+    """Return the order of fetches and waits during the backward pass of each of four steps."""
     log: list[str] = []
     fetch, wait = prefetch.PrefetchedIterator.fetch, FailureMonitor.wait_for_ranks
 
@@ -230,7 +230,7 @@ def test_device_without_streams_loads_batches_on_demand() -> None:
 
 
 class _Stream:
-    """A GPU stream that records the waits and the stream of each copy."""
+    """A simulated GPU stream that records when it waits for another stream."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -253,7 +253,7 @@ def test_streams_synchronize_before_reading_and_overwriting_copies(
 
     def source() -> Iterator[tuple[int, None]]:
         for number in range(3):
-            assert not current, "the loader runs on the stream of the user"
+            assert not current, "the loader must run on the user's stream"
             yield number, None
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(log, "side"))
@@ -273,7 +273,7 @@ def test_streams_synchronize_before_reading_and_overwriting_copies(
 
 
 class DrawnOrder(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with a random augmentation, drawn in the process that loads them. Records their indices."""
+    """A dataset with random augmentation in the process that loads the samples. Records the loaded indices."""
 
     def __init__(self, length: int) -> None:
         self.inputs, self.targets = samples(length).tensors
@@ -309,8 +309,8 @@ def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any,
     assert EvaluationShard(data, simulate_rank(0, 1), batch_size=size).can_prefetch is apart
 
 
-class Early(Prefetcher):
-    """Prefetches on the CPU as on a GPU, with real copies."""
+class CopyingPrefetcher(Prefetcher):
+    """Prefetches on the CPU with real copies, like on a GPU."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         if not ahead:
@@ -319,7 +319,7 @@ class Early(Prefetcher):
 
 
 class OverlappedLoader(Prefetcher):
-    """Prefetches while gradients of other ranks are awaited."""
+    """Loads the next batch while gradients are reduced."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=ahead, overlapped=ahead)
@@ -346,7 +346,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("early", [Early, OverlappedLoader])
+@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
 @pytest.mark.parametrize("kind", DATA)
 def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> None:
     data, settings = DATA[kind]
@@ -355,19 +355,19 @@ def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> N
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("early", [Early, OverlappedLoader])
+@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
 @pytest.mark.parametrize("kind", DATA)
 def test_resumed_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
     uninterrupted, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
-    stops = 6 if kind == "workers" else 4  # within an epoch; workers draw new random numbers from where they start
+    stops = 6 if kind == "workers" else 4  # workers restart their random numbers, so stop at an epoch's end
     first = {**settings, "max_epochs": None, "max_steps": stops, "output_dir": tmp_path, "resume": True}
     train(data, early, **first)
     parts, _ = train(data, early, **{**first, "max_steps": 8})
     assert all(torch.equal(value, parts[name]) for name, value in uninterrupted.items())
 
 
-@pytest.mark.parametrize("early", [Early, OverlappedLoader])
+@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
 def test_batches_loaded_in_the_process_are_loaded_on_demand(early: type[Prefetcher]) -> None:
     data = DrawnOrder(22)
     train(lambda: data, early, batch_size=4, max_epochs=None, max_steps=1)

@@ -1,4 +1,4 @@
-"""A run that is interrupted on one backend and number of ranks resumes on another, equal to an uninterrupted run."""
+"""A run that resumes on another backend and number of ranks equals an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming a run with another optimizer, scheduler or learning rate than that of its start."""
+"""Resuming a run with a different optimizer, scheduler or learning rate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[float]:
-    """Train up to so many epochs, and return the learning rate and the weight decay in the end."""
+    """Train until `epochs`, and return the final learning rate and weight decay."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = kind(model.parameters(), **{"lr": 0.1, **(options or {})})
@@ -94,7 +94,7 @@ def test_another_optimizer_class_raises_on_every_rank(
 
 
 def test_another_optimizer_is_detected_in_checkpoints_without_class_names(tmp_path: Path) -> None:
-    """As in those of earlier versions, and in converted ones."""
+    """Checkpoints of earlier versions and converted checkpoints do not contain class names."""
     model = nn.Linear(3, 1)
     kept = SGD(model.parameters(), lr=0.1).state_dict()
     path = files.checkpoint_path(tmp_path, 3)

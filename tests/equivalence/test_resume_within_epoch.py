@@ -25,18 +25,18 @@ SAMPLES, GLOBAL_BATCH = 70, 12
 
 
 class Kill(BaseException):
-    """Simulates the end of the process at the place where it is raised."""
+    """Simulates that the process is killed where this exception is raised."""
 
 
 class KillAt(Callback):
-    """Kills the run at the end of a step; counts the epochs that end."""
+    """Simulates a kill after a step, and counts completed epochs."""
 
     def __init__(self, step: int) -> None:
         self.step, self.epochs = step, 0
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
         if trainer.progress.step == self.step:
-            trainer.checkpointer.wait()  # the checkpoint before is complete
+            trainer.checkpointer.wait()  # so that the previous checkpoint is complete
             raise Kill
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
@@ -57,13 +57,13 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
 def run(
     backend: Backend, folder: str, *, resume: bool = False, kill_at: int = -1, stream: bool = False, **settings: Any
 ) -> tuple[dict[str, float], float, int, list[float]]:
-    """Train, and return the results, the learning rate, the number of epochs that ended, and the parameters."""
+    """Train, and return the results, the learning rate, the number of completed epochs, and the parameters."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     generator = torch.Generator().manual_seed(6)
-    # The labels of the second half contradict those of the first: the loss of a part of an epoch differs from that of
-    # the epoch.
+    # The labels of the second half contradict the labels of the first half, so the loss over a part of an epoch differs
+    # from the loss over the complete epoch.
     inputs = torch.randn(SAMPLES, 6, generator=generator).double()
     labels = torch.where(torch.arange(SAMPLES) < SAMPLES // 2, inputs[:, 0] > 0, inputs[:, 0] < 0).long()
     data: Dataset[Any] = TensorDataset(inputs, labels)
@@ -103,7 +103,7 @@ INTERRUPTIONS = {
     "in the middle": {"kill_at": STEPS + 4},
     "after the checkpoint at the last step of an epoch": {"kill_at": STEPS},
     "in the step after an epoch without a checkpoint": {"kill_at": STEPS + 1},
-    # The loss of the part of the epoch after the interruption is larger than that of the epoch before.
+    # The loss over the part of the epoch after the interruption is larger than the loss of the previous epoch.
     "in the last epoch": {"kill_at": 3 * STEPS + 4, "checkpoint_every_epochs": 1},
     "tokens": {"kill_at": STEPS + 4, "tokens": True},
     "a limited epoch": {"kill_at": 4, "limit_train_steps": 4},
@@ -143,20 +143,20 @@ def test_results_after_an_interruption_cover_complete_epochs(
     other = tmp_path / "other"
     shutil.copytree(part, other)
     found = ranks.run(again, str(part), case)[0]
-    # The order in which the gradients of three ranks are summed depends on their positions in a buffer. DDP reorders
-    # its bucket after the first step, also of a resumed run, and Horovod fuses the tensors that are ready.
+    # The summation order of three ranks depends on the positions of gradients in a buffer. DDP rebuilds its buckets
+    # after the first step of every run, and Horovod fuses tensors that happen to be ready.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=0)
     assert found[1] == expected[1]
     assert found[3] == pytest.approx(expected[3], rel=tolerance, abs=0)
-    # Each epoch ends once after the checkpoint that the run is resumed from, and is recorded once.
+    # Each epoch after the checkpoint ends once and is recorded once.
     assert found[2] == EPOCHS - max(0, case["kill_at"] - 2) // STEPS
     for one, other_one in zip(rows(part), rows(uninterrupted), strict=True):
         assert one == pytest.approx(other_one, rel=tolerance, abs=0)
     assert kept_checkpoints(part) == kept_checkpoints(uninterrupted)
     steps = case.get("limit_train_steps", STEPS)
     assert [row[:2] for row in rows(uninterrupted)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
-    assert expected[1] < 0.3 or steps < STEPS  # the plateau has had something to judge
+    assert expected[1] < 0.3 or steps < STEPS  # the scheduler must have reduced the rate
     if case.get("stream") and ranks.size > 1:
         return
     (moved,) = alone.run(again, str(other), case)
@@ -166,7 +166,8 @@ def test_results_after_an_interruption_cover_complete_epochs(
 
 
 def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int:
-    """Return the step at which EarlyStopping ends a run whose result never improves, that `stop` interrupts before."""
+    """Return the step at which EarlyStopping ends a run whose result never improves. Before, interrupt the run at
+    `stops`."""
     steps = 0
     for stop in [*stops, None]:
         model = nn.Linear(6, 3)

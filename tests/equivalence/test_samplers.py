@@ -1,7 +1,7 @@
-"""DataLoaders with a custom sampler or batch_sampler: its order is drawn once per epoch on rank 0 and sharded.
+"""DataLoaders with a custom sampler or batch_sampler: rank 0 draws the order once per epoch, and all ranks shard it.
 
-The results identify the samples of training: the parameters are those of a plain loop in one process over what the
-sampler yields in it, under the seed of the epoch.
+The parameters show which samples each step used: they are compared with a plain loop in one process over the indices
+that the sampler yields with the seed of the epoch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Steps = list[list[int]]
 
 
 class Opaque(Dataset[tuple[Tensor, Tensor]]):
-    """The samples, of a class that torch cannot inspect."""
+    """A dataset of a class that torch cannot inspect."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -61,7 +61,8 @@ class Opaque(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of unequal sizes, of neighbours, in a random order; it has no len, and some of them are empty."""
+    """A batch sampler without a length. Yields batches of consecutive indices in a random order, with unequal sizes and
+    some empty batches."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -76,7 +77,7 @@ class Buckets(Sampler[list[int]]):
 
 
 class Curriculum(Sampler[int]):
-    """More samples in every epoch."""
+    """A sampler that yields more samples in every epoch."""
 
     epoch = 0
 
@@ -127,8 +128,8 @@ SAMPLERS = (weighted, subset, replaced, fewer, fewer_drawn, first, curriculum)
 BATCH_SAMPLERS = (buckets, wrapped)
 
 
-def drawn(sampler: Any, epoch: int) -> list[Any]:
-    """What `sampler` yields in an epoch, in plain torch under the seed that the run derives."""
+def draw_order(sampler: Any, epoch: int) -> list[Any]:
+    """Return the indices that `sampler` yields in an epoch with the seed that the run derives."""
     seed = derive_seed(SEED, SeedPurpose.SAMPLER, epoch)
     with IsolatedGenerators(seed):
         if hasattr(sampler, "set_epoch"):
@@ -148,7 +149,7 @@ def loader(make: Callable[[], Any], size: int, workers: int = 0, dataset: Any = 
 def expected_steps(make: Callable[[], Any], size: int, accumulate: int, uneven: str) -> Steps:
     steps: Steps = []
     for epoch in range(EPOCHS):
-        order = drawn(make(), epoch)
+        order = draw_order(make(), epoch)
         if make in SAMPLERS:
             steps += [order[at : at + 12 * accumulate] for at in range(0, len(order), 12 * accumulate)]
             continue
@@ -189,7 +190,7 @@ def train(backend: Backend, data: Any, **settings: Any) -> tuple[list[Tensor], i
 
 
 def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, settings: dict[str, Any]) -> Any:
-    # Other ranks than the first have samplers that would draw something else, and must not be asked.
+    # Samplers of other ranks than 0 would draw a different order, and must not be used.
     random.seed(backend.rank), np.random.seed(backend.rank), torch.manual_seed(backend.rank)
     return train(backend, loader(make, backend.size, workers), **settings)
 
@@ -236,7 +237,7 @@ def test_run_resumes_within_an_epoch(group: RankGroup, make: Callable[[], Any], 
         parts = group.run(train_sampled, make, 0, settings)
     for (found, _), (wanted, _) in zip(parts, uninterrupted, strict=True):
         for one, other in zip(found, wanted, strict=True):
-            # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
+            # A new DistributedDataParallel sums the gradients of three ranks in another order in its first step.
             torch.testing.assert_close(one, other, rtol=0, atol=0.0 if group.size < 3 else 1e-6)
 
 
@@ -329,7 +330,7 @@ def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:
 
 
 class WrongLength(Sampler[int]):
-    """A sampler of the indices 0 to 9, with another length."""
+    """A sampler of the indices 0 to 9 with a wrong length."""
 
     def __len__(self) -> int:
         return 3
@@ -338,7 +339,7 @@ class WrongLength(Sampler[int]):
         return iter(range(10))
 
 
-def test_a_sampler_whose_length_is_too_short_for_a_global_batch_raises_only_if_the_drawn_order_is() -> None:
+def test_a_sampler_with_too_few_samples_for_a_global_batch_raises_if_the_drawn_order_is_short() -> None:
     """The length may be wrong on one rank only. If that rank raised an error, the other ranks would wait for it."""
     dataset = TensorDataset(torch.arange(LENGTH))
     share = TrainingShard(DataLoader(dataset, batch_size=4, sampler=WrongLength(), drop_last=True), LOCAL)

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: each rank writes and reads its part, and any run resumes from them."""
+"""Sharded checkpoints: each rank writes and reads its part, and a run on any number of ranks resumes from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from unitrain.checkpoint.writer import CheckpointWriter, Retention
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankGroup
 
-WIDTH = MIN_DIVIDED_ELEMENTS // 16 + 3  # so that weights are divided among ranks, within a row
+WIDTH = MIN_DIVIDED_ELEMENTS // 16 + 3  # so that weights are divided among ranks within a row
 
 
 class Network(nn.Module):
-    """Tied, strided and half-precision parameters, and complex and integer buffers."""
+    """A model with tied, strided and half-precision parameters, and with complex and integer buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Network(nn.Module):
         self.head.weight = self.embedding.weight
 
     def step(self, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        """Step on random gradients, equal on all ranks."""
+        """Step with random gradients that are equal on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
@@ -53,7 +53,7 @@ class Network(nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer whose state has values that are not tensors, and a tensor of another shape."""
+    """An optimizer whose state has non-tensor values, and a tensor whose shape differs from the parameter."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -75,7 +75,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def save(backend: Backend, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """Write a sharded checkpoint of step 1. With `change`, change the state while it is written."""
+    """Write a sharded checkpoint of step 1. If `change` is given, call it while the checkpoint is written
+    asynchronously."""
     change = options.pop("change", None)
     writer = CheckpointWriter(folder, backend, Retention(None), asynchronous=change is not None)
     shard = collect_shard(model, optimizer, None, backend.rank, backend.size)
@@ -85,8 +86,8 @@ def save(backend: Backend, folder: Path, model: nn.Module, optimizer: torch.opti
     writer.wait()
 
 
-def wrapped(backend: Backend, optimizer: torch.optim.Optimizer, model: nn.Module, shard: Any) -> None:
-    """Shard the optimizer's state, without a distributed model: the gradients are equal on all ranks."""
+def shard_optimizer(backend: Backend, optimizer: torch.optim.Optimizer, model: nn.Module, shard: Any) -> None:
+    """Shard the state of the optimizer. A distributed model is not needed, because all ranks have equal gradients."""
     backend.distributed_optimizer(optimizer, model, shard=shard)
 
 
@@ -111,7 +112,7 @@ def write_all(backend: Backend, root: str) -> dict[str, Any]:
             model = Network()
             optimizer = build(model)
             with torch.no_grad():
-                wrapped(backend, optimizer, model, shard)
+                shard_optimizer(backend, optimizer, model, shard)
                 model.step(optimizer, 1)
             folder = Path(root) / name / shard
             if backend.rank == 0:
@@ -140,14 +141,14 @@ def loaded_equals(folder: Path, weights: dict[str, Tensor]) -> bool:
 
 
 def read_all(backend: Backend, root: str) -> dict[str, Any]:
-    """Load the states that `write_all` wrote into sharded and replicated optimizers, and compare them."""
+    """Load the states that `write_all` saved into sharded and replicated optimizers, and compare them."""
     results = {}
     for name, build in OPTIMIZERS.items():
         for saved in ("state", "none"):
             for shard in ("state", "none"):
                 model = Network()
                 optimizer = build(model)
-                wrapped(backend, optimizer, model, shard)
+                shard_optimizer(backend, optimizer, model, shard)
                 stored = StoredOptimizerState.open(Path(root) / name / saved / "step-000000001")
                 load_own_state(optimizer, stored)
                 results[name, saved, shard] = equal_state(stored.full_state(), optimizer.state_dict()["state"])
@@ -182,7 +183,7 @@ def read_by_other_programs(checkpoint: Path, folder: Path) -> None:
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.zero_()
-    # The tied parameter is stored under its first name, complex numbers as pairs of real numbers.
+    # A tied parameter is stored under its first name. Complex numbers are stored as pairs of real numbers.
     tensors: dict[str, Any] = {
         name: torch.view_as_real(value) if value.is_complex() else value for name, value in loaded.state_dict().items()
     }
@@ -220,7 +221,7 @@ def write_one_parameter(backend: Backend, folder: str) -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    wrapped(backend, optimizer, model, "state")
+    shard_optimizer(backend, optimizer, model, "state")
     model.weight.grad = torch.ones(1, 1)
     optimizer.step()
     save(backend, Path(folder), model, optimizer)
@@ -263,7 +264,7 @@ def fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def load_after_a_step(backend: Backend, folder: str) -> str | None:
-    """Load a sharded optimizer state in the process that wrote it, with and without an error on one rank."""
+    """Load a sharded optimizer state in the process that saved it, with and without an error on one rank."""
     model: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model = backend.distributed_model(model, shard="parameters")
@@ -291,7 +292,7 @@ def load_after_a_step(backend: Backend, folder: str) -> str | None:
     assert all(map(torch.equal, found, expected))
     step()
     with pytest.MonkeyPatch.context() as patch:
-        if backend.rank == 1:  # as if the file system of one host fails
+        if backend.rank == 1:  # simulates a failing file system on one host
             patch.setattr(StoredOptimizerState, "read", lambda *_: Path("/missing/file").read_bytes())
         try:
             checkpointer.load_optimizer_state(path, optimizer)
@@ -324,8 +325,8 @@ def test_optimizer_state_is_loaded_after_a_step(pair: RankGroup, tmp_path: Path)
 
 
 def verify_saved_and_best(backend: Backend, folder: str) -> list[list[str]]:
-    """Return the files that this rank verifies when it saves the same step again, and when it finds the best one of
-    several checkpoints; and the steps that were reported as written.
+    """Return the files that this rank verifies when it saves the same step again, the files that it verifies when it
+    searches the best checkpoint, and the steps that were reported as written.
     """
     model = nn.Linear(3, 3)
     config = TrainConfig(
@@ -367,7 +368,7 @@ def test_all_ranks_verify_the_files_of_saved_and_best_checkpoints(pair: RankGrou
     names = ["model/rank-00000.safetensors", "model/rank-00001.safetensors", "training.pt"]
     assert (reported, other_reported) == (["1", "2", "3", "4", "5"], [])
     assert sorted(again + other_again) == [f"step-000000005/{name}" for name in names]
-    # Checkpoint 3 has the same result as 2, but is damaged. The remaining checkpoints are worse, so nothing reads them.
+    # Checkpoint 3 has the same result as 2, but is damaged. The other checkpoints are worse, so they are not read.
     newest_best = [name for name in best + other_best if name.startswith("step-000000002")]
     assert sorted(newest_best) == [f"step-000000002/{name}" for name in names]
     assert {name.partition("/")[0] for name in best + other_best} <= {"step-000000002", "step-000000003"}
@@ -386,7 +387,7 @@ def test_a_model_that_does_not_match_is_rejected(checkpoint: Path) -> None:
 
 
 class Renamed(nn.Linear):
-    """A module that converts the state of an earlier version when it is loaded."""
+    """A module that converts the state of an earlier version when it loads it."""
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
@@ -457,7 +458,8 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 def test_everything_in_a_full_checkpoint_is_in_a_sharded_one(tmp_path: Path) -> None:
-    """Data position, RNG, callbacks, averaged weights, retention and the best checkpoint, within and between epochs."""
+    """Compare data position, RNG, callbacks, averaged weights, retention and the best checkpoint, within and between
+    epochs."""
     folders = {}
     for checkpoint_format in ("full", "sharded"):
         for last in (7, 13):

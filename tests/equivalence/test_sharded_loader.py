@@ -1,4 +1,4 @@
-"""ShardedLoader and MeanMetric in a plain loop: the same parameters and means as one process with the global batch."""
+"""A loop with ShardedLoader and MeanMetric has the parameters and means of one process with the global batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parameters(model: nn.Module) -> Params:
 
 
 def train_plain(order: Any, global_batch: int, length: int, epochs: range = range(EPOCHS)) -> Params:
-    """Train one process on batches of `global_batch` samples, in the order of `order(epoch)`."""
+    """Train in one process on batches of `global_batch` samples, in the order given by `order(epoch)`."""
     inputs, targets = tensors(length)
     model, optimizer = build()
     for epoch in epochs:
@@ -58,7 +58,7 @@ def train_plain(order: Any, global_batch: int, length: int, epochs: range = rang
 
 
 def train(backend: Backend, loader: unitrain.ShardedLoader, epochs: int = EPOCHS) -> tuple[Params, list[int]]:
-    """Train as the first example of the README does; return the parameters and the number of batches of each epoch."""
+    """Train like the first example of the README. Return the parameters and the number of batches in each epoch."""
     model, optimizer = build()
     model = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(optimizer, model)
@@ -116,7 +116,7 @@ def test_accumulated_steps_equal_one_process_with_the_global_batch(ranks: RankGr
 
 
 class Items(Dataset[int]):
-    """Indices, which `collate` replaces by samples."""
+    """A dataset of indices, which `collate` replaces by samples."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -134,7 +134,7 @@ def collate(indices: list[int]) -> tuple[Tensor, Tensor]:
 
 
 class Reversed(Sampler[int]):
-    """All indices in descending order, from another start in each epoch."""
+    """Yields all indices in descending order, with a different start in each epoch."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -210,7 +210,7 @@ def check_evaluation(backend: Backend) -> None:
             loader = unitrain.ShardedLoader(data, backend, batch_size=batch_size, shuffle=False)
             first, per_sample, tokens = (unitrain.MeanMetric(backend) for _ in range(3))
             count = 0
-            for _ in range(2):  # of which the second evaluation counts
+            for _ in range(2):  # the second evaluation is checked
                 for metric in (first, per_sample, tokens):
                     metric.reset()
                 count = 0
@@ -242,7 +242,7 @@ def test_evaluation_has_every_sample_once(ranks: RankGroup) -> None:
 
 
 def train_until(backend: Backend, state: dict[str, Any] | None, steps: int | None) -> dict[str, Any]:
-    """Train from `state` on, for at most `steps` steps; return the state of model, optimizer and loader."""
+    """Train from `state` for at most `steps` steps. Return the state of model, optimizer and loader."""
     inputs, targets = tensors(23)
     loader = unitrain.ShardedLoader(TensorDataset(inputs, targets), backend, batch_size=6 // backend.size, seed=3)
     model, optimizer = build()
@@ -280,10 +280,10 @@ def check_break(backend: Backend) -> None:
     )
     for _ in loader:
         break
-    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 0)  # no step is complete
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 0)  # the step was not completed
     rest = [int(i) for (batch,) in loader for i in batch[: loader.num_samples]]
     everywhere = sorted(i for other in backend.allgather_object(rest) for i in other)
-    assert everywhere == list(range(13))  # an iteration that was left is not continued: this was epoch 1
+    assert everywhere == list(range(13))  # a new iteration starts the next epoch (1)
     assert loader.epoch == 2
     loader.epoch = 7
     first = [batch.tolist() for (batch,) in loader]
@@ -364,7 +364,7 @@ def test_errors_are_the_same_on_every_rank(ranks: RankGroup) -> None:
 
 
 def errors_of_different_positions(backend: Backend) -> list[str]:
-    """Return the errors if only the last rank sets the epoch, loads a state, or has begun an iteration."""
+    """Return the errors if only the last rank sets the epoch, loads a state, or has started an iteration."""
     dataset, is_last = TensorDataset(*tensors(13)), backend.rank == backend.size - 1
     texts = []
     for case in ("epoch", "state", "iteration"):

@@ -1,4 +1,4 @@
-"""Training with sharded state, gradients or parameters equals replicated training, in common models and precisions."""
+"""Common models train the same with sharded state, gradients or parameters as with replication, in every precision."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from unitrain.backends.sharding.state_format import gather_complete_tensor
 from unitrain.testing import RankGroup
 
 WIDTH, CLASSES, TOKENS, SAMPLES = 8, 4, 6, 36
-WORDS = 2 * MIN_DIVIDED_ELEMENTS // WIDTH  # the embedding is divided among ranks
+WORDS = 2 * MIN_DIVIDED_ELEMENTS // WIDTH  # large enough to be sharded
 
 
 class TiedTransformer(nn.Module):
-    """Language model whose input and output layers share one weight."""
+    """Language model with tied input and output layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TiedTransformer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutional network with batch normalization, which the Trainer synchronizes."""
+    """Convolutional network with batch normalization that the Trainer synchronizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
 
 
 class WordClassifier(nn.Module):
-    """Embedding of which each batch uses few rows, and a frozen layer."""
+    """Model with a frozen layer and an embedding of which each batch uses few rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def data() -> TensorDataset:
 
 
 class HistogramRangeLogger(Logger):
-    """Keeps the range of each histogram."""
+    """Records the range of each histogram."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[float]] = {}
@@ -87,8 +87,8 @@ class HistogramRangeLogger(Logger):
 def train(
     backend: Backend, kind: type[nn.Module], precision: str, shard: Any
 ) -> tuple[list[Tensor], float, float, dict[str, list[float]]]:
-    """Train, and return the parameters, the last norm of the gradient, the final loss scale, and rank 0's histograms
-    of gradients."""
+    """Train, and return the parameters, the last gradient norm, the final loss scale, and the ranges of rank 0's
+    gradient histograms."""
     torch.manual_seed(0)
     model = kind().double() if precision == "fp64" else kind()
     optimizer = torch.optim.AdamW(
@@ -120,13 +120,13 @@ def train(
 
 
 MODELS: tuple[type[nn.Module], ...] = (TiedTransformer, ConvNet, WordClassifier)
-# The tolerance of parameters in each precision. A difference in the last bit of a weight may change its rounding to
-# half precision.
+# Precisions and tolerances for parameters. A difference in the last bit of a weight can change its half-precision
+# rounding.
 PRECISIONS = (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-5), ("fp16", 1e-5))
 
 
 def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], ...]) -> None:
-    """Compare with replicated training: some models in every precision, the others in float64 only."""
+    """Compare sharded with replicated training: the given models in every precision, other models only in float64."""
     for kind in MODELS:
         for precision, tolerance in PRECISIONS if kind in models_in_every_precision else PRECISIONS[:1]:
             expected, norm, scale, ranges = train(backend, kind, precision, "none")
@@ -136,7 +136,7 @@ def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], 
                 torch.testing.assert_close(
                     found, expected, rtol=0, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
                 )
-                # Half precision has 8 or 11 significant bits, and its kernels depend on the CPU.
+                # Half precision has 8 or 11 significant bits, and the kernels depend on the CPU.
                 norm_tolerance = tolerance if tolerance < 1e-5 else 1e-3
                 assert found_norm == pytest.approx(norm, rel=norm_tolerance), where
                 assert found_scale == scale, where
@@ -146,7 +146,7 @@ def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], 
                 assert all(
                     one == pytest.approx(ranges[name], rel=0.01, abs=rounding) for name, one in found_ranges.items()
                 ), where
-            assert precision != "fp16" or scale < 65536, "no gradient overflowed"
+            assert precision != "fp16" or scale < 65536, "a gradient must overflow"
 
 
 @pytest.mark.parametrize("ranks", [("ddp", 2), *ci(("horovod", 2)), *nightly(("ddp", 3), ("horovod", 3))])

@@ -1,4 +1,5 @@
-"""Trainer with sharded parameters: the same results, and checkpoints for any sharding, backend and size."""
+"""Trainer with sharded parameters has the results of replicated training. Checkpoints can be loaded with any sharding,
+backend and number of ranks."""
 
 from __future__ import annotations
 
@@ -68,18 +69,18 @@ def trainer(backend: Backend, settings: dict[str, Any]) -> Trainer:
 
 
 def train(backend: Backend, settings: dict[str, Any]) -> tuple[list[Any], dict[str, float]]:
-    """Train for `max_steps`, and return the weights, their average, predictions and the results."""
+    """Train for `max_steps`. Return the weights, their average, predictions and results."""
     run = trainer(backend, settings)
     results = run.fit(data(), data(11))
     assert run.averaged_model is not None
-    # Fewer samples than ranks, and a stream of unknown length.
+    # Evaluate fewer samples than ranks, and a stream of unknown length.
     results |= {
         f"{name}_{key}": value
         for name, some in (("one", data(1)), ("stream", Stream()))
         for key, value in run.evaluate(some).items()
     }
     states = [*backend.unwrap(run.model).state_dict().values(), *run.averaged_model.state_dict().values()]
-    if "output_dir" in settings:  # load the checkpoint, which has the weights of the last step
+    if "output_dir" in settings:  # the checkpoint has the weights of the last step
         for module in (backend.unwrap(run.model), run.averaged_model):
             module.load_state_dict({name: torch.zeros_like(value) for name, value in module.state_dict().items()})
         run.load_weights(settings["output_dir"])
@@ -91,8 +92,8 @@ def assert_equal(one: tuple[list[Any], dict[str, float]], other: tuple[list[Any]
     assert one[1] == pytest.approx(other[1], abs=1e-10)
 
 
-def test_sharded_parameters_train_and_resume_as_replicated_parameters(tmp_path: Path) -> None:
-    """Continue one run with 2, 3 and 1 ranks on both backends, with and without sharding."""
+def test_sharded_parameters_train_and_resume_like_replicated_parameters(tmp_path: Path) -> None:
+    """Resume one run with 2, 3 and 1 ranks on both backends, with and without sharding."""
     with RankGroup("local", 1) as group:
         expected = {steps: group.run(train, {"max_steps": steps})[0] for steps in (3, 5, 7, 9, 10)}
     parts = [
@@ -121,13 +122,13 @@ def test_sharded_parameters_train_and_resume_as_replicated_parameters(tmp_path: 
         ({"shard": "gradients", "compression": "powersgd"}, "because PowerSGD compresses complete gradients"),
     ],
 )
-def test_settings_that_exclude_sharded_parameters_raise(settings: dict[str, Any], text: str) -> None:
+def test_settings_that_do_not_support_sharded_parameters_raise(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TrainConfig(**{"max_steps": 1, "shard": "parameters", **settings})
 
 
 def fail_on_last_rank(backend: Backend) -> str:
-    """Raise an exception on the last rank between forward and backward, and return the error of the other ranks."""
+    """Raise an exception on the last rank between forward and backward. Return the error of the other ranks."""
     model = backend.distributed_model(build(), shard="parameters")
     loss = model(torch.ones(2, INPUTS).double()).sum()
     if backend.rank == backend.size - 1:
@@ -158,7 +159,8 @@ class ReversedBlocks(nn.Module):
 
 
 def evaluate_on_first_rank(backend: Backend, is_trained: bool) -> None:
-    """Run two forward passes without gradients in which only rank 0 has a batch, if `is_trained` after a step."""
+    """Run two forward passes without gradients in which only rank 0 has a batch. If `is_trained`, run a training step
+    first."""
     torch.manual_seed(0)
     model = ReversedBlocks()
     plain_model, average = copy.deepcopy(model), copy.deepcopy(model)

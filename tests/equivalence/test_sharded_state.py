@@ -1,4 +1,5 @@
-"""Trainer with sharded state and gradients: the same results, and checkpoints for any sharding, backend and size."""
+"""Trainer with sharded state or gradients has the results of replicated training. Checkpoints can be loaded with any
+sharding, backend and number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 
 INPUTS, CLASSES = 8, 4
-WIDTH = MIN_DIVIDED_ELEMENTS // INPUTS + 8  # so that weights are divided among ranks
+WIDTH = MIN_DIVIDED_ELEMENTS // INPUTS + 8  # large enough to be sharded
 
 
 def data() -> TensorDataset:
@@ -29,7 +30,7 @@ def data() -> TensorDataset:
 
 
 def train(backend: Backend, settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, float]]:
-    """Train for `max_steps`, and return the parameters, their average and the results."""
+    """Train for `max_steps`. Return the parameters, their average and the results."""
     torch.manual_seed(0)
     embedding, head = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, CLASSES)
     model = nn.Sequential(embedding, nn.BatchNorm1d(WIDTH), nn.ReLU(), head).double()
@@ -54,7 +55,7 @@ def assert_equal(one: tuple[list[Tensor], dict[str, float]], other: tuple[list[T
 
 
 def test_sharded_training_equals_and_resumes_replicated_training(tmp_path: Path) -> None:
-    """Continue one run with 2, 3 and 1 ranks on both backends, with and without sharding, in both formats."""
+    """Resume one run with 2, 3 and 1 ranks on both backends, with and without sharding, in both checkpoint formats."""
     with RankGroup("local", 1) as group:
         expected = {steps: group.run(train, {"max_steps": steps})[0] for steps in (3, 6, 9, 11, 13, 15)}
     parts = [

@@ -1,7 +1,7 @@
-"""A `collate_fn` that skips samples: a batch is weighted by its samples, in training and evaluation.
+"""If `collate_fn` drops samples, training and evaluation weight each batch by the number of remaining samples.
 
-The results identify the samples of training: the parameters are those of a plain loop in one process over the samples
-that each step should have had.
+The parameters show which samples each step used: they are compared with a plain loop in one process over the expected
+samples.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LENGTH, GLOBAL_BATCH = 70, 12
 GENERATOR = torch.Generator().manual_seed(2)
 INPUTS = torch.randn(LENGTH, 6, generator=GENERATOR)
 TARGETS = torch.randint(3, (LENGTH,), generator=GENERATOR)
-# In the first step each second sample and in the next one a whole half, so that a rank may have none; a whole step in
-# the middle; a few at the end.
+# Dropped samples: every second sample of the first step, half of the second step (so that a rank may have no sample),
+# all samples of a later step, and some at the end.
 BAD = {1, 3, 5, 7, 9, 11, *range(18, 24), *range(36, 48), 49, 52, 69}
 Steps = list[list[int]]
 
@@ -40,7 +40,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 class Samples(Dataset[Any]):
-    """Samples of which some are None."""
+    """A dataset in which some samples are None."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -50,7 +50,7 @@ class Samples(Dataset[Any]):
 
 
 class SampleStream(IterableDataset[Any]):
-    """The same, one after the other: those of rank `first`, of `step`."""
+    """The same samples as a stream that starts at `first` and advances by `step`."""
 
     def __init__(self, first: int = 0, step: int = 1) -> None:
         self.indices = range(first, LENGTH, step)
@@ -60,13 +60,13 @@ class SampleStream(IterableDataset[Any]):
 
 
 def drop_none(items: list[Any]) -> Any:
-    """Return None where nothing is left."""
+    """Collate the samples that are not None. Return None if there are none."""
     kept = [item for item in items if item is not None]
     return default_collate(kept) if kept else None
 
 
 def drop_in_place(items: list[Any]) -> tuple[Tensor, Tensor]:
-    """Return empty tensors where nothing is left."""
+    """Collate the samples that are not None. Return empty tensors if there are none."""
     items[:] = [item for item in items if item is not None]
     inputs = [item[0] for item in items]
     return torch.stack(inputs) if inputs else torch.empty(0, 6), torch.tensor([int(item[1]) for item in items])
@@ -95,12 +95,12 @@ def by_hand(steps: Steps) -> list[Tensor]:
 
 
 def global_steps(kind: str, size: int) -> Steps:
-    """Return the good samples of each step; the global batch is of so many samples, good or bad."""
+    """Return the indices of the remaining samples of each step. The global batch size includes dropped samples."""
     if kind == "batch_sampler":
         blocks = [range(at, min(at + 4 * size, LENGTH)) for at in range(0, LENGTH, 4 * size)]
     else:
         blocks = [range(at, min(at + GLOBAL_BATCH, LENGTH)) for at in range(0, LENGTH, GLOBAL_BATCH)]
-    if kind == "own":  # the ranks' streams may end at different places, but each step takes a batch of each
+    if kind == "own":  # the ranks' streams may have different lengths, but each step uses one batch of each
         shards = [range(rank, LENGTH, size) for rank in range(size)]
         each = GLOBAL_BATCH // size
         blocks = [
@@ -149,8 +149,8 @@ def mean_loss(parameters: list[Tensor], indices: list[int]) -> float:
     return nn.functional.cross_entropy(model(INPUTS[indices]), TARGETS[indices]).item()
 
 
-# Streams of the ranks' own are left out with workers, each of which would have its rank's entire stream, and with
-# accumulation, which puts other samples into a step.
+# Own streams are not tested with workers, because each worker would have the complete stream of its rank, or with
+# accumulation, because steps would have different samples.
 @pytest.mark.parametrize(
     ("kind", "collate", "workers", "accumulate"),
     [
@@ -235,7 +235,7 @@ def test_an_epoch_without_any_sample_is_an_error(group: RankGroup, kind: str) ->
     assert texts[0].startswith(f"DataError: {wanted}"), texts[0]
 
 
-# What a batch holds.
+# Number of samples in a batch.
 
 ITEMS = [(torch.zeros(5), 1) for _ in range(4)]
 IMAGES = [(torch.zeros(3, 8, 8), {"boxes": torch.zeros(at, 4), "labels": torch.zeros(at)}) for at in (1, 2, 3, 2)]
@@ -286,7 +286,7 @@ def test_infer_sample_count_returns_the_number_of_samples(batch: Any, items: lis
 
 
 def test_skipped_samples_occur_in_relevant_positions() -> None:
-    """Check that the skipped samples of the tests above are not evenly distributed over batches."""
+    """The dropped samples of the tests above must not be distributed evenly over batches."""
     for size in (2, 3):
         differences = 0
         for first in range(0, LENGTH, GLOBAL_BATCH):

@@ -31,11 +31,11 @@ from unitrain.testing import RankGroup
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 RANKS_IMPORT = ("datasets",)
 LOCAL = LocalBackend(torch.device("cpu"))
-LENGTHS = (31, 22, 9)  # items of the ranks' own streams
+LENGTHS = (31, 22, 9)  # lengths of the ranks' own streams
 
 
 class Numbers(IterableDataset[Tensor]):
-    """Numbers in a random order, of which each worker takes its part. Counts how often each number is read."""
+    """Yields numbers in a random order, divided among the workers. Counts how often each number is read."""
 
     def __init__(self, first: int, length: int, *, seed: int = 0) -> None:
         self.first, self.length, self.seed, self.epoch, self.next = first, length, seed, 0, 0
@@ -63,7 +63,7 @@ class Numbers(IterableDataset[Tensor]):
 
 
 class Unpredictable(Numbers):
-    """Has a state that a checkpoint cannot store."""
+    """A dataset whose state cannot be stored in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": {self.next}}
@@ -97,7 +97,7 @@ def hugging_face(length: int, shards: int = 6) -> Any:
 
 
 def data_of(kind: str, backend: Backend, workers: int, persistent: bool) -> tuple[Any, Any]:
-    """Return the data, and the dataset or loader that counts what is read."""
+    """Return the data, and the dataset or loader that counts the items read."""
     first, length = sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank]
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
     if kind == "loader":
@@ -119,7 +119,8 @@ def numbers_of(batch: Any) -> list[int]:
 
 
 def steps_of(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], int, int, Any]]:
-    """Return this rank's samples in each step, the samples of the step, its end, and the state after it."""
+    """For each step, return this rank's samples, the number of samples, the end position, and the state after the
+    step."""
     steps, numbers = [], list[int]()
     for batch, micro_batch in shard.micro_batches(epoch, start):
         numbers += numbers_of(batch) if micro_batch.samples else []
@@ -132,7 +133,7 @@ def steps_of(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], in
 def compare_remainders(
     backend: Backend, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
 ) -> list[list[list[int]]]:
-    """Resume after steps of the second epoch, and return this rank's samples of each step of both epochs."""
+    """Resume after each step of the second epoch, and return this rank's samples of each step of both epochs."""
     shared = kind in ("shared", "hugging face shared")
     settings = ShardSettings(
         seed=3, stream="shared" if shared else "own", gradient_accumulation_steps=accumulate, uneven=uneven  # type: ignore[arg-type]
@@ -144,7 +145,7 @@ def compare_remainders(
     for number in sorted({0, len(steps) // 2, len(steps) - 1}):
         *_, position, state = steps[number]
         saved = uninterrupted.gather_state(state, 1, position)
-        # In the last step of an epoch, the position of an accumulated step may be beyond the end of the stream.
+        # With accumulation, the end position of an epoch's last step may be beyond the end of the stream.
         assert saved is not None or number == len(steps) - 1
         data, dataset = data_of(kind, backend, workers, persistent)
         resumed = open_training_data(data, backend, settings)
@@ -211,7 +212,7 @@ class Network(nn.Module):
 
 
 def fit(backend: Backend, folder: str | None, stream: str, max_steps: int, batch_size: int) -> tuple[list[Any], int]:
-    """Train, resuming if possible; return the parameters, and the number of items that this rank read."""
+    """Train, resuming if possible. Return the parameters and the number of items that this rank read."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = Numbers(0, 62) if stream == "shared" else Numbers(sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank])
@@ -243,17 +244,17 @@ def test_the_trainer_resumes_from_the_state_in_the_checkpoint(group: RankGroup, 
     expected, folder = group.run(fit, None, stream, 8, batch_size), str(tmp_path / "run")
     group.run(fit, folder, stream, 3, batch_size)
     resumed = group.run(fit, folder, stream, 4, batch_size)
-    # The next step and the item that shows whether the epoch has ended, but no item of the first three steps.
+    # Only the items of the next step, and one that shows whether the epoch has ended, may be read.
     limit = 2 * batch_size * (group.size if stream == "shared" else 1) + 1
     assert all(reads <= limit for _, reads in resumed)
-    # A shared stream also resumes on another number of ranks.
+    # A shared stream can also resume on another number of ranks.
     found = [fit(LOCAL, folder, stream, 8, 12)] if stream == "shared" else group.run(fit, folder, stream, 8, batch_size)
     assert_close(found[0][0], expected[0][0])
-    if stream == "shared":  # the same as one process with the global batch size
+    if stream == "shared":  # equals one process with the global batch size
         assert_close(found[0][0], fit(LOCAL, None, stream, 8, 12)[0])
 
 
-def refuse(backend: Backend, folder: str) -> str:
+def error_of_resume(backend: Backend, folder: str) -> str:
     with pytest.raises(CheckpointError) as error:
         fit(backend, folder, "own", 8, 4)
     return str(error.value)
@@ -263,10 +264,10 @@ def test_an_own_stream_resumes_on_the_same_number_of_ranks_only(group: RankGroup
     folder, other = str(tmp_path / "run"), 2 if group.size != 2 else 3
     group.run(fit, folder, "own", 2, 4)
     if group.size > 1:
-        messages = [refuse(LOCAL, folder)]
+        messages = [error_of_resume(LOCAL, folder)]
     else:
         with RankGroup("ddp", other) as ranks:
-            messages = ranks.run(refuse, folder)
+            messages = ranks.run(error_of_resume, folder)
     assert len(set(messages)) == 1
     assert f"with ranks={group.size}, but this data has ranks=" in messages[0]
     assert f"unitrain launch -np {group.size} train.py" in messages[0]
@@ -291,7 +292,7 @@ def resume_loader(backend: Backend, stream: str, all_ranks: bool) -> None:
             assert loader.ends_step
             state = loader.state_dict(all_ranks=all_ranks)
     resumed, data = create()
-    # Without `all_ranks`, rank 0 saves the state as in the documentation.
+    # Without `all_ranks`, rank 0 saves the state, as described in the documentation.
     resumed.load_state_dict(state if all_ranks else backend.broadcast_object(state))
     found = [batch.tolist() if resumed.num_samples else [] for batch in resumed]
     assert found[: len(remainder)] == remainder
@@ -306,7 +307,7 @@ def test_a_sharded_loader_resumes_from_the_state(group: RankGroup, stream: str, 
     group.run(resume_loader, stream, all_ranks)
 
 
-# What is stateful.
+# Detection of stateful datasets.
 
 
 def test_a_shuffle_buffer_is_not_resumed_because_its_items_would_be_lost() -> None:
@@ -322,7 +323,7 @@ def test_a_shuffle_buffer_is_not_resumed_because_its_items_would_be_lost() -> No
 
 
 class ListedStates(IterableDataset[int]):
-    """Methods with other parameters, as in MosaicML streaming."""
+    """A dataset whose methods have other parameters, like in MosaicML streaming."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
@@ -339,7 +340,7 @@ def test_methods_with_other_parameters_are_not_called() -> None:
 
 
 def read_unpredictable(backend: Backend) -> str:
-    data = (Unpredictable if backend.rank == 0 else Numbers)(0, 62)  # only the data of rank 0 is invalid
+    data = (Unpredictable if backend.rank == 0 else Numbers)(0, 62)  # only rank 0 has invalid data
     shard = open_training_data(data, backend, ShardSettings(batch_size=4))
     with pytest.raises(DataError) as error:
         steps_of(shard, 0)
@@ -370,7 +371,7 @@ def test_a_stateful_data_loader_has_the_order_of_a_data_loader() -> None:
 
 
 class Position:
-    """State that several objects share."""
+    """A position that several objects share."""
 
     def __init__(self) -> None:
         self.next, self.history = 0, [0]
@@ -381,7 +382,8 @@ class Position:
 
 
 class Wrapped(IterableDataset[int]):
-    """Numbers whose position is in objects that belong to the dataset. Attributes: a large array, a file, a lock."""
+    """Yields numbers. The position is stored in objects inside the dataset, which also has a large array, a file and a
+    lock."""
 
     def __init__(self, length: int, file: Any) -> None:
         self.large, self.small = torch.zeros(2**19), torch.zeros(1, dtype=torch.int64)

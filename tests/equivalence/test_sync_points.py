@@ -1,4 +1,4 @@
-"""Sync points: about every two seconds, at the same steps on all ranks, with the exchanged numbers."""
+"""Sync points occur about every two seconds, at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_sync_points_are_about_two_seconds_apart(monkeypatch: pytest.MonkeyPatch
         stopping.start_timing(0)
         due = []
         for step in range(1, 61):
-            now += 5.0 if step == 1 else 0.1  # the first step compiles, allocates and connects
+            now += 5.0 if step == 1 else 0.1  # the first step is slow: it compiles, allocates and connects
             if stopping.is_due(step):
                 due.append(step)
                 stopping.exchange(step)
         assert due == [1, 2, 22, 42]
-        now += 1000.0  # a validation is not training
+        now += 1000.0  # the time of a validation does not count
         stopping.start_timing(60)
         assert next(step for step in range(61, 100) if stopping.is_due(step)) == 62
 
@@ -43,7 +43,7 @@ def test_short_epochs_do_not_delay_sync_points(monkeypatch: pytest.MonkeyPatch) 
                 due.append(step)
                 stopping.exchange(step)
             if step % 7 == 0:
-                stopping.exchange(step)  # at the end of an epoch
+                stopping.exchange(step)  # the end of an epoch
         assert due == [1, 21, 41, 61, 81]
 
 
@@ -58,7 +58,7 @@ def test_restored_steps_do_not_affect_the_measured_step_time(monkeypatch: pytest
 
 
 def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]], float]:
-    """Return the steps of the sync points, the exchanged numbers, and the seconds of all steps."""
+    """Return the steps of the sync points, the exchanged values, and the total seconds."""
     import time
 
     due, exchanged, began = [], [], time.monotonic()
@@ -77,6 +77,7 @@ def test_sync_points_are_at_the_same_step_on_ranks_with_different_clocks() -> No
     assert first == second
     due, exchanged = first
     assert due[0] == 1
-    # Rank 0 alone would think of millions of steps. On a busy machine, the 30 steps take more than 3 s.
+    # By rank 0's clock alone, the next sync point would be after millions of steps. On a busy machine, the 30 steps
+    # take more than 3 s.
     assert 2 <= len(due) <= 3 + max(first_seconds, second_seconds)
     assert exchanged == [[[0, step], [-1, step]] for step in due]

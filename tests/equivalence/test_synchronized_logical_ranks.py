@@ -1,5 +1,5 @@
-"""Logical ranks with synchronized BatchNorm: the same bits for any number of processes, and the results of one process
-that normalizes over the complete micro-batch."""
+"""Logical ranks with synchronized BatchNorm are bit-identical for any number of processes. The results equal those of
+one process that normalizes over the complete micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def train_with_five(backend: Backend) -> dict[str, Digests]:
-    """Train with five logical ranks, which 2, 3 and 4 processes compute unevenly."""
+    """Train with five logical ranks, which are distributed unevenly over 2, 3 or 4 processes."""
     return {variant: train(backend, variant, logical_ranks=5) for variant in ("synchronized", "synchronized all")}
 
 
@@ -56,8 +56,8 @@ def test_uneven_logical_ranks_have_the_bits_of_one_process(alone, group: RankGro
 
 # --- comparison with plain torch ---
 
-# Samples per micro-batch over all logical ranks, for each step of an epoch, by gradient_accumulation_steps. In the last
-# step of the first plan, two logical ranks have no samples.
+# Samples per micro-batch on all logical ranks together, for each step of an epoch, by gradient_accumulation_steps. In
+# the last step of the first plan, two logical ranks have no samples.
 PLANS = {1: [[12]] * 5 + [[2]], 2: [[12, 12], [12, 12], [8, 6]]}
 
 
@@ -117,7 +117,7 @@ def train_synchronized(backend: Backend, dtype: torch.dtype, accumulation: int) 
 
 @pytest.mark.parametrize("accumulation", PLANS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
-def test_results_are_those_of_the_complete_micro_batch(
+def test_results_equal_batch_norm_over_the_complete_micro_batch(
     group: RankGroup, dtype: torch.dtype, tolerance: float, accumulation: int
 ) -> None:
     expected = train_plain(dtype, accumulation)
@@ -130,13 +130,13 @@ def test_results_are_those_of_the_complete_micro_batch(
 
 
 def running_threads() -> set[threading.Thread]:
-    """Return the threads of this process, except those that a collective starts when it waits for seconds."""
+    """Return the threads of this process, except threads that a collective starts after it has waited for seconds."""
     return {thread for thread in threading.enumerate() if thread.name != "unitrain store"}
 
 
 def wait_until_others_end(threads: set[threading.Thread]) -> None:
-    """Wait until all other threads than `threads` have ended. The thread of a closed multiprocessing queue ends later
-    than the DataLoader that has closed the queue."""
+    """Wait until all threads except `threads` have ended. When a DataLoader closes a multiprocessing queue, the thread
+    of the queue ends later."""
     deadline = time.monotonic() + 30
     while others := running_threads() - threads:
         assert time.monotonic() < deadline, others
@@ -154,7 +154,8 @@ class Block(nn.Module):
 
 
 def train_blocks(backend: Backend, **settings: Any) -> list[list[float]]:
-    """Return the parameters and buffers after an epoch. Check that the logical ranks run in threads, which end."""
+    """Train an epoch and return the parameters and buffers. Assert that the logical ranks run in threads, and that the
+    threads end."""
     torch.manual_seed(1)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -195,7 +196,7 @@ def test_recomputed_activations_have_the_same_bits(group: RankGroup) -> None:
 
 
 class Skipping(nn.Module):
-    """Skips a synchronized layer if the first target of a batch is 0."""
+    """A model that skips a synchronized layer for some batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class Skipping(nn.Module):
 
 def check_errors(backend: Backend) -> None:
     model = Skipping()
-    data = TensorDataset(torch.eye(20, 8), torch.randint(0, 4, (20,)))  # only sample 0 has x[0, 0] > 0
+    data = TensorDataset(torch.eye(20, 8), torch.randint(0, 4, (20,)))  # x[0, 0] > 0 only in sample 0
     config = TrainConfig(
         max_epochs=1, batch_size=4, logical_ranks=5, sync_batch_norm=True, shuffle=False, progress="off"
     )

@@ -1,4 +1,4 @@
-"""Timing of the training loop: an artificial delay is measured in the right phase, on the right rank."""
+"""Timing of the training loop: an artificial delay is attributed to the correct phase and rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = ("even", "slow forward", "slow data", "slow update", "slow validation")
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset whose first sample of every batch is delayed by `delay` seconds."""
+    """A dataset that delays the first sample of every batch by `delay` seconds."""
 
     def __init__(self, length: int, delay: float) -> None:
         self.length, self.delay, self.fetched = length, delay, 0
@@ -56,7 +56,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(4), torch.ones(1)
 
 
-class Late(nn.Linear):
+class SlowModel(nn.Linear):
     delay = 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Late(nn.Linear):
         return super().forward(inputs)
 
 
-class LateSGD(torch.optim.SGD):
+class SlowSGD(torch.optim.SGD):
     delay = 0.0
 
     def step(self, closure: Any = None) -> None:
@@ -73,23 +73,23 @@ class LateSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def late_metric(output: Tensor, target: Tensor) -> float:
+def slow_metric(output: Tensor, target: Tensor) -> float:
     time.sleep(VALIDATION_DELAY)
     return 0.0
 
 
 def train(backend: Backend, case: str, folder: Path) -> Row:
-    """Train an epoch, in which the last rank is delayed in the phase `case`, and return its row of the history.
+    """Train an epoch in which the last rank is delayed in phase `case`. Return the epoch's row of the history.
 
-    The row also has its "sync_points", the "shown" text, and the seconds of `fit` as "fit_seconds".
+    The row also contains "sync_points", the displayed text as "shown", and the duration of `fit` as "fit_seconds".
     """
 
     def delay(where: str) -> float:
         return DELAY if case == where and backend.rank == backend.size - 1 else 0.0
 
-    model = Late(4, 1)
+    model = SlowModel(4, 1)
     model.delay = delay("slow forward")
-    optimizer = LateSGD(model.parameters(), lr=1e-4)
+    optimizer = SlowSGD(model.parameters(), lr=1e-4)
     optimizer.delay = delay("slow update") * MICRO_STEPS
     config = TrainConfig(
         max_epochs=1,
@@ -99,7 +99,7 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
         progress="lines",
         output_dir=folder / case,
     )
-    metrics = {"late": late_metric} if case == "slow validation" else {}
+    metrics = {"late": slow_metric} if case == "slow validation" else {}
     trainer = Trainer(model, optimizer, mse_loss, backend=backend, config=config, metrics=metrics)
     length = STEPS * MICRO_STEPS * BATCH * backend.size
     validation = Samples(10 * BATCH * backend.size, 0.0)
@@ -113,13 +113,13 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
 
 
 def train_all(backend: Backend, folder: Path) -> dict[str, Row]:
-    stragglers._OBSERVATION_SECONDS = 0.4  # short observations, because the runs are short
+    stragglers._OBSERVATION_SECONDS = 0.4  # short observation periods, because the runs are short
     return {case: train(backend, case, folder) for case in CASES}
 
 
 @pytest.fixture(scope="module", params=[("local", 1), ("ddp", 3), *nightly(("horovod", 2))], ids=lambda group: group[0])
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Row]]:
-    """The rows of the history of each case."""
+    """Return the row of the history of each case."""
     with RankGroup(*request.param) as group:
         yield group.run(train_all, tmp_path_factory.mktemp("runs"), timeout_seconds=120)[0]
 
@@ -127,7 +127,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
     for row in rows.values():
         for rank in range(len(row["data_seconds"])):
-            # Extrapolated from one or two measured steps.
+            # The phases are extrapolated from one or two measured steps.
             uninterrupted = sum(row[f"{phase}_seconds"][rank] for phase in PHASES[:4])
             assert uninterrupted == pytest.approx(row["seconds"], rel=0.25, abs=0.1)
         assert all(seconds >= 0 for phase in PHASES for seconds in row[f"{phase}_seconds"])
@@ -135,8 +135,8 @@ def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
 
 
 def assert_delay_is_measured(row: Row, phase: str) -> None:
-    """Assert that `phase` of the last rank took the delay, and that the other ranks waited for it."""
-    # Extrapolated from one or two measured steps, in which a busy machine prolongs other parts too.
+    """Assert that the delay was measured in `phase` on the last rank, and as waiting time on the other ranks."""
+    # The phases are extrapolated from one or two measured steps. A busy machine also prolongs other phases.
     *others, late = row[f"{phase}_seconds"]
     assert 0.6 * DELAYED < late < 3 * DELAYED
     assert max(others, default=0.0) < 0.5 * late
@@ -163,16 +163,16 @@ def test_slow_update_is_timed_as_update(rows: dict[str, Row]) -> None:
 def test_slow_rank_is_reported(rows: dict[str, Row], case: str, phase: str) -> None:
     row = rows[case]
     last = len(row["data_seconds"]) - 1
-    if last == 0:  # no rank waits for it
+    if last == 0:  # a single rank is not compared
         assert not any("slow" in sync_mean for sync_mean in row["sync_points"])
         assert "slow" not in row["shown"]
         return
     first, *_ = (sync_mean for sync_mean in row["sync_points"] if "slow" in sync_mean)
-    assert first["step"] in (10, 15, 20)  # in the second period of 0.4 s; on a busy machine, 5 steps take longer
+    assert first["step"] in (10, 15, 20)  # second period of 0.4 s; longer on a busy machine
     for sync_mean in row["sync_points"][row["sync_points"].index(first) :]:
         (named,) = (
             slow for slow in sync_mean["slow"] if slow["rank"] == last
-        )  # another one may be slow on a busy machine
+        )  # on a busy machine, another rank may be slow
         assert named["phase"] == phase
         assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
         assert named["others"] < 0.5 * named["seconds"]
@@ -180,7 +180,7 @@ def test_slow_rank_is_reported(rows: dict[str, Row], case: str, phase: str) -> N
     assert re.search(rf"rank {last} is slow: {phase} \d+ ms a step, others [\d.]+ ms", epoch), epoch
 
 
-#                  data compute wait update, in two steps
+# Seconds of data, compute, wait and update in two steps.
 FAST, SLOW_DATA = [0.2, 1.0, 0.6, 0.2], [0.8, 1.0, 0.0, 0.2]
 BUSY = [0.2, 1.4, 0.2, 0.2]
 
@@ -193,7 +193,7 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
         ([FAST, FAST, SLOW_DATA], ["rank 2 is slow: data 400 ms a step, others 100 ms"]),
         ([SLOW_DATA, FAST], ["rank 0 is slow: data 400 ms a step, others 100 ms"]),
         ([FAST, BUSY, [0.2, 1.5, 0.1, 0.2]], ["rank 2 is slow: compute 750 ms a step, others 500 ms"]),
-        # Half of the ranks, the slowest first.
+        # At most half of the ranks are reported, the slowest first.
         (
             [FAST, SLOW_DATA, FAST, [0.2, 1.7, 0.0, 0.2]],
             [
@@ -201,7 +201,7 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
                 "rank 1 is slow: data 400 ms a step, others 100 ms",
             ],
         ),
-        # A rank that takes longer to load data takes less time to compute, so no rank waits.
+        # One rank loads data slowly but computes faster, so no rank waits.
         ([FAST, [0.8, 0.4, 0.6, 0.2]], []),
         # An excess of less than a fifth of a step is not reported.
         ([FAST, [0.5, 1.0, 0.3, 0.2]], []),
@@ -216,26 +216,26 @@ def test_find_stragglers_returns_ranks_that_delay_others(seconds: list[list[floa
 
 
 def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
-    """An observation lasts one second, and two successive observations report a rank."""
+    """Each observation lasts one second. A rank is reported after two successive observations."""
     slow, even, half = (
         [[phase / n for phase in rank] for rank in (FAST, one)]
         for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))
     )
     nothing_measured = [[0.1, 0.0, 0.0, 0.0], [0.1, 1.0, 0.0, 0.0]]
-    heard, named = StragglerDetector(), []
+    detector, named = StragglerDetector(), []
     for seconds in (slow, even, slow, slow, nothing_measured, even, slow, half, half):
-        heard.add(seconds, steps=4 if seconds is half else 10)
-        named.append(str(heard))
+        detector.add(seconds, steps=4 if seconds is half else 10)
+        named.append(str(detector))
     slow_rank_text = "rank 1 is slow: data 80 ms a step, others 20 ms"
     assert named == ["", "", "", slow_rank_text, slow_rank_text, "", "", "", slow_rank_text]
 
 
 def test_slowest_of_many_slow_ranks_are_reported() -> None:
-    heard = StragglerDetector()
+    detector = StragglerDetector()
     slow = [[0.8 + rank / 10, 1.0, 0.0, 0.2] for rank in range(4)]
     for _ in range(2):
-        heard.add([FAST] * 5 + slow, steps=10)
-    assert str(heard) == (
+        detector.add([FAST] * 5 + slow, steps=10)
+    assert str(detector) == (
         "rank 8 is slow: data 110 ms a step, others 20 ms; rank 7 is slow: data 100 ms a step, others 20 ms; "
         "2 more slow ranks"
     )
@@ -265,7 +265,7 @@ def test_validation_within_an_epoch_is_not_part_of_the_training_phases(monkeypat
 
 
 class Stream:
-    """A simulated GPU queue with `left` seconds of remaining work."""
+    """A simulated GPU stream with `left` seconds of queued work."""
 
     def __init__(self) -> None:
         self.now, self.left = 0.0, 0.0
@@ -284,7 +284,7 @@ class Stream:
 def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     monkeypatch: pytest.MonkeyPatch, fetching: float, waited: float
 ) -> None:
-    """Each step, the GPU has 0.3 s of forward and backward to do, 0.2 s of communication and 0.1 s of update."""
+    """In each step, the GPU takes 0.3 s for forward and backward, 0.2 s for communication and 0.1 s for the update."""
     stream = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: stream.now)
     times = LoopTimer(LocalBackend(torch.device("cpu")))
@@ -313,7 +313,7 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     assert lately[1:] == [pytest.approx(30), pytest.approx(20), pytest.approx(10)]
     assert times.take_recent_seconds() == ([0.0, 0.0, 0.0, 0.0], 0)
     found = times.gather()
-    # In the few steps that are measured, the GPU is idle when the next batch is requested.
+    # In measured steps, the GPU is idle when the next batch is requested.
     assert seconds == pytest.approx(100 * max(0.6, fetching), rel=0.06)
     assert found["data_seconds"] == [pytest.approx(100 * waited, rel=0.1, abs=0.05 * seconds)]
     rest = seconds - found["data_seconds"][0]
@@ -323,7 +323,8 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> None:
-    """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
+    """Each step takes 0.3 s for forward and backward, 0.4 s for data, 0.2 s for communication and 0.1 s for the
+    update."""
     clock = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = LoopTimer(LocalBackend(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: on any number of ranks equal to one metric that is updated with all samples in order."""
+"""Metrics of torchmetrics on any number of ranks equal one metric that is updated with all samples in order."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unitrain.testing import RankGroup
 
 RANKS_IMPORT = ("torchmetrics",)
 CLASSES, BATCH = 3, 4
-COUNTS = (29, 2)  # with two samples and three ranks, the first rank has none
+COUNTS = (29, 2)  # with 2 samples and 3 ranks, one rank has none
 
 
 class States(torchmetrics.Metric):
-    """Has a state of every kind, and results that depend on the order where that can matter."""
+    """A metric with a state of every kind. Some results depend on the order of the updates."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.add_state("total", torch.full((2,), 100.0, dtype=torch.float64), "sum")  # which begins above zero
+        self.add_state("total", torch.full((2,), 100.0, dtype=torch.float64), "sum")  # the default is not zero
         self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), "max")
         self.add_state("smallest", torch.tensor(torch.inf, dtype=torch.float64), "min")
         self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), "mean")
@@ -43,10 +43,10 @@ class States(torchmetrics.Metric):
         self.total = self.total + torch.stack([values.sum(), values.abs().sum()])
         self.largest = torch.maximum(self.largest, values.max())
         self.smallest = torch.minimum(self.smallest, values.min())
-        updates = self._update_count  # this one counted
+        updates = self._update_count  # includes this update
         self.mean = (self.mean * (updates - 1) + values.mean()) / updates
         self.rows.append(values)
-        self.words += [str(int(one)) for one in target[: 1 + int(target[0])]]  # a list longer on some ranks
+        self.words += [str(int(one)) for one in target[: 1 + int(target[0])]]  # some ranks have longer lists
         self.lengths = torch.cat([self.lengths, torch.tensor([float(len(target))], dtype=torch.float64)])
         self.squares = self.squares + (values**2).sum()
 
@@ -66,14 +66,14 @@ class States(torchmetrics.Metric):
 
 
 class Indexed(retrieval.RetrievalMAP):
-    """Takes the target as the query too: its states are lists that nothing reduces."""
+    """A metric that also uses the target as the query. The states are lists without a reduction."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(output[:, 0], (output[:, 1] > 0).long(), target)
 
 
-class Likely(regression.PearsonCorrCoef):
-    """Correlates two columns: its states are tensors that nothing reduces."""
+class Correlation(regression.PearsonCorrCoef):
+    """A metric that correlates two columns. The states are tensors without a reduction."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -84,7 +84,7 @@ class Likely(regression.PearsonCorrCoef):
 
 
 class Squared(torchmetrics.MeanSquaredError):
-    """Computes in double precision, so that the order of addition is not seen."""
+    """A metric that computes in double precision, so that the summation order has no visible effect."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -95,7 +95,7 @@ class Squared(torchmetrics.MeanSquaredError):
 
 
 class Normalized(regression.NormalizedRootMeanSquaredError):
-    """Keeps moments of the targets, which torchmetrics itself merges for two ranks only."""
+    """A metric of the moments of the targets. torchmetrics itself can merge these for two ranks only."""
 
     def __init__(self, normalization: Any, num_outputs: int = 1) -> None:
         super().__init__(normalization, num_outputs)
@@ -107,7 +107,7 @@ class Normalized(regression.NormalizedRootMeanSquaredError):
 
 
 def collection(**settings: Any) -> torchmetrics.MetricCollection:
-    """Return some metrics, of which all but the last share their state."""
+    """Return a collection in which all metrics except the last one share their state."""
     return torchmetrics.MetricCollection(
         {
             "precision": classification.MulticlassPrecision(CLASSES),
@@ -128,7 +128,7 @@ METRICS: dict[str, Callable[[], Any]] = {
     ),
     "area": lambda: classification.MulticlassAUROC(CLASSES),
     "ranked": Indexed,
-    "correlation": Likely,
+    "correlation": Correlation,
     "composed": lambda: classification.MulticlassAccuracy(CLASSES) * 2 + Squared(sync_on_compute=False),
     "several": collection,
     "normalized_mean": lambda: Normalized("mean"),
@@ -140,7 +140,7 @@ METRICS: dict[str, Callable[[], Any]] = {
 
 
 class Scaled(nn.Module):
-    """Returns its input, so the output for a sample does not depend on its batch."""
+    """A model that scales its input, so that the output for a sample does not depend on its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def make(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
 
 
 def evaluate(backend: Backend) -> list[dict[str, float]]:
-    """Evaluate data of every size twice, and check how the metrics are left behind."""
+    """Evaluate datasets of every size twice, and assert that the metrics are reset."""
     metrics = {name: make_one() for name, make_one in METRICS.items()}
     trainer = make(backend, metrics)
     results = [trainer.evaluate(data(count)) for count in (*COUNTS, *COUNTS)]
     for name, metric in metrics.items():
         for part in metric.modules():
-            # These two have no state, and do not change their count.
+            # These two metrics have no state and do not update their count.
             outer = isinstance(part, wrappers.ClasswiseWrapper | torchmetrics.metric.CompositionalMetric)
             if isinstance(part, torchmetrics.Metric) and not outer:
                 assert part.update_count == 0, name
@@ -216,23 +216,23 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")  # in two samples of three classes
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")  # two samples cannot contain three classes
 def test_torchmetrics_equal_one_metric_with_all_batches(group: RankGroup) -> None:
     everywhere = group.run(evaluate, timeout_seconds=120)
     for results in everywhere:
-        assert repr(results) == repr(everywhere[0])  # nan is among them
+        assert repr(results) == repr(everywhere[0])  # NaN is one of the values
     for found, count in zip(everywhere[0], (*COUNTS, *COUNTS), strict=True):
         wanted = expected(count, len(everywhere))
         assert list(found) == list(wanted)
         for name, value in wanted.items():
             if (name, count) == ("correlation", 2):
-                continue  # of two ranks with a sample each, torchmetrics' own formula makes 0 / 0
-            tolerance = 1e-7 if name == "loss" else 1e-12  # the loss is a mean over batches computed one by one
+                continue  # for two ranks with one sample each, the formula of torchmetrics computes 0 / 0
+            tolerance = 1e-7 if name == "loss" else 1e-12  # the loss is a mean over separately computed batches
             assert found[name] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True), (name, count)
 
 
 class Failing(torchmetrics.MeanMetric):
-    """Fails in the method `location`, on the last rank."""
+    """A metric that raises an error in method `location` on the last rank."""
 
     def __init__(self, backend: Backend, where: str) -> None:
         super().__init__()
@@ -245,12 +245,12 @@ class Failing(torchmetrics.MeanMetric):
 
     def compute(self) -> Any:
         if not self.update_called:
-            raise ValueError("nothing to compute")  # so that this is not found out before there are samples
+            raise ValueError("nothing to compute")  # the shape is only known after an update
         return torch.zeros(2, 2)
 
 
-def rejected(backend: Backend) -> list[tuple[str, str]]:
-    """Return the errors of unusable metrics, and check that a later evaluation works."""
+def errors_of_unusable_metrics(backend: Backend) -> list[tuple[str, str]]:
+    """Return the errors of unusable metrics, and assert that later evaluations work."""
     message_text = []
     trainer = make(backend, {"broken": Failing(backend, "update")})
     for _ in range(2):
@@ -275,7 +275,7 @@ def rejected(backend: Backend) -> list[tuple[str, str]]:
 
 
 def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -> None:
-    everywhere = group.run(rejected)
+    everywhere = group.run(errors_of_unusable_metrics)
     assert all(message_text == everywhere[0] for message_text in everywhere)
     first, again, compute, confusion, running, several, fine = everywhere[0]
     assert first == again
@@ -293,15 +293,15 @@ def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -
     assert fine == ("fine", "")
 
 
-def fitted(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
-    """Train with a collection in place of the metrics, and stop early for one of its results."""
+def fit_with_collection(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
+    """Train with a MetricCollection as `metrics`, and with early stopping on one of the results."""
     trainer = make(backend, collection(prefix="of_"), max_epochs=5)
     trainer._callbacks = type(trainer._callbacks)([EarlyStopping("val_of_worst_1", mode="max", patience=2)])
     return trainer.fit(data(29), data(29)), trainer.result_names, trainer.progress.epoch
 
 
 def test_results_of_a_collection_can_be_monitored(group: RankGroup) -> None:
-    everywhere = group.run(fitted)
+    everywhere = group.run(fit_with_collection)
     assert all(one == everywhere[0] for one in everywhere)
     results, names, epochs = everywhere[0]
     assert tuple(results) == names
@@ -312,7 +312,7 @@ def test_results_of_a_collection_can_be_monitored(group: RankGroup) -> None:
 
 
 def gathered_states(backend: Backend) -> list[int]:
-    """Return how many objects are gathered for a metric of sums, and for one that keeps all predictions."""
+    """Return the number of gathered objects for a metric with sums, and for a metric that stores all predictions."""
     counts = []
     allgather_object = type(backend).allgather_object
 

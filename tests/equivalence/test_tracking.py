@@ -1,4 +1,5 @@
-"""Loggers receive the numbers of plain torch once per step on rank 0, also if another logger fails."""
+"""Loggers receive each value once per step on rank 0, even if another logger fails. The values equal those of plain
+torch."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **settings: Any) -> unitrain.Trainer:
-    """Return a Trainer of four steps per epoch, on any number of ranks."""
+    """Return a Trainer with four steps per epoch on any number of ranks."""
     model, optimizer = make()
     chosen = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "progress": "off", **settings}
     if "max_steps" in chosen:
@@ -72,8 +73,9 @@ def vector(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-class Speaks(unitrain.Callback):
-    """Logs the first weight after every step, and an image of the first layer after every epoch; may fail once."""
+class LoggingCallback(unitrain.Callback):
+    """Logs the first weight after every step and an image of the first layer after every epoch. Can raise an error
+    once."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -87,7 +89,7 @@ class Speaks(unitrain.Callback):
         trainer.log_image("layer", next(trainer.model.parameters()).detach().abs(), caption="weights")
 
 
-class Kept(Logger):
+class RecordingLogger(Logger):
     """Stores the logged values in memory."""
 
     def __init__(self) -> None:
@@ -117,29 +119,29 @@ class NeedsAPackage(Logger):
         import_package("no_such_package", self, "nothing")
 
 
-class FailsInStart(Kept):
+class FailsInStart(RecordingLogger):
     def start(self, run_info: RunInfo) -> None:
         raise ConnectionError("no server")
 
 
-class FailsInLog(Kept):
+class FailsInLog(RecordingLogger):
     def log(self, values: Mapping[str, float], step: int) -> None:
         super().log(values, step)
         if step == 2:
             raise SystemExit("enough")
 
 
-class Hangs(Kept):
+class Hangs(RecordingLogger):
     def log(self, values: Mapping[str, float], step: int) -> None:
         threading.Event().wait(60)
 
 
-class HangsInStart(Kept):
+class HangsInStart(RecordingLogger):
     def start(self, run_info: RunInfo) -> None:
         threading.Event().wait(60)
 
 
-class HangsInFinish(Kept):
+class HangsInFinish(RecordingLogger):
     def finish(self, status: str) -> None:
         threading.Event().wait(60)
 
@@ -150,7 +152,7 @@ def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
         made = trainer(
             backend,
             ["csv", "jsonl", "tensorboard", unitrain.WandbLogger(mode="offline"), "mlflow"],
-            Speaks(fails_at),
+            LoggingCallback(fails_at),
             output_dir=folder,
             resume=True,
             async_checkpoints=False,
@@ -167,7 +169,7 @@ def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
 
 
 def logged_warnings() -> list[str]:
-    """Return a list in which the warnings about loggers come up."""
+    """Return a list to which warnings about loggers are appended."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -175,14 +177,14 @@ def logged_warnings() -> list[str]:
     return lines
 
 
-def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
-    """Return the parameters with failing loggers and without loggers, the durations, the messages and the logged
-    values."""
+def train_with_failing_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
+    """Train with and without failing loggers. Return the parameters of both runs, the durations, the messages and the
+    logged values."""
     background._CALL_LIMIT_SECONDS, background._FINISH_LIMIT_SECONDS = (
         0.6,
         dict.fromkeys(("finished", "stopped", "failed"), 1.0),
     )
-    warnings, good, late = logged_warnings(), Kept(), FailsInLog()
+    warnings, good, late = logged_warnings(), RecordingLogger(), FailsInLog()
 
     class Waits(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
@@ -210,13 +212,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def expected() -> dict[tuple[str, int], float]:
-    """Train with plain torch. Return the expected log, by name and step."""
+    """Train with plain torch. Return the expected logged values by name and step."""
     model, optimizer = make()
     inputs, targets = data().tensors
     points: dict[tuple[str, int], float] = {}
 
     def factor(step: int) -> float:
-        return 1 + min(1.0, step / 5)  # from batches of 6 to batches of 12
+        return 1 + min(1.0, step / 5)  # for a batch size of 12 instead of 6
 
     for epoch in range(EPOCHS):
         order, losses = epoch_order(46, seed=0, epoch=epoch, shuffle=True), 0.0
@@ -272,7 +274,7 @@ def test_every_step_is_logged_once_with_the_loss_of_plain_torch(ranks: RankGroup
 
 
 def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(ranks: RankGroup) -> None:
-    first, second = ranks.run(with_bad_loggers, timeout_seconds=60)
+    first, second = ranks.run(train_with_failing_loggers, timeout_seconds=60)
     for parameters, without, seconds, _, _, message_text in (first, second):
         assert torch.equal(parameters, without)
         assert 1.2 < seconds < 30  # the loggers hang for 60 s
@@ -302,7 +304,7 @@ def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
             if self.how == "signal":
                 signal.raise_signal(signal.SIGUSR1)
                 deadline = time.monotonic() + 30
-                while trainer._stopping._preemption.received_signal is None:  # a thread receives it
+                while trainer._stopping._preemption.received_signal is None:  # a thread receives the status
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
             elif self.how == "stop":
@@ -316,7 +318,7 @@ def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
         ("signal", Preempted, "stopped"),
         ("error", CallbackError, "failed"),
     ):
-        kept = Kept()
+        kept = RecordingLogger()
         made = trainer(LOCAL, [kept], Ends(how), output_dir=tmp_path / how)
         if error is None:
             made.fit(data())
@@ -337,7 +339,7 @@ class StopsAt(unitrain.Callback):
 
 
 def test_values_logged_between_runs_are_appended(tmp_path: Path) -> None:
-    kept = Kept()
+    kept = RecordingLogger()
     made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, max_steps=3)
     with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
         made.log(early=1)
@@ -355,7 +357,7 @@ def test_values_logged_between_runs_are_appended(tmp_path: Path) -> None:
     ]
     assert kept.calls[-1] == ("finish", "finished")
     count = len(kept.calls)
-    made.fit(data())  # has nothing left to do
+    made.fit(data())  # the run is already complete
     assert len(kept.calls) == count
     for read in (logger_output.from_csv(tmp_path), logger_output.from_tensorboard(tmp_path / "tensorboard")):
         points = [(name, step) for name, step, _ in read if name in ("loss", "test_accuracy")]
@@ -423,7 +425,7 @@ def test_invalid_logged_values_are_rejected() -> None:
 
 
 class Tables(Logger):
-    """Keeps histograms and tables."""
+    """Stores logged histograms and tables."""
 
     def __init__(self) -> None:
         self.histograms: list[tuple[str, int, Any, Any]] = []
@@ -463,7 +465,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
             np.testing.assert_allclose(edges[[0, -1]], [values.min(), values.max()], rtol=1e-5)
     made.log_histogram("odd", torch.tensor([1.0, math.nan, math.inf, 2.0]))
     made.log_table("worst", ["label", "predicted"], [[7, "one"], (None, True)])
-    made.fit(data())  # waits for values that are logged after a run
+    made.fit(data())  # wait for values that are logged after the run
     assert kept.histograms[-1][2].sum() == 2
     assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
     for columns, rows, message_text in (
@@ -485,9 +487,9 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
 def test_verified_run_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RecordRequest(steps=2, emulated_ranks=1).write(tmp_path)
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
-    monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then
-    kept = Kept()
+    monkeypatch.setattr("atexit.register", lambda *_: None)  # the backend is then shut down
+    kept = RecordingLogger()
     with pytest.raises(SystemExit):
-        trainer(LOCAL, [kept, "csv"], Speaks(), output_dir=tmp_path / "output").fit(data())
+        trainer(LOCAL, [kept, "csv"], LoggingCallback(), output_dir=tmp_path / "output").fit(data())
     assert kept.calls == []
     assert not list(tmp_path.rglob("metrics.csv"))

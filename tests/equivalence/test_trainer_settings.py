@@ -54,7 +54,8 @@ def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) ->
 
 
 def plain(steps: int, build: Callable[[SGD], LRScheduler] | None = None) -> tuple[nn.Module, list[float]]:
-    """Train so many steps with plain torch, over epochs of the Trainer's order; return the model and its rates."""
+    """Train with plain torch for `steps` steps in the sample order of the Trainer. Return the model and the learning
+    rates."""
     model, optimizer = make()
     scheduler = None if build is None else build(optimizer)
     inputs, targets = data().tensors
@@ -81,7 +82,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 class Rates(unitrain.Callback):
-    """Keeps the learning rate of every step."""
+    """Records the learning rate of every step."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -90,8 +91,8 @@ class Rates(unitrain.Callback):
         self.rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
 
 
-class Kept(Logger):
-    """Stores its arguments."""
+class RecordingLogger(Logger):
+    """Stores the logged values."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, dict[str, float]]] = []
@@ -105,7 +106,7 @@ def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
 
 
 def compare_a_schedule(backend: Backend, folder: str) -> list[list[float]]:
-    """Return the rates of an undisturbed run, of one that is interrupted, and of what follows it."""
+    """Return the learning rates of an uninterrupted run, and of both parts of an interrupted run."""
     found = []
     for name, upto in (("whole", None), ("parts", 4), ("parts", None)):
         rates = Rates()
@@ -163,7 +164,7 @@ def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
     trainer(LOCAL, build, max_epochs=3, limit_train_steps=2).fit(data())
     assert totals == [4, 7, 6]
     totals.clear()
-    # 6 steps per epoch, or 3 from the second epoch; an incomplete last epoch counts.
+    # An epoch has 6 steps, or 3 from the second epoch. An incomplete last epoch counts.
     trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch").fit(data())
     trainer(LOCAL, build, max_steps=12, scheduler_interval="epoch").fit(data())
     trainer(LOCAL, build, max_steps=5, limit_train_steps=2, scheduler_interval="epoch").fit(data())
@@ -174,7 +175,7 @@ def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
 
 
 class FailsAfterEpoch(unitrain.Callback):
-    """Raises KeyboardInterrupt at the end of an epoch, before its checkpoint."""
+    """Raises KeyboardInterrupt at the end of an epoch, before the checkpoint is saved."""
 
     def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
         trainer.checkpointer.wait()
@@ -216,7 +217,7 @@ def test_epoch_schedule_is_resumed_at_the_end_of_an_epoch_and_of_the_run(
     assert totals == [expected.epoch + (expected.step_in_epoch > 0)] * 4
 
 
-def test_remaining_steps_with_a_smaller_limit_than_the_steps_of_the_current_epoch() -> None:
+def test_remaining_steps_are_correct_if_the_current_epoch_exceeds_a_reduced_limit() -> None:
     config = unitrain.TrainConfig(max_epochs=3, limit_train_steps=2, batch_size=BATCH)
     settings = ShardSettings.from_config(config, is_elastic=False, elastic_batch_size=None)
     training_data = open_training_data(data(), LOCAL, settings)
@@ -242,8 +243,8 @@ def test_schedule_of_unknown_length_is_rejected(tmp_path: Path) -> None:
         trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "b", resume=True)
 
 
-def test_validation_within_an_epoch_is_logged_and_changes_nothing() -> None:
-    kept = Kept()
+def test_validation_within_an_epoch_is_logged_and_does_not_change_training() -> None:
+    kept = RecordingLogger()
     validation = data(10, seed=2)
     made = trainer(validate_every_steps=2, loggers=[kept], max_epochs=1)
     results = made.fit(data(), validation)
@@ -291,18 +292,19 @@ def test_several_validation_sets_have_separate_results() -> None:
 
 
 def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, int]], list[float], list[float]]:
-    """Return (epoch, step) of epochs of four steps, with an interruption, and the weights with and without it."""
+    """Train epochs of four steps with and without an interruption. Return (epoch, step) of the epoch ends, and both
+    weights."""
     found = []
     places: list[tuple[int, int]] = []
 
-    class Places(unitrain.Callback):
+    class EpochEnds(unitrain.Callback):
         def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
             places.append((trainer.progress.epoch, trainer.progress.step))
 
     settings = {"max_epochs": 3, "limit_train_steps": 4, "resume": True}
     for name, upto in (("whole", None), ("parts", 6), ("parts", None)):
         output = f"{folder}/{name}-{backend.name}"
-        stops = [StopsAt(upto)] if upto else [Places()] if name == "whole" else []
+        stops = [StopsAt(upto)] if upto else [EpochEnds()] if name == "whole" else []
         made = trainer(backend, output_dir=output, checkpoint_every_steps=1, callbacks=stops, **settings)
         made.fit(data())
         found.append(weights(backend.unwrap(made.model)).tolist())
@@ -324,7 +326,7 @@ def test_evaluation_before_training_divides_the_global_batch(accumulation: int |
     assert made.evaluate(validation)["loss"] == pytest.approx(loss_of(made.model, validation), rel=1e-5)
 
 
-def test_evaluated_batches_are_limited() -> None:
+def test_limit_val_batches_limits_validation_but_not_evaluate() -> None:
     counted: list[int] = []
 
     def count(output: Tensor, target: Tensor) -> Tensor:
@@ -339,14 +341,14 @@ def test_evaluated_batches_are_limited() -> None:
     assert results["val_loss"] == pytest.approx(loss_of(made.model, first), rel=1e-5)
     counted.clear()
     made.evaluate(validation)
-    assert counted == [4] * 5, "evaluate has all"
+    assert counted == [4] * 5, "evaluate must use all batches"
     counted.clear()
     made.evaluate(DataLoader(validation, batch_size=10))
-    assert counted == [10, 10], "a DataLoader has its own batch size"
+    assert counted == [10, 10], "the batch size of a DataLoader must be used"
 
 
 def test_dry_run_trains_one_step_and_writes_no_file(tmp_path: Path) -> None:
-    kept = Kept()
+    kept = RecordingLogger()
     settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
     made = trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)
     results = made.fit(data(), data(20, seed=2))
@@ -356,7 +358,7 @@ def test_dry_run_trains_one_step_and_writes_no_file(tmp_path: Path) -> None:
     assert kept.values == []
 
 
-def test_checkpoint_is_written_after_the_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_written_at_an_interval_of_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("unitrain.checkpoint.checkpointer.time.monotonic", lambda: now[0])
 
@@ -367,7 +369,7 @@ def test_checkpoint_is_written_after_the_minutes(tmp_path: Path, monkeypatch: py
     settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
     trainer(output_dir=tmp_path, callbacks=[Minutes()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
-    # At 3 minutes; at 6 the epoch's; 9 again, and 12 with the epoch.
+    # Checkpoints at 3 and 9 minutes are due by time. At 6 and 12 minutes, an epoch ends.
     assert written == [3, 6, 9, 12]
 
 
@@ -379,10 +381,10 @@ def test_three_checkpoints_are_kept_by_default(tmp_path: Path) -> None:
 
 
 def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tuple[list[float], dict[str, float]]:
-    """Train with a rate that spoils the model after the first epoch, and load the best weights."""
+    """Train with a learning rate that degrades the model after the first epoch, and load the best weights."""
     validation = data(12, seed=1)
 
-    def spoil(epoch: int) -> float:
+    def degrade(epoch: int) -> float:
         return 1.0 if epoch < 2 else -3.0
 
     model, optimizer = make()
@@ -408,7 +410,7 @@ def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tup
         nn.MSELoss(),
         backend=backend,
         config=config,
-        scheduler=LambdaLR(optimizer, spoil),
+        scheduler=LambdaLR(optimizer, degrade),
         callbacks=[Losses()],
     )
     made.fit(data(), validation)
@@ -416,7 +418,7 @@ def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tup
     return losses, made.evaluate(validation)
 
 
-def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) -> None:
+def test_load_weights_can_load_the_best_checkpoint(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
         for decay in (None, 0.5):
             results = [load_the_best(LOCAL, str(tmp_path), decay), *ranks.run(load_the_best, str(tmp_path), decay)]
@@ -443,7 +445,7 @@ def test_corrupt_best_checkpoint_is_reported(tmp_path: Path) -> None:
         made.load_weights("best")
 
 
-def test_settings_are_checked() -> None:
+def test_invalid_settings_are_rejected() -> None:
     for name, value, message_text in (
         ("validate_every_steps", 0, "must be at least 1, got 0"),
         ("limit_train_steps", 1.5, "must be a whole number, got 1.5"),

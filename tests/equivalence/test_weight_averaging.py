@@ -1,4 +1,4 @@
-"""The average of the weights equals torch's AveragedModel, and is evaluated, saved and restored on every backend."""
+"""Averaged weights equal torch's AveragedModel. They are evaluated, saved and restored on every backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loss_of(model: nn.Module) -> float:
 
 
 def by_hand(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
-    """The loop one would write in one process; returns the model and torch's average of it."""
+    """Train in a plain loop in one process. Return the model and its AveragedModel."""
     model = network()
     optimizer = optimizer_of(model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -78,7 +78,7 @@ def by_hand(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
 
 
 def states(backend: Backend, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Train; return the model's state, the average's, and the loss that the validation gave."""
+    """Train. Return the states of the model and of its average, and the validation loss."""
     trainer = make(backend, network(), **settings)
     results = trainer.fit(data(), data())
     assert trainer.averaged_model is not None
@@ -99,13 +99,13 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_average_equals_that_of_torch_and_is_evaluated(group: RankGroup) -> None:
+def test_average_equals_averaged_model_of_torch_and_is_evaluated(group: RankGroup) -> None:
     model, average = by_hand()
     for raw, averaged, loss in group.run(states, {}, timeout_seconds=120):
         assert_near(raw, model.state_dict())
         assert_near(averaged, average.state_dict())
         assert loss == pytest.approx(loss_of(average), abs=1e-6)
-    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the losses do not distinguish the model from the average"
+    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the model and the average must have different losses"
 
 
 def test_average_resumes_on_another_backend(group: RankGroup, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     assert_near(resumed[1], uninterrupted[1], 0)
 
 
-def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> None:
+def test_average_is_initialized_from_the_model_in_new_and_resumed_runs(tmp_path: Path) -> None:
     trainer = make(LOCAL, network())
     assert trainer.averaged_model is not None
     assert_near(trainer.averaged_model.state_dict(), network().state_dict(), 0)
@@ -143,7 +143,9 @@ def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
-def test_checkpoint_without_an_average_is_not_loaded_into_one(checkpoint_format: str, tmp_path: Path) -> None:
+def test_loading_averaged_weights_from_a_checkpoint_without_an_average_raises(
+    checkpoint_format: str, tmp_path: Path
+) -> None:
     make(LOCAL, network(), output_dir=tmp_path, ema_decay=None, max_epochs=1, checkpoint_format=checkpoint_format).fit(
         data()
     )
@@ -154,7 +156,7 @@ def test_checkpoint_without_an_average_is_not_loaded_into_one(checkpoint_format:
 
 
 class Overflowing(nn.Module):
-    """Makes the gradient infinite in the selected steps."""
+    """A model whose gradient is infinite in the selected steps."""
 
     def __init__(self, overflows: set[int]) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ def test_step_skipped_by_fp16_does_not_change_the_average(fused: bool) -> None:
 
 
 class Quantized(nn.Module):
-    """Holds integers as a frozen parameter, as quantized models do, before or after the weights that are trained."""
+    """A model with a frozen integer parameter, like a quantized model, before or after the trained weights."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
