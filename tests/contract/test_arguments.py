@@ -1,4 +1,4 @@
-"""Arguments of wrong types and values: one error, the same on every rank, that names the argument and the value."""
+"""Arguments of wrong types and values raise the same error on every rank. It names the argument and the value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.testing import RankGroup
 
 @dataclass
 class Parts:
-    """The arguments of a valid Trainer, which each case changes."""
+    """Arguments of a valid Trainer. Each case changes some of them."""
 
     backend: Backend
     folder: str
@@ -58,7 +58,8 @@ class DataParallel(Wrapped):
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """Named like torch's class, whose constructor requires a process group, which the backend local does not have."""
+    """A class with the name of torch's optimizer, whose constructor requires a process group. `local` does not have
+    one."""
 
 
 def summed(tokens: Any) -> Callable[[Any, Any], Any]:
@@ -80,7 +81,7 @@ def a_scheduler_of_another_optimizer(parts: Parts) -> None:
 
 BATCHES = [(torch.ones(4, 3), torch.ones(4, 1)) for _ in range(3)]
 
-# The call, and the required texts of the first and the second sentence.
+# Each case: the call, a required text of the first sentence and one of the second sentence.
 CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     "model class": (
         lambda p: p.trainer(nn.Linear, p.optimizer, nn.functional.mse_loss),
@@ -108,7 +109,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "One optimizer was expected, got a list of 2.",
         "examples/gan.py",
     ),
-    "several optimizers in an own loop": (
+    "several optimizers in a loop": (
         lambda p: p.backend.distributed_optimizer((p.optimizer,), p.backend.distributed_model(p.model)),  # type: ignore[arg-type]
         "One optimizer was expected, got a tuple of 1.",
         "optimizer = backend.distributed_optimizer(optimizer, model).",
@@ -168,7 +169,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Trainer(metrics=...) must be a dictionary of functions, got an object of class list.",
         "Use metrics={",
     ),
-    "metric that is a name": (
+    "metric function given as a name": (
         lambda p: p.trainer(metrics={"accuracy": "accuracy"}),
         "Trainer(metrics={'accuracy': ...}) must be a function or a torchmetrics object, got 'accuracy'.",
         "Use metrics={",
@@ -218,12 +219,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Trainer.fit(train_data) must be a dataset or a DataLoader, got the class TensorDataset.",
         "TensorDataset(inputs, targets)",
     ),
-    "data that is a path": (
+    "path as data": (
         lambda p: p.fit(data="data/train"),
         "Trainer.fit(train_data) must be a dataset or a DataLoader, got 'data/train'.",
         "TensorDataset(inputs, targets)",
     ),
-    "validation data that is a class": (
+    "class as validation data": (
         lambda p: p.trainer().fit(p.data, {"clean": nn.Linear}),  # type: ignore[dict-item]
         "Trainer.fit(val_data['clean']) must be a dataset or a DataLoader, got the class Linear.",
         "TensorDataset(inputs, targets)",
@@ -238,7 +239,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Trainer.evaluate(data) is a list of 3 sequences",
         "DataLoader(data, batch_size=32).",
     ),
-    "nothing to predict": (
+    "None as data to predict": (
         lambda p: p.trainer().predict(None),
         "Trainer.predict(data) must be a dataset or a DataLoader, got None.",
         "TensorDataset(inputs, targets)",
@@ -258,7 +259,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "in a summed loss must be finite and above 0, or 0 if the sum is 0, got 0.",
         "Let",
     ),
-    "fewer than no tokens": (
+    "negative number of tokens": (
         lambda p: p.fit(summed(torch.tensor(-3))),
         "in a summed loss must be finite and above 0, or 0",
         "got -3. Let loss_fn",
@@ -268,12 +269,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "in a summed loss must be finite and above 0, or 0",
         "got nan. Let loss_fn",
     ),
-    "tokens that are true": (
+    "boolean number of tokens": (
         lambda p: p.fit(summed(True)),
         "in a summed loss must be finite and above 0, or 0",
         "got True. Let loss_fn",
     ),
-    "keep_best without such a result": (
+    "keep_best with an unknown result": (
         lambda p: p.fit(output_dir=p.folder, keep_last=1, keep_best="val_loss"),
         "TrainConfig.keep_best 'val_loss' is not a result of this run.",
         "Available: train_loss.",
@@ -293,7 +294,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "LazyLinear has lazy parameters that have no shape yet: weight, bias.",
         "model(inputs).",
     ),
-    "unused_parameters that is a text": (
+    "string as find_unused_parameters": (
         lambda p: p.backend.distributed_model(p.model, find_unused_parameters="yes"),  # type: ignore[arg-type]
         "distributed_model(find_unused_parameters=...) must be True or False, got 'yes'.",
         "=True",
@@ -313,12 +314,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "distributed_optimizer(optimizer) must be a torch.optim.Optimizer, got an object of class Linear.",
         "Pass the model first",
     ),
-    "a list to reduce": (
+    "list as tensor of allreduce": (
         lambda p: p.backend.allreduce([1.0]),
         "A collective takes a tensor, got list.",
         "torch.tensor(",
     ),
-    "a text as root": (
+    "string as root": (
         lambda p: p.backend.broadcast(torch.ones(1), root="0"),  # type: ignore[arg-type]
         "Root '0' is not one of the",
         "Use a root from 0 to",
@@ -358,17 +359,17 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "MeanMetric(backend) must be a backend, got 'ddp'.",
         "Use MeanMetric(backend).",
     ),
-    "text as the value of a metric": (
+    "string as the value of a metric": (
         lambda p: unitrain.MeanMetric(p.backend).update("0.5"),  # type: ignore[arg-type]
         "MeanMetric.update(value) must be a number or a tensor of numbers, got '0.5'.",
         "metric.update(loss, len(targets)).",
     ),
-    "metric with fewer values than counted": (
+    "metric with fewer values than its count": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), torch.tensor(2)),
         "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
     ),
-    "metric with fewer values than counted by a float": (
+    "metric with fewer values than its count, a float": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), 2.0),
         "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
@@ -378,7 +379,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "differentiable_allgather(communicator) must be a backend, got 'ddp'.",
         "Use differentiable_allgather(tensor, backend).",
     ),
-    "checkpoint_activations of a text": (
+    "checkpoint_activations of a string": (
         lambda p: unitrain.checkpoint_activations("model", torch.nn.Linear),  # type: ignore[arg-type]
         "checkpoint_activations(model) must be a torch.nn.Module, got 'model'.",
         "Use checkpoint_activations(model, nn.TransformerEncoderLayer).",
@@ -398,7 +399,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "shard_optimizer_state(communicator) must be a backend, got 'ddp'.",
         "Use shard_optimizer_state(optimizer, backend).",
     ),
-    "require_capability of a text": (
+    "require_capability of a string": (
         lambda p: unitrain.require_capability(p.backend, "SupportsPowerSGD", "PowerSGD"),  # type: ignore[arg-type]
         "The capability of require_capability must be a class, got 'SupportsPowerSGD'.",
         "Use require_capability(backend, SupportsPowerSGD",
@@ -413,7 +414,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "ShardedLoader.epoch must be at least 0, got -1.",
         "Use loader.epoch = 0.",
     ),
-    "state that is not of a loader": (
+    "state of another object": (
         lambda p: p.loader().load_state_dict({}),
         "ShardedLoader.load_state_dict takes a state that state_dict() returned, got epoch=None.",
         "loader.state_dict().",
@@ -428,7 +429,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "TrainConfig.output_dir must be a path, got 'runs/\\x00', which has a NUL character.",
         "Use output_dir=",
     ),
-    "preemption signals that are not names": (
+    "preemption signals that are numbers": (
         lambda p: p.config(preemption_signals=({},)),
         "TrainConfig.preemption_signals has {}, which is not a signal that a program can handle.",
         "Use preemption_signals=",
@@ -457,7 +458,8 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
 
 
 def raised_messages(backend: Backend, folder: str) -> dict[str, str]:
-    """Return the error message of each case, or "accepted", and other exceptions."""
+    """Return the error message of each case, "accepted" if there is none, or the representation of another
+    exception."""
     texts = {}
     for name, (case, _, _) in CASES.items():
         try:
@@ -474,20 +476,20 @@ def raised_messages(backend: Backend, folder: str) -> dict[str, str]:
 @pytest.fixture(
     scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=["local-1", "ddp-2", "horovod-2"]
 )
-def messages_by_rank(
+def messages_by_rank_and_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[dict[str, str]]]:
-    """The error message of every case, on each rank of one group."""
+    """Return the error message of every case on each rank of a group."""
     with RankGroup(*request.param) as group:
         yield group.run(raised_messages, str(tmp_path_factory.mktemp("runs") / "run"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
-    messages_by_rank: list[dict[str, str]], name: str
+    messages_by_rank_and_case: list[dict[str, str]], name: str
 ) -> None:
     _, found, fix = CASES[name]
-    texts = [rank[name] for rank in messages_by_rank]
+    texts = [rank[name] for rank in messages_by_rank_and_case]
     assert len(set(texts)) == 1, texts
     assert found in texts[0], texts[0]
     assert fix in texts[0].partition(found.split(", got")[0])[2], texts[0]
@@ -497,18 +499,18 @@ def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
     assert texts[0].endswith("."), texts[0]
 
 
-def test_ranks_communicate_after_an_argument_error(messages_by_rank: list[dict[str, str]]) -> None:
-    assert [rank["still works"] for rank in messages_by_rank] == ["True"] * len(messages_by_rank)
+def test_ranks_communicate_after_an_argument_error(messages_by_rank_and_case: list[dict[str, str]]) -> None:
+    assert [rank["still works"] for rank in messages_by_rank_and_case] == ["True"] * len(messages_by_rank_and_case)
 
 
-def samples_as_a_list(backend: Backend) -> float:
+def train_on_a_list(backend: Backend) -> float:
     parts = Parts(backend, "")
     return parts.fit(data=DataLoader(BATCHES[0:1] * 4, batch_size=2), batch_size=None)["train_loss"]
 
 
 def test_dataloader_accepts_a_list() -> None:
     with RankGroup("local", 1) as group:
-        assert group.run(samples_as_a_list)[0] > 0
+        assert group.run(train_on_a_list)[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -609,8 +611,8 @@ def test_calls_after_shutdown_raise(backend: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "steps.jsonl", "run.jsonl"])
-def test_resumed_run_tolerates_rows_lost_in_a_power_loss(name: str, tmp_path: Path, caplog: Any) -> None:
-    """A file system may leave zeros where rows were being written."""
+def test_resumed_run_tolerates_rows_overwritten_with_zeros(name: str, tmp_path: Path, caplog: Any) -> None:
+    """After a power loss, a file system may contain zeros in place of rows."""
     with unitrain.init("local") as backend:
         Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1)
         path = tmp_path / name
@@ -626,7 +628,7 @@ def test_resumed_run_tolerates_rows_lost_in_a_power_loss(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["[]", "\0\0\0", '{"batches": 5}', '{"batches": [[1]]}', '{"job": "a'])
-def test_damaged_job_file_is_named(content: str, tmp_path: Path) -> None:
+def test_error_names_a_damaged_job_file(content: str, tmp_path: Path) -> None:
     with unitrain.init("local") as backend:
         Parts(backend, "").fit(output_dir=tmp_path)
         (tmp_path / ".job").write_text(content)

@@ -72,7 +72,7 @@ def output_folder_is_a_file(backend: Backend, folder: str) -> None:
     _train(backend, output_dir=Path(folder) / "file")
 
 
-def nothing_to_train(backend: Backend, _: str) -> None:
+def no_trainable_parameters(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
@@ -418,7 +418,7 @@ def fit_within_a_callback(backend: Backend, _: str) -> None:
 
 
 TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pair (sum, number of tokens) for others."
-# The invalid call, and the required texts of the message: the invalid value, and the fix.
+# Each case: the invalid call, and two required texts of the message, the invalid value and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (a_loss_sum_after_a_loss_mean_in_training, TWO_LOSSES, "Return the same kind of loss for every batch"),
     (
@@ -442,7 +442,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (nan_loss, "The mean loss became nan on every rank in epoch 1, by step", "max_grad_norm=1.0"),
     (nan_loss_on_one_rank, "The mean loss became nan on rank 1 in epoch 1, by step", "max_grad_norm=1.0"),
     (output_folder_is_a_file, "file", ""),
-    (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
+    (no_trainable_parameters, "has no parameter that requires a gradient", "requires_grad_(True)"),
     (
         optimizer_of_another_model,
         "2 of the optimizer's 2 parameters do not belong to Linear",
@@ -605,12 +605,12 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     assert found in texts[0], texts[0]
     assert fix in texts[0], texts[0]
     sentences = [part for part in texts[0].split(". ") if part]
-    assert len(sentences) >= 2, f"a finding and a fix: {texts[0]}"
+    assert len(sentences) >= 2, f"the message must state a problem and a fix: {texts[0]}"
     assert group.run(still_works) == [2.0, 2.0]
 
 
 def unfrozen_on_one_rank(backend: Backend) -> list[str]:
-    """Return the errors of rank 0, which waits for a short time for each comparison."""
+    """Return the error of each rank. Rank 0 has a short timeout for each comparison."""
     messages = []
     for shard in ("none", "gradients", "parameters"):
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

@@ -1,4 +1,4 @@
-"""Communication hooks of users on the module that `distributed_model` returns, and the hierarchical allreduce."""
+"""User-defined communication hooks on the module that `distributed_model` returns, and the hierarchical allreduce."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from unitrain.errors import ModelError
 from unitrain.testing import RankGroup
 
 STEPS = 3
-# Register a hook on a distributed model.
+# A function that registers a hook on a distributed model.
 Register = Callable[[Any, Backend], None]
 
 
 class Network(nn.Module):
-    """Has several buckets of gradients, and a layer that training starts without."""
+    """A model with several gradient buckets, and with a layer that is frozen at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
 
 def mean_hook(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Compute the same mean as without a hook, and count the buckets in `state`."""
+    """Compute the mean, like DDP without a hook, and count the buckets in `state`."""
     state["buckets"] = state.get("buckets", 0) + 1
     buffer = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
@@ -54,11 +54,11 @@ def hierarchical_hook(backend: Backend) -> Any:
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
     from hierarchical import HierarchicalReduction
 
-    return HierarchicalReduction(backend, [0, 0, 1][: backend.size])  # the last rank on another host
+    return HierarchicalReduction(backend, [0, 0, 1][: backend.size])  # simulates the last rank on another host
 
 
 def train(backend: Backend, register: Register | None) -> list[Tensor]:
-    """Return the parameters after some steps with accumulated gradients and a layer that is frozen in the first."""
+    """Train with gradient accumulation and a layer that is frozen in the first step. Return the parameters."""
     network = Network()
     network.body[0].requires_grad_(False)
     model = backend.distributed_model(network)
@@ -73,13 +73,13 @@ def train(backend: Backend, register: Register | None) -> list[Tensor]:
         model(torch.randn(3, 8, generator=generator).double()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        network.body[0].requires_grad_(True)  # from the second step on
+        network.body[0].requires_grad_(True)  # unfrozen after the first step
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
 @contextmanager
 def hierarchical_allreduce(backend: Backend) -> Iterator[None]:
-    """Context manager with the hierarchical allreduce, as if the last rank ran on another host."""
+    """Context manager that enables the hierarchical allreduce. It simulates that the last rank runs on another host."""
     rendezvous: Any = vars(backend)["_rendezvous"]
     positions = [NodePosition(rank % 2, 2 - rank // 2, rank // 2, 2) for rank in range(backend.size)]
     with (
@@ -91,8 +91,8 @@ def hierarchical_allreduce(backend: Backend) -> Iterator[None]:
 
 
 def train_hierarchically(backend: Backend) -> tuple[list[Tensor], int]:
-    """Return the parameters with the hierarchical allreduce, as if the last rank ran on another host, and the number of
-    buckets that it reduced."""
+    """Train with the hierarchical allreduce on two simulated hosts. Return the parameters and the number of reduced
+    buckets."""
     allreduce, buckets = HierarchicalGroup.allreduce, []
 
     def count(group: HierarchicalGroup, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -103,8 +103,8 @@ def train_hierarchically(backend: Backend) -> tuple[list[Tensor], int]:
         return train(backend, None), len(buckets)
 
 
-class Ends(nn.Module):
-    """The layers before and after the layers of another model."""
+class OuterLayers(nn.Module):
+    """A first and a last layer, between which another model runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,11 +115,11 @@ class Ends(nn.Module):
         return output
 
 
-def reduce_two_models(backend: Backend) -> list[Tensor]:
+def reduce_two_models_in_different_orders(backend: Backend) -> list[Tensor]:
     """Return the gradients of two models after one backward pass. The last rank does not use the first layer, so it
     reduces the models in the opposite order."""
     torch.manual_seed(0)
-    ends, middle = Ends().double(), nn.Linear(8, 8).double()
+    ends, middle = OuterLayers().double(), nn.Linear(8, 8).double()
     outer, inner = backend.distributed_model(ends, find_unused_parameters=True), backend.distributed_model(middle)
     hidden = torch.full((2, 8), backend.rank + 1.0, dtype=torch.float64)
     if backend.rank < backend.size - 1:
@@ -139,14 +139,15 @@ def compare_hooks(backend: Backend) -> dict[str, Any]:
     hook = hierarchical_hook(backend)
     results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
     results["hierarchical allreduce"], results["hierarchical buckets"] = train_hierarchically(backend)
-    results["two models"] = reduce_two_models(backend)
+    results["two models"] = reduce_two_models_in_different_orders(backend)
     with hierarchical_allreduce(backend):
-        results["two models hierarchically"] = reduce_two_models(backend)
+        results["two models hierarchically"] = reduce_two_models_in_different_orders(backend)
     return results
 
 
-def register_wrongly(backend: Backend) -> list[str]:
-    """Return the messages of a second hook, of a hook in addition to compression, and of a hook that fails."""
+def register_invalid_hooks(backend: Backend) -> list[str]:
+    """Return the messages for a second hook, for a hook in addition to compression, and for a hook that raises an
+    error."""
     model: Any = backend.distributed_model(Network())
     model.register_comm_hook({}, mean_hook)
     messages = []
@@ -175,14 +176,14 @@ def results(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     backend, size = request.param
     with RankGroup(backend, size) as group:
         found = group.run(compare_hooks)
-        for result, messages in zip(found, group.run(register_wrongly), strict=True):
+        for result, messages in zip(found, group.run(register_invalid_hooks), strict=True):
             result["messages"] = messages
         yield found
 
 
-def test_hook_of_a_user_reduces_the_gradients(results: list[dict[str, Any]]) -> None:
+def test_user_hook_reduces_the_gradients(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["buckets"] > STEPS  # several per step
+        assert result["buckets"] > STEPS  # several buckets per step
         torch.testing.assert_close(result["mean"], results[0]["without"], rtol=0, atol=1e-12)
 
 
@@ -197,7 +198,7 @@ def test_hierarchical_allreduce_computes_the_mean_over_all_ranks(results: list[d
         torch.testing.assert_close(
             result["hierarchical allreduce"], results[0]["hierarchical allreduce"], rtol=0, atol=0
         )
-        # With two ranks on two hosts, all ranks are reduced at once.
+        # With two ranks on two hosts, there is one allreduce over all ranks.
         assert (result["hierarchical buckets"] > STEPS) == (len(results) == 3)
 
 

@@ -1,4 +1,4 @@
-"""The consistency check before each collective: both kinds of exchange, and their number of messages."""
+"""The consistency check before each collective: both kinds of exchange, and the number of messages of each."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ GROUPS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 1), ("ddp", 2), ("horovod
 CASES = [
     case
     for name, case in CONTRACT.items()
-    if case.__module__ in (collectives.__name__, gradients.__name__) and "compiled" not in name  # which takes long
+    if case.__module__ in (collectives.__name__, gradients.__name__) and "compiled" not in name  # compiling is slow
 ]
 EXCHANGES = ("all_reduce", "all_gather_single", "broadcast", "isend")
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
-def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Yield ranks that exchange sums, as more than MAX_GATHERING_RANKS ranks do."""
+def ranks_exchanging_sums(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Yield ranks that exchange sums, like groups of more than MAX_GATHERING_RANKS ranks."""
     with RankGroup(*request.param) as group:
-        group.run(as_many_ranks)
+        group.run(exchange_sums)
         yield group
-        assert group.run(as_many_ranks) == [0] * group.size  # they are still the same processes
+        assert group.run(exchange_sums) == [0] * group.size  # the processes have not been replaced
 
 
-def as_many_ranks(_: Backend) -> int:
-    """Make this process exchange sums from now on, and return the previous maximum number of ranks for exchanging
-    rows."""
+def exchange_sums(_: Backend) -> int:
+    """Make this process exchange sums. Return the previous maximum number of ranks that exchange rows."""
     before, consistency.MAX_GATHERING_RANKS = consistency.MAX_GATHERING_RANKS, 0
     return before
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_sum_exchange_satisfies_the_contract(many: RankGroup, case: Callable[[Backend], None]) -> None:
-    many.run(case)
+def test_sum_exchange_satisfies_the_contract(ranks_exchanging_sums: RankGroup, case: Callable[[Backend], None]) -> None:
+    ranks_exchanging_sums.run(case)
 
 
 def small_sums(backend: Backend) -> None:
@@ -58,7 +57,7 @@ def small_sums(backend: Backend) -> None:
         total = sum((torch.linspace(-3, 5, count).to(dtype) + rank).double() for rank in range(size))
         assert_close(backend.allreduce(own, "sum"), torch.as_tensor(total).to(dtype).view(count))
         assert_close(backend.allreduce(own), torch.as_tensor(total / size).to(dtype).view(count))
-    large = torch.tensor([2**53 + 1 + backend.rank])  # which float64 cannot hold
+    large = torch.tensor([2**53 + 1 + backend.rank])  # float64 cannot represent this number
     assert backend.allreduce(large, "sum").item() == sum(2**53 + 1 + rank for rank in range(size))
     special = backend.allreduce(torch.tensor([float("inf"), float("nan"), 1.0]), "sum")
     assert special[0].isinf()
@@ -66,8 +65,8 @@ def small_sums(backend: Backend) -> None:
     assert special[2] == size
 
 
-def test_many_ranks_sum_small_tensors(many: RankGroup) -> None:
-    many.run(small_sums)
+def test_sum_exchange_reduces_small_tensors_exactly(ranks_exchanging_sums: RankGroup) -> None:
+    ranks_exchanging_sums.run(small_sums)
 
 
 def objects_of_any_size(backend: Backend) -> None:
@@ -78,16 +77,16 @@ def objects_of_any_size(backend: Backend) -> None:
             assert backend.broadcast_object(own, root) == bytes([root]) * (length + root)
 
 
-def test_many_ranks_exchange_objects(many: RankGroup) -> None:
-    many.run(objects_of_any_size)
+def test_sum_exchange_supports_objects_of_any_size(ranks_exchanging_sums: RankGroup) -> None:
+    ranks_exchanging_sums.run(objects_of_any_size)
 
 
 def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
-    """Return what each collective exchanges: the operation, and the bytes of this rank's tensor."""
+    """For each collective, return the exchanges as pairs (operation, bytes of this rank's tensor)."""
     exchanges: list[tuple[str, int]] = []
     originals = {name: getattr(dist, name) for name in EXCHANGES if hasattr(dist, name)}
 
-    def noted(name: str, original: Any) -> Any:
+    def record(name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             own = args[1] if name.startswith("all_gather") else args[0]
             exchanges.append((name, own.numel() * own.element_size()))
@@ -97,7 +96,7 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
 
     results = []
     for name, original in originals.items():
-        setattr(dist, name, noted(name, original))
+        setattr(dist, name, record(name, original))
     try:
         for collective in (
             backend.barrier,
@@ -114,20 +113,20 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
     return results
 
 
-def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
+def test_sum_exchange_sends_one_vector(ranks_exchanging_sums: RankGroup) -> None:
     vector = ("isend", 8 * (17 + 128))
-    sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[many.size]  # the third adds its part to the first's
-    for count, exchanges in zip(sent, many.run(exchanges_of), strict=True):
+    sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[ranks_exchanging_sums.size]  # number of sends per rank, by number of ranks
+    for count, exchanges in zip(sent, ranks_exchanging_sums.run(exchanges_of), strict=True):
         sum_over_ranks = count * [vector]
-        # Horovod's allreduce begins before the check, without a function of torch.distributed.
-        data = [] if many.backend == "horovod" else [("all_reduce", 40_000)]
+        # Horovod starts the allreduce before the check, without torch.distributed.
+        data = [] if ranks_exchanging_sums.backend == "horovod" else [("all_reduce", 40_000)]
         assert exchanges == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
 
 
 def test_sum_over_ranks_is_exact_for_any_number_of_ranks() -> None:
     for size in (4, 5):
         with RankGroup("ddp", size) as group:
-            group.run(as_many_ranks)
+            group.run(exchange_sums)
             group.run(small_sums)
             bits = group.run(inexact_sum)
             assert bits == [bits[0]] * size
@@ -146,28 +145,28 @@ def inexact_sum(backend: Backend) -> list[str]:
 
 
 def row_exchanges_of(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
-    """Return what each collective exchanges through torch.distributed, and the bytes of each row on direct
-    connections."""
+    """For each collective, return the exchanges through torch.distributed. Also return the bytes of each row that was
+    sent over direct connections."""
     direct: list[int] = []
     original = RowExchange.allgather
 
-    def noted(exchange: RowExchange, row: bytearray) -> bytearray:
+    def record(exchange: RowExchange, row: bytearray) -> bytearray:
         direct.append(len(row))
         return original(exchange, row)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowExchange, "allgather", noted)
+        patch.setattr(RowExchange, "allgather", record)
         return exchanges_of(backend), direct
 
 
 def use_gloo_for_rows(backend: Backend) -> None:
-    """Exchange rows over Gloo, as more than `row_exchange.MAX_RANKS` ranks do."""
+    """Exchange rows over Gloo, like groups of more than `row_exchange.MAX_RANKS` ranks."""
     assert isinstance(backend, ProcessGroupBackend)
     backend._check_consistency.row_exchange = None
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_few_ranks_exchange_one_row(*, is_direct: bool) -> None:
+def test_row_exchange_sends_one_row(*, is_direct: bool) -> None:
     num_bytes = 8 * 3 + 4096
     row = [] if is_direct else [("all_gather_single", num_bytes)]
     with RankGroup("ddp", 2) as group:
@@ -179,19 +178,19 @@ def test_few_ranks_exchange_one_row(*, is_direct: bool) -> None:
         assert direct == (4 * [num_bytes] if is_direct else [])
 
 
-def other_widths(backend: Backend) -> str:
+def reduce_different_sizes(backend: Backend) -> str:
     try:
         backend.allreduce(torch.ones(200_000 if backend.rank == 0 else 1))
     except CollectiveMismatchError as error:
         assert backend.allreduce(torch.ones(300_000), "sum").unique().item() == backend.size
         return str(error)
-    raise AssertionError("it went through")
+    raise AssertionError("no error was raised")
 
 
-def test_sum_exchange_names_the_ranks_that_differ(many: RankGroup) -> None:
-    if many.size == 1:
+def test_sum_exchange_names_the_ranks_that_differ(ranks_exchanging_sums: RankGroup) -> None:
+    if ranks_exchanging_sums.size == 1:
         return
-    texts = many.run(other_widths)
+    texts = ranks_exchanging_sums.run(reduce_different_sizes)
     assert len(set(texts)) == 1
     assert "rank 0 called allreduce(float32 [200000], mean) (collective #" in texts[0]
     assert "called allreduce(float32 [1], mean) (collective #" in texts[0]

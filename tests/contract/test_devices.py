@@ -16,7 +16,7 @@ from unitrain.testing import RankGroup
 
 
 def machine_with(gpus: int) -> mock._patch_dict:
-    """Return a patch with which torch sees this number of GPUs, with the UUIDs GPU-<index>."""
+    """Return a patch that makes torch report this number of GPUs, with the UUIDs GPU-<index>."""
     return mock.patch.multiple(
         "torch.cuda",
         is_available=lambda: gpus > 0,
@@ -34,15 +34,17 @@ def machine_with(gpus: int) -> mock._patch_dict:
         (4, "cuda", 2, "cuda:2"),
         (4, "cuda:1", 2, "cuda:1"),
         (4, "cpu", 2, "cpu"),
-        (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may select another GPU for each process
+        (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may select a different GPU for each process
     ],
 )
-def test_each_rank_uses_its_gpu(gpus: int, requested: str | None, local_rank: int, expected: str) -> None:
+def test_each_rank_uses_the_gpu_of_its_local_rank(
+    gpus: int, requested: str | None, local_rank: int, expected: str
+) -> None:
     with machine_with(gpus):
         assert choose_device(requested, local_rank) == torch.device(expected)
 
 
-def test_a_missing_gpu_is_an_error() -> None:
+def test_a_missing_gpu_raises() -> None:
     with machine_with(0), pytest.raises(ConfigError) as caught:
         choose_device("cuda", 0)
     assert str(caught.value) == "Device 'cuda' was requested, but torch sees no GPU here. Use device='cpu'."
@@ -68,8 +70,8 @@ def request_device(backend: Backend, device: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_devices_whose_tensors_are_not_transferred_are_rejected(backend: str) -> None:
-    """Gloo's allreduce of a tensor of torch_xla returns the tensor of this rank, without an error."""
+def test_devices_without_transport_support_are_rejected(backend: str) -> None:
+    """Gloo's allreduce does not reject tensors of torch_xla, but returns this rank's tensor unchanged."""
     with RankGroup(backend, 2) as group:
         messages = group.run(request_device, "xla:0")
     message = (
@@ -80,16 +82,16 @@ def test_devices_whose_tensors_are_not_transferred_are_rejected(backend: str) ->
     assert choose_device("xla:0", 0, communicates=False) == torch.device("xla:0")
 
 
-def test_ranks_that_share_a_gpu_are_an_error() -> None:
+def test_ranks_that_share_a_gpu_raise() -> None:
     check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-2"), ("b", None), ("b", None)])
-    with pytest.raises(ConfigError) as caught:  # b and c are containers of one machine
+    with pytest.raises(ConfigError) as caught:  # hosts b and c are containers on one machine
         check_gpus_differ([("a", "GPU-0"), ("b", "GPU-1"), ("b", None), ("b", "GPU-1"), ("c", "GPU-1")])
     assert str(caught.value) == (
         "Ranks 1, 3, 4 on host 'b' use the same GPU, GPU-1. Start one rank per GPU, or use device='cpu'."
     )
 
 
-def ask_for_a_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
+def request_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
     backend.shutdown()
     built = {"nccl_built": lambda: horovod_operations, "cuda_built": lambda: False}
     with machine_with(gpus), mock.patch.multiple("horovod.torch", **built):
@@ -103,7 +105,7 @@ def ask_for_a_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_two_ranks_on_one_gpu_raise_on_both_ranks(backend: str) -> None:
     with RankGroup(backend, 2) as group:
-        rank_results = group.run(ask_for_a_gpu, 1, True)
+        rank_results = group.run(request_gpu, 1, True)
     assert rank_results[0] == rank_results[1]
     assert rank_results[0].startswith("ConfigError: Ranks 0, 1 on host '")
     assert rank_results[0].endswith("' use the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
@@ -111,7 +113,7 @@ def test_two_ranks_on_one_gpu_raise_on_both_ranks(backend: str) -> None:
 
 def test_cpu_only_horovod_raises_on_a_gpu() -> None:
     with RankGroup("horovod", 2) as group:
-        rank_results = group.run(ask_for_a_gpu, 2, False)
+        rank_results = group.run(request_gpu, 2, False)
     assert rank_results == [
         f"BackendUnavailableError: This rank computes on cuda:{rank}, but Horovod was built without GPU operations. "
         "Build it with: unitrain horovod build --with-cuda, or use device='cpu'."

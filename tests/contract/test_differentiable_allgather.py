@@ -1,4 +1,4 @@
-"""Losses over the samples of all ranks: N ranks train as one process with the global batch."""
+"""With a loss over the samples of all ranks, N ranks train like one process with the global batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from unitrain.testing import RankGroup
 
 SAMPLES = 12
 STEPS = 3
-# Samples per rank, by number of ranks.
+# Number of samples on each rank, by number of ranks.
 EVEN = {1: [12], 2: [6, 6], 3: [4, 4, 4]}
 UNEVEN = {1: [12], 2: [7, 5], 3: [7, 0, 5]}
 
 
 class Encoder(nn.Module):
-    """Has parameters on both sides of the allgather, and more of them than DDP's first bucket takes."""
+    """An encoder with parameters before and after the allgather. They do not fit in DDP's first bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ class Encoder(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """InfoNCE of two views of each sample: the loss of all samples, or of this rank's compared with all."""
+    """InfoNCE loss of two views of each sample, either over all samples or over this rank's samples compared with
+    all."""
 
     def __init__(self, backend: Backend | None, form: str) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def train(backend: Backend | None, form: str, counts: list[int], micro_steps: in
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def farthest(found: list[Tensor], wanted: list[Tensor]) -> float:
+def largest_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
@@ -104,7 +105,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-def trained(backend: Backend, cases: list[tuple[str, list[int], int]]) -> list[list[Tensor]]:
+def train_cases(backend: Backend, cases: list[tuple[str, list[int], int]]) -> list[list[Tensor]]:
     return [train(backend, *case) for case in cases]
 
 
@@ -115,14 +116,14 @@ def test_contrastive_loss_equals_one_process_with_the_global_batch(ranks: RankGr
         for counts, micro_steps in ((EVEN, 1), (UNEVEN, 1), (EVEN, 2))
     ]
     cases.append(("recomputed", EVEN[ranks.size], 1))
-    found = ranks.run(trained, cases)
+    found = ranks.run(train_cases, cases)
     for of_rank in found:
         for (form, counts, micro_steps), parameters in zip(cases, of_rank, strict=True):
             wanted = train(None, form, [SAMPLES], micro_steps)
-            assert farthest(parameters, wanted) < 1e-11, (form, counts, micro_steps)
-    if ranks.size > 1:  # the gradient without the contributions of the other ranks' samples
-        lost = ranks.run(trained, [("without gradient", EVEN[ranks.size], 1)])[0][0]
-        assert farthest(lost, train(None, "own samples", [SAMPLES])) > 1e-4
+            assert largest_difference(parameters, wanted) < 1e-11, (form, counts, micro_steps)
+    if ranks.size > 1:  # without contributions from other ranks, the results must differ
+        lost = ranks.run(train_cases, [("without gradient", EVEN[ranks.size], 1)])[0][0]
+        assert largest_difference(lost, train(None, "own samples", [SAMPLES])) > 1e-4
 
 
 def gradients(backend: Backend) -> None:
@@ -135,7 +136,7 @@ def gradients(backend: Backend) -> None:
     counts = [2, 0, 3][:size] if size > 1 else [2]
     parts = [tensor(one, rows).requires_grad_() for one, rows in enumerate(counts)]
     weights = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    # Every rank's loss is another function of all parts; what arrives is the gradient of their sum.
+    # Each rank computes a different loss of all parts. The expected gradient is that of the sum of all losses.
     concatenated = torch.cat(parts)
     total = sum(((one + 1) * concatenated**3 * weights).sum() for one in range(size))
     wanted = torch.autograd.grad(total, parts, create_graph=True)
@@ -151,7 +152,7 @@ def gradients(backend: Backend) -> None:
     (second,) = torch.autograd.grad((first**2).sum(), own)
     torch.testing.assert_close(second, wanted_second[rank])
 
-    # A rank whose tensor does not require grad also runs the backward pass.
+    # Ranks whose tensor does not require a gradient also run the backward pass.
     own = parts[rank].detach().clone().requires_grad_(rank == 0)
     gathered = unitrain.differentiable_allgather(own, backend)
     assert gathered.requires_grad
@@ -160,7 +161,7 @@ def gradients(backend: Backend) -> None:
         assert own.grad is not None
         torch.testing.assert_close(own.grad, torch.full_like(own, size * (size + 1) / 2))
 
-    # No dimensions, half precision, integers, and no grad mode.
+    # Test scalars, half precision, integers and no_grad.
     number = torch.tensor(rank + 1.0, requires_grad=True)
     (unitrain.differentiable_allgather(number, backend) * torch.arange(1.0, size + 1)).sum().backward()
     assert number.grad is not None
@@ -176,7 +177,7 @@ def gradients(backend: Backend) -> None:
         assert not unitrain.differentiable_allgather(number, backend).requires_grad
 
 
-def mistakes(backend: Backend) -> list[str]:
+def call_with_mismatched_arguments(backend: Backend) -> list[str]:
     last = backend.rank == backend.size - 1
     texts = []
     with pytest.raises(CollectiveMismatchError) as mismatch:
@@ -188,19 +189,19 @@ def mistakes(backend: Backend) -> list[str]:
     with pytest.raises(TensorError) as raised:
         unitrain.differentiable_allgather(torch.ones(2, dtype=torch.float8_e5m2), backend)
     texts.append(str(raised.value))
-    with pytest.raises(CollectiveMismatchError) as mismatch:  # the counts of rows are integers too
+    with pytest.raises(CollectiveMismatchError) as mismatch:  # the exchanged row counts are also integers
         unitrain.differentiable_allgather(torch.ones(2, dtype=torch.int64 if last else torch.float32), backend)
     texts.append(str(mismatch.value))
-    backend.barrier()  # the group still works
+    backend.barrier()  # the group can still communicate
     return texts
 
 
-def test_gradient_is_that_of_the_sum_of_all_losses(ranks: RankGroup) -> None:
+def test_gradient_equals_the_gradient_of_the_sum_of_all_losses(ranks: RankGroup) -> None:
     ranks.run(gradients)
 
 
 def test_mismatched_ranks_raise_the_same_error(ranks: RankGroup) -> None:
     if ranks.size > 1:
-        rank_results = ranks.run(mistakes)
+        rank_results = ranks.run(call_with_mismatched_arguments)
         assert all(one == rank_results[0] for one in rank_results)
         assert "float8_e5m2" in rank_results[0][2]

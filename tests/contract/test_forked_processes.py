@@ -1,4 +1,4 @@
-"""A process that is forked from a rank is not a rank: its collectives are errors, and its end does not end the rank's
+"""A process that is forked from a rank is not a rank: its collectives raise errors, and its exit does not end the
 group."""
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from unitrain.testing import RankGroup
 
 
 def collectives_in_forked_process(backend: Backend) -> tuple[list[str], float]:
-    """Return the errors in a process forked from the last rank, and the sum of a later allreduce of the ranks."""
+    """Return the errors in a process that is forked from the last rank, and the result of a later allreduce of the
+    ranks."""
     texts = ""
     if backend.rank == backend.size - 1:
         reader, writer = os.pipe()

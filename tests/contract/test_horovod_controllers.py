@@ -1,6 +1,6 @@
-"""The contract on Horovod under horovodrun, with each of its two controllers.
+"""The contract suite on Horovod under horovodrun, with each of the two controllers.
 
-`make test` runs the cases about collectives and gradients, on which the other cases are built.
+`make test` runs only the cases about collectives and gradients, on which the other cases depend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of an optimizer of any size is sent as tensors, in chunks."""
+"""Optimizer state of any size is sent as tensors, in chunks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
-    """Send a state, and return the number of broadcasts and the bytes of the largest object that was pickled."""
+    """Broadcast a state from rank 0. Return the number of broadcasts, and on rank 0 the bytes of the pickled part."""
     from unitrain.backends import objects
 
     objects.CHUNK_BYTES = chunk_bytes
@@ -77,7 +77,7 @@ def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
 
 
 def resume(backend: Backend) -> None:
-    """Load the state of Adam on rank 0 only, and compare the state and the next step on all ranks."""
+    """Load the state of Adam on rank 0 only, and assert that all ranks receive it."""
     from unitrain.backends import objects
 
     objects.CHUNK_BYTES = 1000
@@ -110,7 +110,7 @@ def test_tensors_are_sent_in_chunks_and_not_pickled(ranks: RankGroup, chunk_byte
     assert rank_results[0][1] < 2000  # the tensors have more than 7,000 bytes
 
 
-def test_adam_state_is_set_to_that_of_rank_0(ranks: RankGroup) -> None:
+def test_all_ranks_receive_the_adam_state_of_rank_0(ranks: RankGroup) -> None:
     ranks.run(resume)
 
 

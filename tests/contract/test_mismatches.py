@@ -1,5 +1,5 @@
-"""Ranks that call different operations: every rank reports the calls of all ranks, immediately with UNITRAIN_DEBUG=1,
-and otherwise within seconds."""
+"""If ranks call different operations, every rank reports the calls of all ranks. The error is raised immediately with
+UNITRAIN_DEBUG=1, and otherwise within seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unitrain.monitoring.flight_recorder import (
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
-ODD = 1  # the rank that calls another operation
+ODD = 1  # the rank that calls a different operation
 
 
 def other_order(backend: Backend, model: torch.nn.Module) -> None:
@@ -55,7 +55,7 @@ def other_dtype(backend: Backend, model: torch.nn.Module) -> None:
     backend.reducescatter(torch.ones(6, dtype=torch.float32 if backend.rank != ODD else torch.float64))
 
 
-# Calls of the odd rank and of the other ranks in the error.
+# The calls of the odd rank and of the other ranks, as stated in the error.
 MISMATCHES = {
     other_order: ("allreduce(float32 [2], mean)", "gradients(float64 ["),
     skipped_backward: ("barrier()", "gradients(float64 ["),
@@ -66,7 +66,7 @@ MISMATCHES = {
 
 
 def collect_errors(backend: Backend) -> list[str]:
-    """Return the error of each of the MISMATCHES; the ranks continue after each."""
+    """Return the error of each of the MISMATCHES. The ranks continue after each error."""
     errors = []
     for mismatch in MISMATCHES:
         model = backend.distributed_model(build())
@@ -109,7 +109,7 @@ with unitrain.init(device="cpu", timeout_seconds=90) as backend:
 
 
 @pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
-def test_ranks_in_different_operations_end_long_before_the_timeout(backend: str, tmp_path: Path) -> None:
+def test_ranks_in_different_operations_fail_before_the_timeout(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with running_ranks(script, backend, 2) as processes:
@@ -117,15 +117,15 @@ def test_ranks_in_different_operations_end_long_before_the_timeout(backend: str,
         ended = time.time()
     together = "\n".join(outputs)
     assert all(process.returncode for process in processes), together
-    (began,) = re.findall(r"began (\S+)", together)  # on rank 0; rank 1 waits before it
-    assert ended - float(began) < 60, together  # about eight seconds, and more on a busy machine; the timeout is 90 s
+    (began,) = re.findall(r"began (\S+)", together)  # printed by rank 0; rank 1 waits earlier
+    assert ended - float(began) < 60, together  # about 8 s, longer on a busy machine; the timeout is 90 s
     assert "rank 1 failed first: CollectiveMismatchError: The ranks wait for each other in different" in together
     assert "rank 0 in backward #2, at train.py:13: model(" in together
     assert "rank 1 in allreduce(float32 [2], mean) (collective #" in together
     assert ", at train.py:10: backend.allreduce(torch.ones(2)). Call the same collectives" in together
 
 
-def set_on_rank_1(backend: Backend, name: str, values: list[str]) -> str:
+def distribute_with_different_variables(backend: Backend, name: str, values: list[str]) -> str:
     import os
 
     os.environ[name] = values[backend.rank]
@@ -135,22 +135,22 @@ def set_on_rank_1(backend: Backend, name: str, values: list[str]) -> str:
         return str(error)
     finally:
         del os.environ[name]
-    raise AssertionError("it was accepted")
+    raise AssertionError("no error was raised")
 
 
-def test_different_environment_variables_are_an_error() -> None:
+def test_different_environment_variables_raise() -> None:
     with RankGroup("ddp", 2) as group:
-        errors = group.run(set_on_rank_1, "UNITRAIN_DEBUG", ["0", "1"])
+        errors = group.run(distribute_with_different_variables, "UNITRAIN_DEBUG", ["0", "1"])
         assert errors[0] == errors[1]
         assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in errors[0]
-        errors = group.run(set_on_rank_1, "UNITRAIN_BUCKETS_MB", ["1,25", "1,5"])
+        errors = group.run(distribute_with_different_variables, "UNITRAIN_BUCKETS_MB", ["1,25", "1,5"])
         assert errors[0] == errors[1]
         assert "UNITRAIN_BUCKETS_MB=(1, 25) on rank 0 and UNITRAIN_BUCKETS_MB=(1, 5) on rank 1" in errors[0]
-        errors = group.run(set_on_rank_1, "UNITRAIN_BUCKETS_MB", ["1,25", "1"])
+        errors = group.run(distribute_with_different_variables, "UNITRAIN_BUCKETS_MB", ["1,25", "1"])
         assert all("UNITRAIN_BUCKETS_MB must be the sizes" in error for error in errors), errors
 
 
-def test_the_flight_recorder_keeps_the_lines_of_callers() -> None:
+def test_the_flight_recorder_records_the_lines_of_callers() -> None:
     flight_recorder = FlightRecorder()
     assert flight_recorder.latest_entry_text == ""
     for number in range(40):

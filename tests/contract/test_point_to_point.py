@@ -1,4 +1,4 @@
-"""Messages between two ranks on Horovod's process group, with the results of Gloo."""
+"""Point-to-point messages on Horovod's process group have the results of Gloo."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_messages_on_horovod_equal_those_on_gloo(groups, case) -> None:
 @pytest.mark.parametrize("size", [2, *nightly(3, 4)])
 def test_messages_between_ranks_of_mpirun_equal_those_on_gloo(size: int) -> None:
     command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
-    variables = preloaded({"OMPI_MCA_mpi_yield_when_idle": "1"})  # more ranks than cores
+    variables = preloaded({"OMPI_MCA_mpi_yield_when_idle": "1"})  # there may be more ranks than cores
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command, variables=variables) as horovod:
         for case in CASES:
             assert_equal(horovod.run(case, timeout_seconds=240), gloo.run(case))
@@ -205,7 +205,7 @@ def strided_and_empty_tensors(backend: Backend) -> list[Tensor]:
 
 
 def test_tensors_that_are_not_contiguous_are_received_in_place() -> None:
-    """Compared with the expected result, because Gloo refuses such tensors."""
+    """Gloo rejects such tensors, so the results are not compared with Gloo."""
     with RankGroup("horovod", 2) as group:
         _, (wide,) = group.run(strided_and_empty_tensors)
     assert wide.tolist() == [[1.0, 0.0], [3.0, 0.0], [5.0, 0.0], [7.0, 0.0]]
@@ -222,12 +222,12 @@ def empty_messages_from_any_rank(backend: Backend) -> list[Any]:
     assert work is not None
     work.wait()
     received = torch.zeros(1)
-    dist.recv(received, work._source_rank(), tag=1)  # the next message of that rank
+    dist.recv(received, work._source_rank(), tag=1)  # the next message of the same rank
     return [sources, received.item()]
 
 
 def test_empty_tensors_are_received_from_any_rank() -> None:
-    """Compared with the expected result, because Gloo refuses to receive them from any rank."""
+    """Gloo cannot receive empty tensors from any rank, so the results are not compared with Gloo."""
     with RankGroup("horovod", 2) as group:
         assert group.run(empty_messages_from_any_rank)[0] == [[1], 5.0]
 
@@ -248,7 +248,7 @@ def test_a_message_of_more_than_2_gib_is_received() -> None:
         assert group.run(large_message) == [True, True]
 
 
-def unanswered_receive(backend: Backend) -> str:
+def receive_without_send(backend: Backend) -> str:
     if backend.rank == 1:
         work = dist.irecv(torch.zeros(3), 0, tag=4)
         try:
@@ -261,7 +261,7 @@ def unanswered_receive(backend: Backend) -> str:
 
 def test_a_receive_that_times_out_names_the_missing_rank() -> None:
     with RankGroup("horovod", 2) as group:
-        _, text = group.run(unanswered_receive)
+        _, text = group.run(receive_without_send)
     assert text.startswith("GroupTimeoutError: Receiving 12 bytes with tag 4 from rank 0 timed out after 0.5 s")
 
 
@@ -273,18 +273,18 @@ def sparse_message(backend: Backend) -> str:
     return ""
 
 
-def test_sparse_tensors_are_refused() -> None:
+def test_sparse_tensors_are_rejected() -> None:
     with RankGroup("horovod", 2) as group:
         for text in group.run(sparse_message):
             assert "takes dense tensors" in text
 
 
 def group_with_one_unconnected_rank(backend: Backend) -> tuple[float, list[str]]:
-    """Send messages in a group after the last rank, but no other rank, has failed to connect."""
+    """Send messages in a group in which only the last rank has failed to connect."""
     from unitrain.backends.horovod import point_to_point
 
     create, warnings = point_to_point.create_gloo_group, list[str]()
-    transports = []  # keeps the connections of the last rank open while the other ranks connect to it
+    transports = []  # keep the last rank's connections open while the other ranks connect to it
 
     def connect_and_fail(*arguments: Any, connects: bool = True, **location: Any) -> Any:
         transport = create(*arguments, connects=connects, **location)

@@ -1,4 +1,4 @@
-"""Horovod as a torch.distributed process group: torch's tools run on it unchanged, with the results of Gloo."""
+"""On Horovod's process group, the tools of torch.distributed have the same results as on Gloo."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def comm_hooks(backend: Backend) -> list[Tensor]:
 
 
 def post_local_sgd(backend: Backend) -> list[Tensor]:
-    """Global gradients first, then gradients within groups of two ranks, and the mean of the models every 2 steps."""
+    """Average gradients over all ranks at first, then within groups of two ranks. Then also average the models every 2
+    steps."""
     ranks = [[rank for rank in (first, first + 1) if rank < backend.size] for first in range(0, backend.size, 2)]
     groups = [dist.new_group(one) for one in ranks]
     model = DistributedDataParallel(build(seed=backend.rank))
@@ -93,7 +94,7 @@ def post_local_sgd(backend: Backend) -> list[Tensor]:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), PeriodicModelAverager(period=2, warmup_steps=2)
     )
     results = []
-    for step in range(7):  # the last step is local
+    for step in range(7):  # the models are not averaged after the last step
         optimizer.zero_grad()
         compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
@@ -131,7 +132,7 @@ def tensor_collectives(backend: Backend) -> list[Tensor]:
         results.append(own.clone())
         dist.reduce(results[-1], dst=size - 1)
         if rank != size - 1:
-            results.pop()  # what reduce leaves elsewhere is not defined
+            results.pop()  # on other ranks, the result of reduce is undefined
         at_root = [torch.zeros_like(own) for _ in range(size)] if rank == 0 else None
         dist.gather(own, at_root, dst=0)
         results += at_root or []
@@ -149,7 +150,7 @@ def tensor_collectives(backend: Backend) -> list[Tensor]:
 
 
 def uneven_exchange(backend: Backend) -> list[Tensor]:
-    """As experts are given tokens: any number of rows from any rank to any other, or none."""
+    """Exchange different numbers of rows between ranks, including zero, like tokens that are routed to experts."""
     rank, size = backend.rank, backend.size
     results = []
     for rows_for in (lambda source, target: source + 2 * target, lambda source, target: 3 * source, lambda *_: 0):
@@ -164,7 +165,7 @@ def uneven_exchange(backend: Backend) -> list[Tensor]:
 def a_second_group_of_all_ranks(backend: Backend) -> list[Tensor]:
     group = dist.new_group()
     results = []
-    for turn in range(40):  # more than there are names, on both groups at once
+    for turn in range(40):  # more operations than there are names, on both groups at once
         first = torch.full((3,), float(backend.rank + turn))
         second = first * 2
         works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, group=group, async_op=True)]
@@ -236,14 +237,14 @@ def views(backend: Backend) -> list[Tensor]:
 
 
 def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
-    """Compared with the expected result, because Gloo reduces the memory of such a view as if it were contiguous."""
+    """Gloo reduces the memory of such views as if they were contiguous, so the results are not compared with Gloo."""
     with RankGroup("horovod", 2) as group:
         for (wide,) in group.run(views):
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]
 
 
 def wait_with_timeout(backend: Backend, folder: str) -> tuple[str, list[float]]:
-    """Rank 0 starts the operation after the wait of rank 1 has ended."""
+    """Rank 0 starts the operation after the wait of rank 1 has timed out."""
     waited = Path(folder) / "waited"
     backend.barrier()
     if backend.rank == 0:
@@ -314,7 +315,7 @@ dist.destroy_process_group()
         "torchrun --standalone --nproc-per-node 2 --no-python",
         "horovodrun --gloo -np 2",
         pytest.param("horovodrun --mpi -np 2", marks=[needs_mpi, pytest.mark.nightly]),
-        # As the documentation starts ddp under mpirun.
+        # The documentation describes this way to start ddp under mpirun.
         pytest.param("mpirun -np 2 --oversubscribe -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT={port}", marks=needs_mpi),
     ],
     ids=["torchrun", "horovodrun --gloo", "horovodrun --mpi", "mpirun with an address"],

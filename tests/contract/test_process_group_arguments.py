@@ -1,4 +1,4 @@
-"""The rank, size and rendezvous that are passed to `init_process_group("horovod")`, without a launcher."""
+"""`init_process_group("horovod")` without a launcher uses the given rank, size and rendezvous."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# The ranks initialize and destroy groups in one process, then groups with other ranks and other numbers of ranks, and
+# The processes initialize and destroy groups with the same ranks, then groups with different ranks and sizes, and
 # finally a group that includes a new process.
 REPEATED = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# Two ranks per host start the same group twice, then groups in which other ranks, also on the other host, are rank 0.
+# Two processes per host start the same group twice, then groups in which rank 0 is another process or on another host.
 ON_TWO_HOSTS = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
@@ -123,7 +123,8 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# A Horovod that its launcher has started keeps its ranks. Through it, the ranks choose the port that is not set.
+# If a launcher has started Horovod, other ranks are rejected. MASTER_PORT is not set, so the ranks agree on a port
+# through Horovod.
 OTHER_RANKS_OF_A_LAUNCHER = """
 import os, sys, torch, torch.distributed as dist
 import unitrain
@@ -145,7 +146,7 @@ assert total.item() == 2.0
 dist.destroy_process_group()
 """
 
-# Rank 0 serves the store and destroys the group at once. Rank 1 is slow and still reads the addresses.
+# Rank 0 serves the store and destroys the group immediately. Rank 1 is slow and still reads the addresses.
 DESTROYED_AT_ONCE = """
 import os, sys, threading, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
@@ -169,7 +170,7 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# Without a default backend, torch 2.14 logs a warning, and torch 2.15 cannot attach its flight recorder to the group.
+# If a group has no default backend, torch 2.14 logs a warning, and torch 2.15 cannot attach the flight recorder.
 DEFAULT_BACKEND = """
 import torch.distributed as dist
 import unitrain
@@ -181,7 +182,7 @@ dist.destroy_process_group()
 print("finished")
 """
 
-# Horovod's own start and end, repeated under horovodrun.
+# Repeated hvd.init() and hvd.shutdown() under horovodrun.
 REPEATED_HOROVOD = """
 import os, torch, horovod.torch as hvd
 os.environ["HOROVOD_FUSION_THRESHOLD"] = "1048576"
@@ -222,14 +223,14 @@ def test_groups_have_a_default_backend(tmp_path: Path) -> None:
     assert _run([sys.executable, str(script)]) == "finished\n"
 
 
-def test_groups_are_initialized_repeatedly_with_the_same_and_with_other_ranks(tmp_path: Path) -> None:
+def test_groups_can_be_initialized_repeatedly_with_the_same_and_with_other_ranks(tmp_path: Path) -> None:
     script = tmp_path / "repeated.py"
     script.write_text(REPEATED)
     assert "finished" in _run([sys.executable, str(script), str(tmp_path)])
 
 
 @pytest.mark.ci
-def test_the_rank_that_serves_the_store_destroys_a_group_at_once(tmp_path: Path) -> None:
+def test_the_rank_that_serves_the_store_can_destroy_a_group_immediately(tmp_path: Path) -> None:
     script = tmp_path / "destroyed_at_once.py"
     script.write_text(DESTROYED_AT_ONCE)
     assert _run([sys.executable, str(script)]) == "finished\n"
@@ -237,8 +238,8 @@ def test_the_rank_that_serves_the_store_destroys_a_group_at_once(tmp_path: Path)
 
 @needs_hosts
 @pytest.mark.parametrize("name_is_loopback", [True, *nightly(False)])
-def test_groups_are_initialized_repeatedly_on_two_hosts(name_is_loopback: bool, tmp_path: Path) -> None:
-    """By default, Debian's installer makes the name of a host an alias of 127.0.1.1 on this host."""
+def test_groups_can_be_initialized_repeatedly_on_two_hosts(name_is_loopback: bool, tmp_path: Path) -> None:
+    """On a host installed by Debian's installer, the host name resolves to 127.0.1.1."""
     script = tmp_path / "on_two_hosts.py"
     script.write_text(ON_TWO_HOSTS)
     folder = tmp_path / "hosts"
@@ -254,7 +255,7 @@ def test_groups_are_initialized_repeatedly_on_two_hosts(name_is_loopback: bool, 
 
 
 @pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=[needs_mpi, pytest.mark.ci])])
-def test_other_ranks_than_those_of_the_launcher_are_refused(controller: str, tmp_path: Path) -> None:
+def test_ranks_that_differ_from_the_launcher_are_rejected(controller: str, tmp_path: Path) -> None:
     script = tmp_path / "other_ranks.py"
     script.write_text(OTHER_RANKS_OF_A_LAUNCHER)
     command = [str(Path(sys.executable).with_name("horovodrun")), f"--{controller}", "-np", "2"]
@@ -262,7 +263,7 @@ def test_other_ranks_than_those_of_the_launcher_are_refused(controller: str, tmp
     assert _run([*command, sys.executable, str(script), str(tmp_path)]).count("refused") == 2
 
 
-def test_horovod_is_initialized_repeatedly_under_horovodrun(tmp_path: Path) -> None:
+def test_horovod_can_be_initialized_repeatedly_under_horovodrun(tmp_path: Path) -> None:
     script = tmp_path / "repeated_horovod.py"
     script.write_text(REPEATED_HOROVOD)
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))

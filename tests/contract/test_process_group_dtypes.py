@@ -1,4 +1,4 @@
-"""Horovod's process group: every dtype with every operation, compared with arithmetic of plain torch and Python."""
+"""Every dtype with every operation on Horovod's process group, compared with arithmetic in plain torch and Python."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ INTEGERS = [
 ]  # fmt: skip
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]
-# One dtype of each kind and width: the way in which tensors are split or laid out does not depend on more.
+# One dtype of each kind and width, because splitting and memory layouts depend only on these properties.
 TYPICAL_DTYPES = [
     torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.uint64, torch.bool, torch.complex64,
     torch.complex128,
 ]  # fmt: skip
 OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
-TYPICAL_OPS = ["SUM", "AVG", "MAX", "BXOR", "PREMUL_SUM"]  # likewise, one operation of each kind
+TYPICAL_OPS = ["SUM", "AVG", "MAX", "BXOR", "PREMUL_SUM"]  # one operation of each kind
 FACTOR = 0.5
 COUNT = 23
-# In bytes: the real limit, which nothing here reaches, and one that sends most tensors in several pieces.
+# In bytes: the default limit, which these tests do not reach, and a limit that splits most tensors into several pieces.
 LIMITS = [2**29, 40]
 LIMITS_AND_DTYPES = pytest.mark.parametrize(
     ("limit", "dtypes"),
@@ -49,7 +49,7 @@ LIMITS_AND_DTYPES = pytest.mark.parametrize(
 
 
 def values(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
-    """Return a rank's own tensor, of numbers that show where an operation computes in too narrow a dtype."""
+    """Return a rank's input tensor. Its values reveal operations that compute in a too narrow dtype."""
     generator = torch.Generator().manual_seed(11 * rank + 1)
     small = torch.randint(-3, 4, (2, count), generator=generator)
     if dtype == torch.bool:
@@ -71,7 +71,7 @@ def values(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
 
 
 def as_numbers(tensor: Tensor) -> list[int]:
-    """Return integers as Python's, which never overflow."""
+    """Return integers as Python integers, which do not overflow."""
     bits = torch.iinfo(tensor.dtype).bits
     signed = torch.iinfo(tensor.dtype).min < 0
     return [int(one) if signed else int(one) % (1 << bits) for one in tensor.view(-1).to(torch.int64).tolist()]
@@ -96,7 +96,7 @@ def expected(inputs: list[Tensor], op: str) -> Tensor | None:
             "BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor,
         }  # fmt: skip
         columns = list(zip(*(as_numbers(one) for one in inputs), strict=True))
-        if op == "AVG" and dtype != torch.uint64:  # reduced if every mean is an integer
+        if op == "AVG" and dtype != torch.uint64:  # defined only if every mean is an integer
             totals = [sum(column) for column in columns]
             if any(total % len(inputs) for total in totals):
                 return None
@@ -106,7 +106,7 @@ def expected(inputs: list[Tensor], op: str) -> Tensor | None:
         return from_numbers([functools.reduce(combine[op], column) for column in columns], dtype)
     if op in ("BAND", "BOR", "BXOR") or (dtype.is_complex and op in ("MIN", "MAX")):
         return None
-    if dtype == torch.complex32 and op == "PRODUCT":  # torch has no arithmetic for it
+    if dtype == torch.complex32 and op == "PRODUCT":  # torch does not implement it
         return None
     wide = torch.stack([one.to(torch.complex128 if dtype.is_complex else torch.float64) for one in inputs])
     result = {
@@ -156,7 +156,7 @@ def limit_pieces(limit: int) -> None:
 
 
 def reductions(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> list[str]:
-    """Reduce each of `dtypes` by every operation in each collective, and return the error messages."""
+    """Reduce each of `dtypes` with every operation in each collective, and return the error messages."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
@@ -203,7 +203,7 @@ def reductions(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> list[
     return unsupported_messages
 
 
-# Ways in which a tensor may lie in memory; each is given a flat tensor of 24 elements and shares its values.
+# Memory layouts. Each function returns a tensor with the values of a flat tensor of 24 elements, or some of them.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda flat: flat.clone(),
     "rows": lambda flat: flat.clone().view(6, 4),
@@ -221,7 +221,7 @@ def laid_out(layout: str, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layout: bool) -> None:
-    """Reduce and move tensors that are not contiguous, empty, or without dimensions."""
+    """Reduce and transfer tensors that are non-contiguous, empty or scalar."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
@@ -297,13 +297,13 @@ def conjugates(backend: Backend) -> None:
 
 
 def coalesced(backend: Backend) -> None:
-    """Several tensors in one call, of which the first, the last or all have no elements."""
+    """Reduce and gather several tensors in one call. The first, the last or all tensors may be empty."""
     limit_pieces(LIMITS[0])
     rank, size = backend.rank, backend.size
     group: Any = dist.group.WORLD
     for counts in ((3, 0), (0, 3), (0, 0), (2, 3, 4), (5,) * 12, (4_000_000, 0)):
         if rank == size - 1:
-            backend.barrier()  # the others wait, so that a work which counts as complete too early is seen
+            backend.barrier()  # delays this rank, so that a work that completes too early is detected
         own = [torch.full((count,), rank + 1.0) for count in counts]
         work = group.allreduce_coalesced(own, options(dist.AllreduceCoalescedOptions, "SUM"))
         if rank != size - 1:
@@ -331,7 +331,7 @@ def coalesced(backend: Backend) -> None:
 
 
 def coalesced_gathers(backend: Backend) -> None:
-    """Gather lists of tensors of every dtype, with and without elements."""
+    """Gather lists of tensors of every dtype, including empty tensors."""
     limit_pieces(LIMITS[0])
 
     def tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
@@ -346,7 +346,7 @@ def coalesced_gathers(backend: Backend) -> None:
 
 
 def torch_coalescing(backend: Backend) -> None:
-    many = [torch.full((3,), backend.rank + 1.0) for _ in range(40)]  # more of one shape than are in flight at a time
+    many = [torch.full((3,), backend.rank + 1.0) for _ in range(40)]  # more than can be in flight
     dist.all_reduce_coalesced(many)
     assert all(torch.equal(one, torch.full((3,), backend.size * (backend.size + 1) / 2)) for one in many)
     tensors = [torch.full((3,), backend.rank + 1.0), torch.zeros(0)]
@@ -357,8 +357,8 @@ def torch_coalescing(backend: Backend) -> None:
     assert torch.equal(tensors[0], torch.full((3,), backend.size * (backend.size + 1) / 2))
 
 
-def pieces_are_sent(backend: Backend) -> list[int]:
-    """Return how many operations a broadcast, an allreduce, an allgather and a reduce_scatter of 1,000 bytes take."""
+def count_pieces(backend: Backend) -> list[int]:
+    """Return the number of operations of collectives with 1,000 bytes."""
     limit_pieces(250)
     group: Any = dist.group.WORLD
     if hasattr(group, "_get_backend") and not hasattr(group, "_num_issued"):
@@ -380,14 +380,14 @@ def pieces_are_sent(backend: Backend) -> list[int]:
 
 
 def uneven_exchanges_beyond_the_limit(backend: Backend, ranks: list[int]) -> list[str]:
-    """Return the errors of exchanges in which `ranks` send too many bytes, and of sparse tensors of theirs."""
+    """Return the errors of exchanges and of sparse allreduces in which `ranks` send too many bytes."""
     from unitrain.backends.horovod import operations, sparse
 
     operations.MAX_ALLTOALL_BYTES, sparse.MAX_GATHER_BYTES = 100, 100 * backend.size
     rank, size = backend.rank, backend.size
     rows = [10 if sender in ranks else 2 for sender in range(size)]
     texts = []
-    for turn in range(20):  # names are reused
+    for turn in range(20):  # enough turns to reuse names
         is_large = turn % 4 == 3
         sent, received = ([rows[rank]] * size, rows) if is_large else ([2] * size, [2] * size)
         own, result = torch.full((sum(sent),), float(rank)), torch.full((sum(received),), -1.0)
@@ -440,7 +440,7 @@ def test_lazily_conjugated_tensors_are_transferred(ranks: RankGroup) -> None:
     ranks.run(conjugates)
 
 
-def test_a_coalesced_operation_is_complete_when_all_its_tensors_are(ranks: RankGroup) -> None:
+def test_a_coalesced_operation_is_complete_when_all_its_tensors_are_complete(ranks: RankGroup) -> None:
     ranks.run(coalesced)
     ranks.run(torch_coalescing)
     ranks.run(coalesced_gathers)
@@ -448,7 +448,7 @@ def test_a_coalesced_operation_is_complete_when_all_its_tensors_are(ranks: RankG
 
 def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
     size = ranks.size
-    for broadcast, allreduce, allgather, reduce_scatter, exchange in ranks.run(pieces_are_sent):
+    for broadcast, allreduce, allgather, reduce_scatter, exchange in ranks.run(count_pieces):
         assert broadcast == 4
         assert allreduce == -(-250 // (250 // 4))
         assert allgather == -(-250 // (250 // (4 * size)))

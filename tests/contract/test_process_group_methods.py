@@ -1,5 +1,5 @@
-"""Direct calls of a process group's methods: overloads, checks of arguments, results of futures, sparse tensors and the
-monitored barrier. Each case runs on Gloo and on Horovod, with equal results."""
+"""Direct calls of the methods of a process group have equal results on Gloo and on Horovod. The cases cover overloads,
+argument checks, results of futures, sparse tensors and the monitored barrier."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def one_tensor_twice(backend: Backend) -> list[Any]:
 
 
 def means_of_integers(backend: Backend) -> list[Any]:
-    """Compute what Gloo, which has no AVG, computes by SUM and a division."""
+    """Compute means of integers. Gloo has no AVG, so the Gloo case uses SUM and a division."""
     results = []
     for dtype in (torch.int8, torch.int64):
         largest = torch.iinfo(dtype).max - 4 * backend.size
@@ -140,7 +140,7 @@ def inference_mode(backend: Backend) -> list[Any]:
 
 
 def parts_of_different_sizes(backend: Backend) -> list[Any]:
-    """Reduce-scatter of tensors whose size depends on the receiving rank, with none for rank 0."""
+    """Reduce-scatter tensors whose size depends on the receiving rank. Rank 0 receives an empty tensor."""
     inputs = [torch.arange(float(count)) + backend.rank for count in range(backend.size)]
     output = torch.zeros(backend.rank)
     dist.reduce_scatter(output, inputs)
@@ -208,7 +208,7 @@ def test_results_equal_those_of_gloo(groups: Any, case: Callable[[Backend], list
 
 
 def invalid_arguments(backend: Backend) -> list[list[str]]:
-    """Return the errors of invalid calls. All ranks raise before any communication."""
+    """Return the errors of invalid calls. All ranks raise them before any communication."""
     rank, size, group = backend.rank, backend.size, world()
     one, two = torch.zeros(1), torch.zeros(2)
     wide, sparse = torch.zeros(1, dtype=torch.float64), torch.sparse_coo_tensor([[0]], [1.0], (1,))
@@ -255,10 +255,10 @@ def invalid_arguments(backend: Backend) -> list[list[str]]:
         with pytest.raises(RuntimeError) as caught:
             call()
         message = str(caught.value)
-        # torch's dispatcher rejects empty lists and sparse tensors before Gloo does.
+        # torch's dispatcher rejects empty lists and sparse tensors before the call reaches Gloo.
         is_from_dispatcher = "no tensor arguments" in message or "Could not run" in message
         words.append(expected if expected in message or is_from_dispatcher else message)
-    group.allreduce(one).wait()  # the ranks still work together
+    group.allreduce(one).wait()  # the ranks can still communicate
     return [words, [expected for expected, _ in calls]]
 
 
@@ -299,7 +299,7 @@ def test_indivisible_tensors_raise_on_every_rank(groups: Any) -> None:
 
 
 def calls_of_a_forked_process(backend: Backend) -> list[str]:
-    """Return the error of a collective in a process that was forked from a rank."""
+    """Return the error of a collective in a process that is forked from a rank."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -322,7 +322,7 @@ def test_collectives_in_a_forked_process_raise_immediately(groups: Any) -> None:
 
 
 def operations_in_flight(backend: Backend) -> list[float]:
-    """Wait for operations by `wait_tensor`, without their works."""
+    """Wait for operations with `wait_tensor`, without their work handles."""
     found = []
     with functional.allow_inflight_collective_as_graph_input_ctx():
         for _ in range(10):
@@ -341,7 +341,8 @@ def test_wait_tensor_waits_for_operations_in_flight(groups: Any) -> None:
 
 
 def coalescing_manager(backend: Backend) -> list[Any]:
-    """Collectives between _start_coalescing and _end_coalescing, whose work has all results."""
+    """Run collectives between _start_coalescing and _end_coalescing. The returned work has the results of all of
+    them."""
     size, device = backend.size, torch.device("cpu")
     tensors = [torch.full((count,), 1.0) for count in (3, 4, 5)]
     world()._start_coalescing(device)
@@ -364,7 +365,7 @@ def monitored_barrier(backend: Backend) -> list[str]:
     for wait_all_ranks in (False, True):
         world().monitored_barrier(timeout=LONG, wait_all_ranks=wait_all_ranks)
     message = ""
-    if rank == 0 and size > 2:  # the ranks that are not missing reach the barrier first
+    if rank == 0 and size > 2:  # wait until all ranks except the missing one have reached the barrier
         barrier = world()._monitored_barrier
         barrier._store.wait([f"{barrier._barrier_index + 1}/{other}" for other in range(1, size - 1)], LONG)
     if rank != size - 1:
@@ -397,15 +398,15 @@ def wait_for_files(paths: list[Path]) -> None:
         time.sleep(0.01)
 
 
-def timed_out_operation(backend: Backend, folder: str) -> list[str]:
-    """Rank 1 starts the operation after it has timed out on rank 0."""
+def run_operation_with_timeout(backend: Backend, folder: str) -> list[str]:
+    """Start an operation on rank 1 after it has timed out on rank 0, and return the error."""
     message, timed_out = "", Path(folder) / "timed out"
     if backend.rank == 0:
         started = time.monotonic()
         with pytest.raises(dist.DistBackendError) as caught:
             world().allreduce(torch.ones(2), timeout=SHORT).wait()
         assert isinstance(caught.value, CollectiveTimeoutError)
-        assert time.monotonic() - started < 20  # long before the timeout of the group, 60 s
+        assert time.monotonic() - started < 20  # much less than the group's timeout of 60 s
         message = str(caught.value)
         timed_out.touch()
     else:
@@ -414,8 +415,8 @@ def timed_out_operation(backend: Backend, folder: str) -> list[str]:
     return [message]
 
 
-def aborted_operation(backend: Backend) -> list[str]:
-    """Rank 1 does not start the operation for which rank 0 would wait until the timeout."""
+def abort_operation(backend: Backend) -> list[str]:
+    """Abort an operation of rank 0 that rank 1 does not start, and return the error."""
     group, message = dist.new_group([0, 1]), ""
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if backend.rank == 0 else None
     distributed_c10d._abort_process_group(group)
@@ -427,16 +428,16 @@ def aborted_operation(backend: Backend) -> list[str]:
     return [message]
 
 
-def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait(tmp_path: Path) -> None:
+def test_a_timeout_raises_the_error_class_of_torch_and_abort_does_not_wait(tmp_path: Path) -> None:
     with RankGroup("horovod", 2) as group:
-        ((message,), _) = group.run(timed_out_operation, str(tmp_path))
-        ((aborted,), _) = group.run(aborted_operation, timeout_seconds=20)
+        ((message,), _) = group.run(run_operation_with_timeout, str(tmp_path))
+        ((aborted,), _) = group.run(abort_operation, timeout_seconds=20)
     assert aborted == "Horovod's allreduce was aborted, because this rank has aborted its process group."
     assert "Horovod's allreduce timed out after 0.4 s, because rank 1 did not call it." in message
 
 
-def operation_without_rank_1(backend: Backend, folder: str) -> str:
-    """Return the timeout error of the other ranks. Rank 1 starts the operation afterwards."""
+def run_operation_without_rank_1(backend: Backend, folder: str) -> str:
+    """Return the timeout error on all ranks except rank 1, which starts the operation after the timeout."""
     group = dist.new_group(timeout=timedelta(seconds=6))
     if backend.rank == 1:
         wait_for_files([Path(folder, str(rank)) for rank in (0, 2)])
@@ -450,14 +451,14 @@ def operation_without_rank_1(backend: Backend, folder: str) -> str:
 
 def test_a_timeout_names_the_rank_that_did_not_start_the_operation(tmp_path: Path) -> None:
     with RankGroup("horovod", 3) as group:
-        texts = group.run(operation_without_rank_1, str(tmp_path))
+        texts = group.run(run_operation_without_rank_1, str(tmp_path))
     expected = "Horovod's allreduce timed out after 6 s, because rank 1 did not call it. "
     assert [text.startswith(expected) for text in texts] == [True, False, True], texts
 
 
-def different_operations(backend: Backend, names: list[str]) -> dict[str, list[str]]:
-    """Return the errors of the mismatched collectives `names` in new groups, and of a correct one afterwards in each
-    group."""
+def run_different_operations(backend: Backend, names: list[str]) -> dict[str, list[str]]:
+    """For each mismatched collective in `names`, return its error in a new group and the error of a later, correct
+    collective in the same group."""
     ones, rank, ops = torch.ones(3), backend.rank, (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
     values = ones if rank == 0 else ones.int()
     mismatched: dict[str, Callable[[Any], object]] = {
@@ -480,7 +481,7 @@ def different_operations(backend: Backend, names: list[str]) -> dict[str, list[s
     return found
 
 
-# What each rank waits for, if the ranks call collectives that differ in this property.
+# Text for each rank's collective in the error, by the property in which the collectives differ.
 MISMATCHES = {
     "size": ("allreduce SUM of 5 float32 elements", "allreduce SUM of 6 float32 elements"),
     "reduction": ("allreduce SUM of 3 float32 elements", "allreduce MAX of 3 float32 elements"),
@@ -499,9 +500,10 @@ MISMATCHES = {
     ],
 )
 def test_different_collectives_are_reported_on_every_rank_before_the_timeout(names: list[str]) -> None:
-    """Horovod cannot cancel the operations, so the group refuses further ones, which they could be combined with."""
+    """Horovod cannot cancel the operations, and could match them with later ones. Therefore, the group rejects further
+    operations."""
     with RankGroup("horovod", 2, backend_timeout_seconds=120) as group:
-        first, second = group.run(different_operations, names, timeout_seconds=100)
+        first, second = group.run(run_different_operations, names, timeout_seconds=100)
     assert first == second
     for name in names:
         one, other = MISMATCHES[name]
@@ -511,9 +513,9 @@ def test_different_collectives_are_reported_on_every_rank_before_the_timeout(nam
         assert later.endswith(error)
 
 
-def joined_training(backend: Backend) -> list[list[float]]:
-    """Train twice with DDP's join, in which C++ code waits for an operation that Python has started. Return the changes
-    of the parameters."""
+def train_with_join(backend: Backend) -> list[list[float]]:
+    """Train twice with DDP's join, and return the changes of the parameters. In join, C++ code waits for an operation
+    that Python has started."""
     changes = []
     for _ in range(2):
         model = nn.Linear(4, 1)
@@ -533,18 +535,18 @@ def joined_training(backend: Backend) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_join_divides_by_the_number_of_ranks_that_have_data(backend: str) -> None:
-    # The gradient of a weight is twice the input of a step. The inputs are averaged over both ranks in steps 0 to 3,
-    # and are those of rank 1 in steps 4 and 5.
+def test_join_divides_by_the_number_of_ranks_with_data(backend: str) -> None:
+    # The gradient of a weight is twice the input. Gradients are averaged over both ranks in steps 0 to 3. In steps 4
+    # and 5, only rank 1 has data.
     weight = 2 * sum([1.5, 2.5, 3.5, 4.5, 6.0, 7.0])
     with RankGroup(backend, 2) as group:
-        for changes in group.run(joined_training):
+        for changes in group.run(train_with_join):
             for found, expected in zip(changes, [[weight] * 4, [12.0]] * 2, strict=True):
                 assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
-def test_ranks_that_are_not_in_the_group_are_refused_as_peers(call: str) -> None:
+def test_ranks_outside_the_group_are_rejected_as_peers(call: str) -> None:
     with RankGroup("horovod", 2) as group:
         for messages in group.run(invalid_peers, call):
             assert len(messages) == 3

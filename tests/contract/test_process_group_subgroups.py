@@ -1,4 +1,4 @@
-"""Groups of some ranks on Horovod's process group, with the results of Gloo."""
+"""Subgroups on Horovod's process group have the results of Gloo."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def one_group_per_thread(backend: Backend) -> list[Tensor]:
 
 
 def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
-    """Use overlapping groups and the default group in turn, each rank with other pauses, so that ranks wait for the
-    operations of others at any time."""
+    """Use overlapping groups and the default group in turn. Each rank pauses at different times, so that ranks wait for
+    other ranks at any time."""
     rank, size = backend.rank, backend.size
     members = [sorted({one, (one + 1) % size}) for one in range(size)] + [list(range(size))]
     groups = [dist.new_group(ranks) for ranks in members]
@@ -160,7 +160,7 @@ def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
             time.sleep(pauses.choice((0, 0, 0, 0.001, 0.007)))
             results.append(torch.full((turn % 5 + 1,), float(rank + turn)))
             works = [dist.all_reduce(results[-1], group=groups[number], async_op=True)]
-            if turn % 3 == 0:  # a second operation that is pending at the same time
+            if turn % 3 == 0:  # a second pending operation
                 results.append(torch.full((2,), float(rank)))
                 works.append(dist.all_reduce(results[-1], group=groups[number], async_op=True))
             for work in works:
@@ -246,7 +246,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     sharded_model,
     state_from_rank_zero,
     lists_of_tensors,
-    groups_created_by_their_members,  # last, because torch then names later groups differently on each rank
+    groups_created_by_their_members,  # run last, because afterwards torch gives new groups different names on each rank
 ]
 
 
@@ -301,7 +301,7 @@ def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
 @pytest.mark.parametrize("size", [2, *nightly(3, 4)])
 def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
     command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
-    variables = preloaded({"OMPI_MCA_mpi_yield_when_idle": "1"})  # more ranks than cores
+    variables = preloaded({"OMPI_MCA_mpi_yield_when_idle": "1"})  # there may be more ranks than cores
     cases = [
         overlapping_groups,
         two_groups_of_the_same_ranks,
@@ -325,7 +325,7 @@ def counts_of_process_sets(backend: Backend) -> list[int]:
             dist.all_reduce(torch.ones(1), group=group)
         backend.barrier()
         counts.append(_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets())
-        backend.barrier()  # all ranks have counted
+        backend.barrier()  # wait until all ranks have counted
         if backend.rank < 2:
             dist.destroy_process_group(group)
         deadline = time.monotonic() + 30
@@ -337,7 +337,8 @@ def counts_of_process_sets(backend: Backend) -> list[int]:
 
 
 def resources_of_failed_groups(backend: Backend) -> list[int]:
-    """Return the numbers of process sets and threads after each of two failed attempts to create a group."""
+    """Return the number of process sets and the number of threads after each of two failed attempts to create a
+    group."""
     from horovod.torch.mpi_ops import _basics
 
     from unitrain.backends.horovod import process_group
@@ -355,7 +356,7 @@ def resources_of_failed_groups(backend: Backend) -> list[int]:
         backend.barrier()
         counts.append(_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets())
         counts.append(sum(thread.name == "unitrain-horovod" for thread in threading.enumerate()))
-        backend.barrier()  # all ranks have counted
+        backend.barrier()  # wait until all ranks have counted
     return counts
 
 
@@ -369,11 +370,11 @@ def test_destroying_a_group_removes_its_process_set_on_all_ranks() -> None:
         assert group.run(counts_of_process_sets) == [[1, 2, 1, 2, 1, 2, 1]] * 3
 
 
-def wakes_of_idle_ranks(backend: Backend) -> list[float]:
-    """Return how often the threads of this process wake per second, without a group and with an idle group.
+def wakeups_of_idle_ranks(backend: Backend) -> list[float]:
+    """Return how often per second the threads of this process wake up, without a group and with an idle group.
 
-    If other processes use the cores, the threads wake less often. Therefore, this function returns the maximum of
-    several intervals without a group, and the minimum with a group.
+    If other processes use the cores, the threads wake up less often. Therefore, this function returns the maximum of
+    several intervals without a group, and the minimum of several intervals with a group.
     """
     rates = []
     for creates in (False, True):
@@ -395,10 +396,10 @@ def wakes_of_idle_ranks(backend: Backend) -> list[float]:
     return rates
 
 
-def test_ranks_with_an_idle_group_do_not_wake_more_often() -> None:
-    """In every cycle of 0.5 ms, they would wake ten times as often as in the idle cycle of 5 ms."""
+def test_threads_of_an_idle_group_do_not_wake_up_more_often() -> None:
+    """With the cycle of 0.5 ms, threads wake up ten times as often as with the idle cycle of 5 ms."""
     with RankGroup("horovod", 3) as group:
-        for without, with_group in group.run(wakes_of_idle_ranks):
+        for without, with_group in group.run(wakeups_of_idle_ranks):
             assert with_group < 2 * without + 100
 
 
@@ -417,8 +418,9 @@ def incomplete_group(backend: Backend) -> str:
     return ""
 
 
-def groups_with_messages(backend: Backend) -> list[float]:
-    """Use groups of two and of all ranks, although torch's names of these groups differ between the ranks."""
+def communicate_in_groups_with_different_names(backend: Backend) -> list[float]:
+    """Communicate in a group of all ranks and a group of two ranks. torch's names of these groups differ between the
+    ranks."""
     results = []
     for ranks in (None, [0, 2]):
         group = dist.new_group(ranks)
@@ -436,10 +438,10 @@ def groups_with_messages(backend: Backend) -> list[float]:
     return results
 
 
-def test_a_member_that_does_not_create_its_group_is_named() -> None:
+def test_error_names_a_member_that_does_not_create_its_group() -> None:
     with RankGroup("horovod", 3) as group:
         first, *_ = group.run(incomplete_group)
         assert first.startswith("GroupTimeoutError: The creation of a group of the ranks [0, 2] timed out after 1 s")
         assert "Missing: rank 2." in first
         assert group.run(sum_of_ranks) == [3.0] * 3
-        assert group.run(groups_with_messages) == [[3.0, 2.0, 12.0], [3.0], [3.0, 2.0, 10.0]]
+        assert group.run(communicate_in_groups_with_different_names) == [[3.0, 2.0, 12.0], [3.0], [3.0, 2.0, 10.0]]

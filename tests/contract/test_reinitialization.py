@@ -1,4 +1,4 @@
-"""A process can start a backend again after `shutdown`, the same or another one, but not before."""
+"""After `shutdown`, and not before, a process can start the same or another backend."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo"]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe"]
 
 
-def sums(backend: Backend) -> float:
-    """Run a collective and reduce gradients, as a training run does."""
+def reduce_gradients_and_ranks(backend: Backend) -> float:
+    """Reduce gradients and run a collective. Return the sum of all ranks."""
     model = build()
     compute_loss(backend.distributed_model(model)(batch(backend.rank))).backward()
     return float(backend.allreduce(torch.tensor(float(backend.rank)), "sum"))
@@ -38,7 +38,7 @@ def start_second_backend(backend: Backend) -> str:
     try:
         unitrain.init(backend.name, device="cpu")
     except ConfigError as error:
-        backend.barrier()  # the first backend still works
+        backend.barrier()  # the first backend is still usable
         return str(error)
     raise AssertionError("two backends were started")
 
@@ -48,8 +48,8 @@ def start_repeatedly(backend: Backend, names: Sequence[str]) -> list[float]:
     found = []
     for name in names:
         with unitrain.init(name, device="cpu", timeout_seconds=30) as later:
-            backend.shutdown()  # a second call, which must not end the later backend
-            found.append(sums(later))
+            backend.shutdown()  # a second call must not shut down the later backend
+            found.append(reduce_gradients_and_ranks(later))
     return found
 
 
@@ -61,7 +61,7 @@ def start_after_failure(backend: Backend) -> float:
         with pytest.raises(OSError, match="no file descriptors"):
             unitrain.init(backend.name, device="cpu", timeout_seconds=30)
     with unitrain.init(backend.name, device="cpu", timeout_seconds=30) as later:
-        return sums(later)
+        return reduce_gradients_and_ranks(later)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     names = (
         [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]
-    )  # mpirun sets no rendezvous address for ddp
+    )  # mpirun does not set a rendezvous address for ddp
     with RankGroup(backend, 2, command=command, variables=preloaded({}) if command else {}) as group:
         for rank_results in group.run(start_second_backend):
             assert rank_results == (
@@ -88,15 +88,15 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
                 "Use that group, or shut it down first: backend.shutdown() or "
                 "torch.distributed.destroy_process_group()"
             )
-        assert group.run(sums) == [1.0, 1.0]
+        assert group.run(reduce_gradients_and_ranks) == [1.0, 1.0]
         assert group.run(start_repeatedly, names) == [[1.0] * 3] * 2
         assert group.run(start_after_failure) == [1.0, 1.0]
 
 
 def train_after_shutdown(backend: Backend, shard: ShardingMode) -> bool:
-    """Run the first backward passes on rank 0 only, and return whether its gradients are those of rank 0.
+    """Run backward passes on rank 0 after the shutdown. Return whether the gradients equal local gradients.
 
-    The first one goes through a forward pass before the shutdown, and the second one through a later forward pass.
+    The forward pass of the first backward pass runs before the shutdown, and the second forward pass runs after it.
     """
     model = build()
     distributed = backend.distributed_model(model, shard=shard)
@@ -117,7 +117,7 @@ def train_after_shutdown(backend: Backend, shard: ShardingMode) -> bool:
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients"])
-def test_models_that_were_not_trained_before_the_shutdown_do_not_wait_for_other_ranks(shard: ShardingMode) -> None:
+def test_models_do_not_wait_for_other_ranks_after_the_shutdown(shard: ShardingMode) -> None:
     with RankGroup("ddp", 2) as group:
         assert group.run(train_after_shutdown, shard) == [True, True]
 
@@ -146,8 +146,9 @@ def test_exit_functions_are_called_if_the_block_exits_successfully(error: BaseEx
     assert called == [torch.ones(())] * is_called
 
 
-def report_of_exit_function(backend: Backend) -> list[str]:
-    """Return the failures that a failing exit function reports to the other ranks, for several exits of the block."""
+def failures_reported_by_exit_function(backend: Backend) -> list[str]:
+    """Return the failures that a failing exit function reports to the other ranks, for several ways to exit the
+    block."""
     reported = list[str]()
     backend.report_failure = lambda error: reported.append(str(error))  # type: ignore[method-assign]
     backend.call_before_exit(fail)
@@ -160,7 +161,7 @@ def report_of_exit_function(backend: Backend) -> list[str]:
 
 def test_a_failing_exit_function_is_reported_to_the_other_ranks() -> None:
     with RankGroup("ddp", 2) as group:
-        assert group.run(report_of_exit_function) == [["disk full"] * 3] * 2
+        assert group.run(failures_reported_by_exit_function) == [["disk full"] * 3] * 2
 
 
 def test_local_models_can_be_trained_after_the_shutdown() -> None:
@@ -171,7 +172,7 @@ def test_local_models_can_be_trained_after_the_shutdown() -> None:
     inputs = torch.tensor([[0.1234567, 0.7654321]])
     (model(inputs).sum() + model.bias.sum() * 0).backward()
     assert model.weight.grad is not None
-    assert torch.equal(model.weight.grad, inputs)  # bf16 would round it
+    assert torch.equal(model.weight.grad, inputs)  # bf16 would round the gradient
 
 
 def test_distributing_a_local_model_again_replaces_its_compression() -> None:
@@ -192,7 +193,7 @@ def test_local_backend_can_be_started_again_after_shutdown() -> None:
             "Use that backend, or shut it down first: backend.shutdown()"
         )
     with unitrain.init("local") as backend:
-        assert sums(backend) == 0.0
-    forgotten = unitrain.init("local")
-    del forgotten
+        assert reduce_gradients_and_ranks(backend) == 0.0
+    deleted = unitrain.init("local")
+    del deleted
     unitrain.init("local").shutdown()

@@ -1,4 +1,4 @@
-"""If one rank skips a backward or steps on local gradients, all ranks raise ModelError within seconds."""
+"""If one rank skips a backward pass or steps with local gradients, all ranks raise ModelError within seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_loop(backend):
         if fails:
             print("fault", time.time(), flush=True)
         optimizer.zero_grad()
-        if backend.rank == 0:  # ranks may differ in what they use of a model
+        if backend.rank == 0:  # ranks may run different forward passes
             with torch.no_grad():
                 model(torch.ones(2, 3))
             loss = model(torch.ones(2, 3)).sum() + model(torch.zeros(2, 3)).sum()
@@ -74,12 +74,12 @@ def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: s
     for output in outputs:
         raised = re.findall(r"raised (\S+)", output)
         assert len(raised) == 1, together
-        assert float(raised[0]) - float(began) < 20, together  # two seconds, and more on a busy machine
+        assert float(raised[0]) - float(began) < 20, together  # about 2 s, longer on a busy machine
         assert re.search(TEXT[fault], output), together
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_ranks_may_use_forwards_in_different_ways(backend: str, tmp_path: Path) -> None:
+def test_ranks_may_run_different_forward_passes(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with running_ranks(script, backend, 2, "none") as processes:
@@ -94,14 +94,14 @@ def _count(counters: LoopCounters, times: int) -> None:
         counters.count_step()
 
 
-def test_counts_are_compared_at_the_same_backward() -> None:
+def test_counters_are_compared_at_the_same_backward_pass() -> None:
     store = HashStore()
     first, other = LoopCounters(), LoopCounters()
     assert other.compare(store, 3) is None
     _count(first, 5000)
     first.publish(store)
     _count(other, 4990)
-    assert other.compare(store, 3) is None  # not there yet
+    assert other.compare(store, 3) is None  # has not reached backward #4999
     _count(first, 1)
     other.count_step()
     _count(other, 10)
@@ -110,7 +110,7 @@ def test_counts_are_compared_at_the_same_backward() -> None:
     assert "before the end of backward #4999, rank 0 had run 4999 optimizer steps and rank 3 had run 5000" in found
 
 
-def test_only_additional_and_unused_forwards_together_are_a_difference() -> None:
+def test_a_forward_pass_is_reported_only_if_it_is_additional_and_unused() -> None:
     for forwards, unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
         store = HashStore()
         first, other = LoopCounters(), LoopCounters()
@@ -126,8 +126,8 @@ def test_only_additional_and_unused_forwards_together_are_a_difference() -> None
         assert (other.compare(store, 1) is not None) == differs
 
 
-def test_forwards_before_the_first_backward_are_not_compared() -> None:
-    """One rank may summarize or draw the model before training."""
+def test_forward_passes_before_the_first_backward_pass_are_not_compared() -> None:
+    """For example, one rank may summarize the model before training."""
     store = HashStore()
     first, other = LoopCounters(), LoopCounters()
     other.count_forward()

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks: N ranks compute the same as one process with plain BatchNorm on the global batch."""
+"""With synchronized BatchNorm, N ranks have the results of one process with plain BatchNorm on the global batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layer(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def values(name: str, step: int, count: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return samples far from zero, so that a variance computed carelessly shows."""
+    """Return samples far from zero, which reveal a numerically unstable variance."""
     generator = torch.Generator().manual_seed(step)
     shape = (count, CHANNELS, *SHAPES.get(name, (4, 3)))
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 + 20).to(dtype)
@@ -63,7 +63,7 @@ def weights(x: Tensor) -> Tensor:
 def run_layer(
     module: nn.Module, name: str, part: slice, *, dtype: torch.dtype = torch.float64, memory_format: Any = None
 ) -> list[Tensor]:
-    """Return outputs, gradients and buffers of three training steps on `part` of the samples, then of an evaluation."""
+    """Return outputs, gradients and buffers of three training steps and of an evaluation, on `part` of the samples."""
     found = []
     for step in range(3):
         global_batch = values(name, step, dtype=dtype)
@@ -82,7 +82,7 @@ def run_layer(
 def uninterrupted_run(
     name: str, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Return the results of plain BatchNorm in one process: the gradients per sample and per parameter, and its
+    """Return the results of plain BatchNorm in one process: values per sample, gradients of the parameters, and the
     state."""
     module: Any = layer(name, dtype)
     if isinstance(module, nn.SyncBatchNorm):
@@ -98,7 +98,7 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float, *what: Any) -> 
 
 
 def part_of(backend: Backend) -> slice:
-    """Return which of the samples are this rank's; with three ranks, one has none."""
+    """Return the slice of the samples that belong to this rank. With three ranks, one rank has no samples."""
     counts = COUNTS[backend.size]
     start = sum(counts[: backend.rank])
     return slice(start, start + counts[backend.rank])
@@ -116,7 +116,7 @@ def check_layers(backend: Backend) -> None:
         assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
         expected, gradients, state = uninterrupted_run(name, dtype)
         found = run_layer(module, name, part, dtype=dtype, memory_format=memory_format)
-        if name == "untracked":  # normalizes by local statistics in eval mode, without communication
+        if name == "untracked":  # in eval mode, uses local statistics without communication
             expected.pop()
             found.pop()
         for one, other in zip(found, expected, strict=True):
@@ -129,7 +129,7 @@ def check_layers(backend: Backend) -> None:
 
 
 def check_autocast(backend: Backend) -> None:
-    """In half precision a layer stays as near to one process as the format is."""
+    """In half precision, the results equal those of one process up to the precision of the format."""
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         found = []
         for device, part in ((backend, part_of(backend)), (LOCAL, slice(None))):
@@ -156,7 +156,7 @@ def check_autocast(backend: Backend) -> None:
 
 
 class Block(nn.Module):
-    """Calls one layer twice, and optionally recomputes it in backward."""
+    """Calls one layer twice, and optionally recomputes it in the backward pass."""
 
     def __init__(self, *, recomputed: bool) -> None:
         super().__init__()
@@ -174,11 +174,11 @@ class Block(nn.Module):
 
 
 def check_uses(backend: Backend) -> None:
-    """Twice in one forward, recomputed in backward, in a copy, a pickled copy, and a compiled model."""
+    """Test two calls per forward pass, recomputation in the backward pass, a copied model and a compiled model."""
     part = part_of(backend)
     for recomputed, use in itertools.product((False, True), ("as it is", "copied", "compiled")):
         if use == "compiled" and backend.size == 1:
-            continue  # plain torch, which moves running statistics once where uncompiled it recomputes them too
+            continue  # compiled plain torch does not update running statistics again in the recomputation
         found = []
         for device, samples in ((backend, part), (LOCAL, slice(None))):
             model: Any = unitrain.sync_batch_norm(Block(recomputed=recomputed), device)
@@ -200,7 +200,7 @@ def check_uses(backend: Backend) -> None:
 
 
 class Deep(nn.Module):
-    """Many layers. A forward skips the selected ones, but calls every BatchNorm."""
+    """A model with many layers. The forward pass skips selected linear layers, but calls every BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,18 +208,18 @@ class Deep(nn.Module):
         self.linear = nn.ModuleList(nn.Linear(160, 160).double() for _ in range(40))
         self.norm = nn.ModuleList(nn.BatchNorm1d(160).double() for _ in range(40))
 
-    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+    def forward(self, x: Tensor, skipped_layers: set[int]) -> Tensor:
         for number, (linear, norm) in enumerate(zip(self.linear, self.norm, strict=True)):
-            x = norm(x if number in left_out else x + linear(x).tanh())
+            x = norm(x if number in skipped_layers else x + linear(x).tanh())
         return x
 
 
-def left_out(rank: int, step: int, unused: bool) -> set[int]:
+def skipped_layers(rank: int, step: int, unused: bool) -> set[int]:
     return {(7 * rank + step) % 40, (3 * rank + 11 * step) % 40, 39 - rank} if unused else set()
 
 
 def check_deep(backend: Backend) -> None:
-    """Many collectives in forward and backward, among the buckets of gradients: they neither mix nor wait for ever."""
+    """Many BatchNorm collectives and gradient buckets in one step neither interfere nor deadlock."""
     for unused in (False, True):
         model, twin = Deep(), Deep()
         model.norm[5] = nn.SyncBatchNorm(160).double()
@@ -231,8 +231,8 @@ def check_deep(backend: Backend) -> None:
                 for rank in range(backend.size)
             ]
             model.zero_grad()
-            wrapped(parts[backend.rank], left_out(backend.rank, step, unused)).sin().sum().backward()
-            if unused:  # what each rank leaves out, one process cannot
+            wrapped(parts[backend.rank], skipped_layers(backend.rank, step, unused)).sin().sum().backward()
+            if unused:  # one process cannot skip different layers for each rank
                 continue
             twin.zero_grad()
             (twin(torch.cat(parts), set()).sin().sum() / backend.size).backward()
@@ -253,7 +253,7 @@ class Branches(nn.Module):
 
 
 def check_errors(backend: Backend) -> None:
-    """Invalid calls raise the same error on every rank, and the ranks can continue."""
+    """Invalid calls raise the same error on every rank, and the ranks can continue afterwards."""
     model = unitrain.sync_batch_norm(Branches(), backend)
     with pytest.raises(
         CollectiveMismatchError, match=rf"This rank calls BatchNorm 'branches\.{backend.rank % 2}' while"
@@ -262,7 +262,7 @@ def check_errors(backend: Backend) -> None:
     with pytest.raises(ModelError, match=r"BatchNorm 'branches\.0' got 1 values per channel over all ranks, but a var"):
         model(torch.randn(1 if backend.rank == 0 else 0, 4), 0)
     model.eval()
-    if backend.rank == 0:  # communicates nothing
+    if backend.rank == 0:  # does not communicate
         model(torch.randn(1, 4), 0)
     x = torch.randn(3, 4, requires_grad=True)
     (slope,) = torch.autograd.grad(model.train()(x, 0).sin().sum(), x, create_graph=True)
@@ -270,15 +270,15 @@ def check_errors(backend: Backend) -> None:
         slope.sum().backward()
 
 
-def check_stand_in(backend: Backend) -> None:
-    """A rank that only stands in is in no statistics, neither in forward nor in backward."""
+def check_excluded_rank(backend: Backend) -> None:
+    """A rank that is excluded from the statistics does not affect the forward pass or the backward pass."""
     if backend.size == 1:
         return
-    stands_in = backend.rank == backend.size - 1
+    is_excluded = backend.rank == backend.size - 1
     model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
     x = (torch.randn(3, 4).double() + 100 * backend.rank).requires_grad_()
-    with exclude_from_statistics(model) if stands_in else nullcontext():
-        (model(x).sin().sum() * (0.0 if stands_in else 1.0)).backward()
+    with exclude_from_statistics(model) if is_excluded else nullcontext():
+        (model(x).sin().sum() * (0.0 if is_excluded else 1.0)).backward()
     global_batch = backend.allgather(x.detach())[:-3].clone().requires_grad_()
     twin = nn.BatchNorm1d(4).double()
     twin(global_batch).sin().sum().backward()
@@ -290,7 +290,7 @@ def check_stand_in(backend: Backend) -> None:
 
 
 def check_dummy_batches(backend: Backend) -> None:
-    """With ShardedLoader, a rank without samples in the last step changes neither statistics nor gradients."""
+    """With ShardedLoader, a rank without samples in the last step does not affect statistics or gradients."""
     for length, recomputed in itertools.product((3, 7), (False, True)):
         found = []
         for device, batch_size in ((backend, 2), (LOCAL, 2 * backend.size)):
@@ -307,7 +307,7 @@ def check_dummy_batches(backend: Backend) -> None:
             found.append([*model.parameters(), *model.buffers()])
         for one, other in zip(*found, strict=True):
             assert_near(one.detach(), other.detach(), 1e-10, length, recomputed)
-        # The iteration has ended: the next forward counts the samples again.
+        # After the end of the iteration, the next forward pass includes the samples of every rank again.
         model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
         model(torch.full((2, 4), backend.rank, dtype=torch.float64))
         assert_near(model.running_mean, torch.full((4,), 0.05 * (backend.size - 1), dtype=torch.float64), 1e-12)
@@ -321,7 +321,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize(
     "check",
-    [check_layers, check_autocast, check_uses, check_deep, check_stand_in, check_dummy_batches],
+    [check_layers, check_autocast, check_uses, check_deep, check_excluded_rank, check_dummy_batches],
     ids=lambda check: check.__name__,
 )
 def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(
