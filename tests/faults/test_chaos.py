@@ -1,5 +1,4 @@
-"""Runs that are killed and checkpoints that are damaged: a short run of benchmarks/chaos, and its detection of a
-loss."""
+"""A short run of benchmarks/chaos with killed runs and damaged checkpoints, and the detection of lost samples."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"
 
 
 @pytest.mark.ci
-def test_chaos_run_loses_and_repeats_no_sample(tmp_path: Path) -> None:
+def test_chaos_run_does_not_lose_or_repeat_samples(tmp_path: Path) -> None:
     command = [sys.executable, CHAOS, "--runs", "5", "--corruptions", "42", "--seed", "3", "--output", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,12 +26,12 @@ def test_chaos_run_loses_and_repeats_no_sample(tmp_path: Path) -> None:
     outcomes = kept["corruptions"]
     assert sum(sum(counts.values()) for counts in outcomes.values()) == 42
     assert not any("wrong" in counts for counts in outcomes.values())
-    assert outcomes["half a manifest"].get("newest") is None  # the damage is done
+    assert outcomes["half a manifest"].get("newest") is None  # the checkpoint must be damaged
     assert (tmp_path / "chaos.md").read_text().strip() in done.stdout
 
 
-def note(folder: Path, attempt: int, start: int, steps: range, *, ranks: int = 2, skipped: int = -1) -> None:
-    """Write what `ranks` ranks would that train on samples in their order from step `start` on."""
+def write_records(folder: Path, attempt: int, start: int, steps: range, *, ranks: int = 2, skipped: int = -1) -> None:
+    """Write the records of an attempt with `ranks` ranks that starts at step `start` and trains on samples in order."""
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
         lines = [{"start": start}]
@@ -44,22 +43,22 @@ def note(folder: Path, attempt: int, start: int, steps: range, *, ranks: int = 2
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_audit_counts_what_is_lost_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_counts_lost_and_repeated_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CHAOS))
     from training import Audit, audit
 
-    def audited(name: str, second: int, third: int, skipped: int = -1) -> Audit:
+    def audit_attempts(name: str, second: int, third: int, skipped: int = -1) -> Audit:
         folder = tmp_path / name
-        note(folder, 0, 0, range(1, 9))
-        note(folder, 1, second, range(second + 1, 15), ranks=3, skipped=skipped)
-        note(folder, 2, third, range(third + 1, 21), ranks=1)
+        write_records(folder, 0, 0, range(1, 9))
+        write_records(folder, 1, second, range(second + 1, 15), ranks=3, skipped=skipped)
+        write_records(folder, 2, third, range(third + 1, 21), ranks=1)
         return audit(folder)
 
-    assert audited("whole", 6, 10) == Audit(lost=0, repeated=0, resumed=2)
-    assert audited("anew", 6, 0) == Audit(lost=0, repeated=0, resumed=1)
-    assert audited("a step without records", 9, 12) == Audit(lost=12, repeated=0, resumed=2)
-    assert audited("a sample", 6, 12, skipped=3) == Audit(lost=1, repeated=0, resumed=2)
-    # A rank that trained on what another one's share is, as with a wrong order after a resume.
+    assert audit_attempts("whole", 6, 10) == Audit(lost=0, repeated=0, resumed=2)
+    assert audit_attempts("anew", 6, 0) == Audit(lost=0, repeated=0, resumed=1)
+    assert audit_attempts("a step without records", 9, 12) == Audit(lost=12, repeated=0, resumed=2)
+    assert audit_attempts("a sample", 6, 12, skipped=3) == Audit(lost=1, repeated=0, resumed=2)
+    # Simulate a rank that trains on a sample of another rank, for example because of a wrong order after a resume.
     folder = tmp_path / "whole"
     path = folder / "002-0-of-1.jsonl"
     path.write_text(path.read_text().replace('"samples": [0, 1,', '"samples": [0, 0,', 1))

@@ -1,4 +1,4 @@
-"""Output folders with files of wrong types and contents: a clear error in limited time, or a completed run."""
+"""Output folders with files of wrong types or contents cause a clear error in limited time, or the run completes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def nested_json_in_a_held_lock(folder: Path) -> Any:
     file.write(NESTED_JSON)
     file.flush()
     fcntl.flock(file, fcntl.LOCK_EX)
-    return file  # holds the lock
+    return file  # keeps the lock
 
 
 def checkpoint_without_progress(folder: Path) -> None:
@@ -71,7 +71,7 @@ def checkpoint_without_progress(folder: Path) -> None:
     files.write(folder / "step-000000004", dict(model.state_dict()), {"optimizer": None}, {"step": 4})
 
 
-# How the folder is prepared, and the beginning of the error, or "trained".
+# Each case: a function that prepares the folder, and the start of the error, or "trained".
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "folder is a FIFO": (os.mkfifo, "Cannot write to output folder '{}': FileExistsError"),
     "folder is a loop of links": (link_to_itself, "Cannot write to output folder '{}': FileExistsError"),
@@ -101,8 +101,8 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def results(backend: Backend, root: Path) -> dict[str, str]:
-    """Return the error of each case, or "trained"."""
-    os.environ["SLURM_JOB_ID"] = "7"  # the file .job is read if the job has an ID
+    """Return the error of each case, or "trained" if there is none."""
+    os.environ["SLURM_JOB_ID"] = "7"  # the file .job is only read if the job has an ID
     texts = {}
     for number, (name, (prepare, _)) in enumerate(CASES.items()):
         folder = root / str(number)
@@ -141,10 +141,10 @@ def test_a_damaged_line_of_the_history_is_skipped(content: str, tmp_path: Path) 
     assert last_row(path) == {"step": 3}
 
 
-def test_a_kill_during_the_replacement_of_a_checkpoint_loses_nothing(
+def test_a_kill_during_the_replacement_of_a_checkpoint_does_not_lose_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill is simulated before each operation that follows the exchange of both folders."""
+    """Simulate a kill before each operation that follows the exchange of both folders."""
     operations = [(Path, "rename"), (files, "remove"), (files, "flush")]
     for count in range(4):
         target, staging = (tmp_path / str(count) / name for name in ("step-000000003", ".step-000000003.unfinished"))

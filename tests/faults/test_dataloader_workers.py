@@ -1,4 +1,4 @@
-"""DataLoader workers that hang: they end with their rank, and their position is reported."""
+"""DataLoader workers that hang exit with their rank, and their position is reported."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     main()
 """
 
-# Work that a worker of the Trainer reports.
+# The work that a worker reports, with and without the Trainer.
 LOADS = {
     "trainer": r"item 4\d",
     "persistent": r"item 4\d",

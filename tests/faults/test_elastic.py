@@ -1,4 +1,4 @@
-"""Elastic jobs whose ranks are killed and whose hosts change end with the parameters of an undisturbed run."""
+"""Elastic jobs with killed ranks and changing hosts have the final parameters of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The final parameters of one process."""
+    """Return the final parameters of a run in one process."""
     with RankGroup("local", 1) as group:
         (parameters,) = group.run(elastic_training.train, tmp_path_factory.mktemp("undisturbed"))
     return list(parameters)
@@ -55,9 +55,9 @@ def wait_until(folder: Path, size: int, step: int) -> None:
         time.sleep(0.1)
 
 
-def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> None:
-    """Check that the run has gone through these numbers of ranks, repeated at most `lost` steps, and come to its end
-    with every sample trained on once an epoch."""
+def check_run(folder: Path, expected: list[float], sizes: list[int], lost: int) -> None:
+    """Assert that the run had the numbers of ranks in `sizes`, repeated at most `lost` steps, completed, and used every
+    sample once per epoch."""
     size, parameters = json.loads((folder / "parameters.json").read_text())
     assert parameters == pytest.approx(expected, rel=0, abs=1e-9)
     assert size == sizes[-1]
@@ -67,7 +67,7 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
     used_hosts = [size for _, size, _ in ranks[0]]
     assert [one for at, one in enumerate(used_hosts) if at == 0 or used_hosts[at - 1] != one] == sizes
     assert len(used_hosts) - STEPS <= lost
-    # What was done again counts as it was done last, by as many ranks as there were then.
+    # Of repeated steps, use the last repetition and its number of ranks.
     last = {step: size for step, size, _ in ranks[0]}
     assert sorted(last) == list(range(1, STEPS + 1))
     taken = [{step: samples for step, size, samples in lines if last[step] == size} for lines in ranks]
@@ -86,7 +86,7 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
         pytest.param("ddp", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
     ],
 )
-def test_added_slots_are_used_and_a_killed_rank_costs_few_steps(
+def test_elastic_job_uses_added_slots_and_repeats_few_steps_after_a_kill(
     backend: str, launcher: str, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"7": "slots 3"}, "3": {"33": "kill 1"}}))
@@ -98,14 +98,14 @@ def test_added_slots_are_used_and_a_killed_rank_costs_few_steps(
         launch.wait_until_all_exited(10)
     assert launch.process.returncode == 0, output
     assert "there are 3 slots instead of 2: asking the job to save a checkpoint and exit" in output
-    assert output.count("(restart 1 of 1)") == 1, output  # that there are more slots is no failure
-    check(tmp_path, undisturbed, [2, 3], lost=5)
+    assert output.count("(restart 1 of 1)") == 1, output  # a restart for added slots does not count as a failure
+    check_run(tmp_path, undisturbed, [2, 3], lost=5)
 
 
 @pytest.mark.nightly
 @needs_hosts
 def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
-    """A host is added when it becomes reachable, and a host that loses its network is noticed."""
+    """A host is added when it becomes reachable. A host that loses its network is detected and removed."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
     options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
     (tmp_path / "hosts").mkdir()
@@ -126,14 +126,14 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
     assert launch.returncode == 0, output
     assert "there are 3 slots instead of 2" in output
     assert "the host of rank 1 does not respond" in output
-    check(tmp_path, undisturbed, [2, 3, 2], lost=5)
+    check_run(tmp_path, undisturbed, [2, 3, 2], lost=5)
 
 
 @pytest.mark.nightly
 @needs_hosts
 def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
-    """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished
-    shows when it is waited for without a result."""
+    """The test runs the commands that `unitrain launch` prints for each host, so torchrun's agents form the job. A lost
+    host is detected by a timeout."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
     (tmp_path / "hosts").mkdir()
     options = ["--elastic", "1:3", "--max-restarts", "2", "-H", "h1:1,h2:1,h3:1", SCRIPT, str(tmp_path), "1", "15"]
@@ -156,12 +156,12 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
         wait_until(tmp_path, size=2, step=12)
         outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
     assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
-    check(tmp_path, undisturbed, [2, 1, 2], lost=5)
+    check_run(tmp_path, undisturbed, [2, 1, 2], lost=5)
 
 
 @needs_slurm
-def test_killed_rank_under_srun_ends_the_job(tmp_path: Path, undisturbed: list[float]) -> None:
-    """On two hosts, so ranks also connect to the launch command from another host."""
+def test_job_under_srun_is_restarted_after_a_rank_is_killed(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The job runs on two hosts, so some ranks connect to the launch command from another host."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"12": "kill 1"}}))
     (tmp_path / "hosts").mkdir()
     (tmp_path / "slurm").mkdir()
@@ -174,4 +174,4 @@ def test_killed_rank_under_srun_ends_the_job(tmp_path: Path, undisturbed: list[f
     assert done.returncode == 0, done.stdout
     assert "(restart 1 of 1)" in done.stdout
     assert "cannot reach unitrain launch" not in done.stdout
-    check(tmp_path, undisturbed, [2], lost=5)
+    check_run(tmp_path, undisturbed, [2], lost=5)

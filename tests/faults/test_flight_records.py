@@ -1,4 +1,4 @@
-"""Files of the flight recorder after a timeout or a failure, read by torch's analyzer."""
+"""Flight recorder files of a timeout or a failure can be read by torch's analyzer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from unitrain.testing import RankGroup
 
 
 def miss_a_collective(backend: Backend, folder: str) -> str:
-    """Train a step, then let rank 1 miss an allreduce of rank 0."""
+    """Train a step. Then call an allreduce on rank 0 that rank 1 misses."""
     model = backend.distributed_model(nn.Linear(3, 2))
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
-    backend.allgather(torch.ones(2 + backend.rank, 5))  # ranks may pass different first dimensions
+    backend.allgather(torch.ones(2 + backend.rank, 5))  # the first dimension may differ between ranks
     backend.broadcast_object({"rank": backend.rank} if backend.rank == 0 else None)
     if backend.rank == 1:
         while not Path(folder, "done").exists():
@@ -137,9 +137,10 @@ def test_unwritable_folder_is_reported_without_an_exception(
 def test_threads_may_write_the_record_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a timeout, the watchdog thread answers the requests of other ranks while the main thread fails."""
+    """After a timeout, the watchdog thread responds to other ranks while the main thread raises an error. Both write
+    the record."""
     monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(flight_record_file, "_WRITE_SECONDS", 60.0)  # a slow disk is not the subject
+    monkeypatch.setattr(flight_record_file, "_WRITE_SECONDS", 60.0)  # a slow disk must not cause warnings
     recorder = FlightRecorder()
     for number in range(256):
         recorder.record(GradientPhase("backward", number))

@@ -1,4 +1,4 @@
-"""One job at a time writes to an output folder, and a job that has ended does not block the next one."""
+"""Only one job at a time can write to an output folder. A job that has ended does not block the next job."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_second_job_raises_with_the_holder_until_the_first_is_killed(
+def test_error_of_second_job_names_the_first_job_until_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.3)
@@ -93,10 +93,10 @@ def test_second_job_raises_with_the_holder_until_the_first_is_killed(
     variables = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4711"}
     with running_launcher([sys.executable, "-c", JOB, str(run)], variables) as first:
         wait_for(tmp_path / "run.waits")
-        (run / ".step-000000099.unfinished").mkdir()  # as during the writing of another checkpoint
+        (run / ".step-000000099.unfinished").mkdir()  # simulates a checkpoint that is being written
         before = contents(run)
         second = trainer(run, resume=True)
-        assert second.evaluate(data())["loss"] >= 0  # which only reads
+        assert second.evaluate(data())["loss"] >= 0  # evaluation only reads
         found = (
             rf"^Output folder '{run}' is in use by another job: process {first.process.pid} on host \S+, started "
             rf"20\S+, Slurm job 4711\. Wait until .* another folder\. If .* with: rm '{run}/\.lock'"
@@ -105,7 +105,7 @@ def test_second_job_raises_with_the_holder_until_the_first_is_killed(
             second.fit(data())
         assert contents(run) == before
         assert (run / ".step-000000099.unfinished").is_dir()
-        # Its workers live a little longer, and must not hold the lock.
+        # The workers of the killed process exit later, and must not hold the lock.
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(20)
         second.fit(data())
@@ -146,7 +146,7 @@ def test_lock_waits_for_an_earlier_attempt_of_the_same_job(
             holder.communicate("\n", timeout=30)
             assert lock.acquire(10)
         assert holder.returncode == 0
-    assert len(caplog.messages) == 1  # not one per attempt
+    assert len(caplog.messages) == 1  # one message for all attempts
     assert caplog.messages[0].startswith(f"Waiting for output folder '{tmp_path}', which process {holder.pid} on host")
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +175,7 @@ def test_lock_is_released_by_the_last_holder_and_not_by_forks(tmp_path: Path) ->
     first.release()
     taken = subprocess.run(command, capture_output=True, text=True, check=True)
     assert taken.stdout == "True\n"
-    assert first.acquire(0)  # that process has ended without releasing it
+    assert first.acquire(0)  # the process has ended without releasing the lock
     first.release()
 
 
@@ -209,7 +209,8 @@ def test_lock_is_released_if_its_file_cannot_be_written(tmp_path: Path, monkeypa
 def test_lock_file_removed_by_another_host_is_created_again(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An NFS client returns ESTALE for an open file that another client has removed; a local file system never does."""
+    """An NFS client returns ESTALE for an open file that another client has removed. Local file systems do not return
+    ESTALE, so the test simulates it."""
     module = folder_lock.fcntl if call == "flock" else folder_lock.os
     original, removed = getattr(module, call), []
 
@@ -231,7 +232,7 @@ def test_lock_file_removed_by_another_host_is_created_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_starts_in_a_folder_in_which_a_killed_process_with_the_same_id_left_its_probe(tmp_path: Path) -> None:
+def test_run_starts_if_a_killed_process_with_the_same_id_left_its_probe_file(tmp_path: Path) -> None:
     probe = tmp_path / f".probe-{os.getpid()}.unfinished"
     probe.mkdir()
     trainer(tmp_path)
@@ -253,7 +254,7 @@ def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
 
 
 def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an exception in `fit`, which does not wait for the checkpoint that is being written."""
+    """After an exception, `fit` does not wait for the checkpoint that is being written."""
     write = files.write
     entered, released = threading.Event(), threading.Event()
 
@@ -293,7 +294,7 @@ def test_locked_folder_raises_on_every_rank_after_the_collective_timeout(tmp_pat
     lock = FolderLock(tmp_path)
     assert lock.acquire(0)
     try:
-        with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # less than it waits for the lock
+        with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # shorter than the wait for the lock
             first, second = group.run(assert_lock_error_on_all_ranks, str(tmp_path), timeout_seconds=60)
     finally:
         lock.release()

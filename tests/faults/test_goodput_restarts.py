@@ -1,4 +1,4 @@
-"""Goodput, events and metrics of jobs whose ranks are killed: the categories add up to the measured wall-clock time."""
+"""Goodput, events and metrics of jobs with killed ranks: the categories add up to the measured wall-clock time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from unitrain.bootstrap.network import reserve_port
 from unitrain.cli import unitrain as command_line
 from unitrain.progress.goodput import GoodputSummary, read_attempts
 
-# Rank 1 is killed after step 7, and rank 0 after step 12. Checkpoints are saved after every fifth step. The last record
-# before each kill includes the step before it, because records are written at sync points if a second has passed.
-# Before a kill, the rank waits until the endpoint was read in this attempt. After `fit`, rank 0 waits until it was read
-# once more.
+# Rank 1 is killed after step 7, and rank 0 after step 12. Checkpoints are saved after every fifth step. Records are
+# written at sync points if a second has passed, so the last record before each kill includes the previous step. Before
+# a kill, the rank waits until the endpoint has been read in the current attempt. After `fit`, rank 0 waits until the
+# endpoint has been read again.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -75,11 +75,11 @@ with unitrain.init(device="cpu") as backend:
         (folder / "trained").touch()
         wait_for(folder / "scraped")
 """
-RESTARTS = ("unitrain_restarts_total", "")  # missing until the first sync point of an attempt
+RESTARTS = ("unitrain_restarts_total", "")  # available after the first sync point of an attempt
 
 
 class Scraper:
-    """Reads the endpoint on `port` every 0.2 s. `samples` has every answer: values by name and labels.
+    """Reads the endpoint on `port` every 0.2 s. `samples` contains every response as values by name and labels.
 
     `folder` receives the files that PROGRAM waits for.
     """
@@ -99,7 +99,7 @@ class Scraper:
             is_trained = (self._folder / "trained").exists()
             try:
                 text = urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10).read().decode()
-            except (OSError, http.client.HTTPException):  # the rank is killed while it answers
+            except (OSError, http.client.HTTPException):  # the rank was killed while it responded
                 continue
             self.samples.append(
                 {
@@ -132,7 +132,7 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
         ]  # fmt: skip
         started = time.time()
         with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
-            while len(launch.find_processes()) < 2:  # the time counts from the start of the forked process (`preload`)
+            while len(launch.find_processes()) < 2:  # with `preload`, the time starts with the forked process
                 assert launch.process.poll() is None, launch.output()
                 time.sleep(0.01)
             since = time.time()
@@ -141,14 +141,14 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
             scraper.stop()
     assert launch.process.returncode == 0, output
 
-    # The sum is the time from the start of `unitrain launch` to the end of `fit`.
+    # The total is the time from the start of `unitrain launch` to the end of `fit`.
     attempts = read_attempts(tmp_path / "run")
     summary = GoodputSummary.of(attempts)
     before, after = (float(re.findall(rf"time {name} ([\d.]+)", output)[-1]) for name in ("before", "after"))
     assert before - since - 0.05 <= summary.total_seconds <= after - started + 0.05, output
     assert attempts[-1].ended - attempts[0].started == pytest.approx(summary.total_seconds, abs=0.05)
 
-    # When rank 1 is killed, rank 0 is terminated, or it raises an exception after its step 7.
+    # When rank 1 is killed, rank 0 is either terminated or raises an exception after step 7.
     reached = attempts[0].last_step
     assert (reached, attempts[0].status) in [(6, "running"), (7, "failed")]
     assert [(attempt.first_step, attempt.last_step, attempt.status) for attempt in attempts] == [
@@ -182,7 +182,7 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert reasons[0] == "rank 1 was killed or crashed" or attempts[0].status == "failed"
     assert reasons[1:] == ["rank 0 was killed or crashed"]
 
-    # The endpoint was read in all attempts, at the same port.
+    # The endpoint has been read in all attempts, at the same port.
     assert {sample[RESTARTS] for sample in scraper.samples if RESTARTS in sample} == {0, 1, 2}
     last = scraper.samples[-1]
     assert last["unitrain_step", ""] == 16

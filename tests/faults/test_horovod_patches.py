@@ -1,8 +1,7 @@
-"""The fixes of Horovod's Gloo, tested on the installed Horovod with real processes.
+"""Tests of the Horovod patches on the installed Horovod, with real processes.
 
-Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, the next two wait
-for cycles, in the next one a rank is aborted, and the last ends in `connect [127.0.1.1]: Connection refused`. None
-leaves a process behind: every rank is a session of its own that is killed at the end.
+Each test fails without its patch: the job hangs, is much slower, or ends with an error, as stated in the docstrings.
+Each rank runs in its own session, which is killed at the end of the test.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from requirements import needs_network_namespaces
 
 LIMIT_SECONDS = 100
 
-# Serves Horovod's rendezvous for two ranks, one per host; prints the port and ends when its input closes.
+# Runs Horovod's rendezvous server for the ranks on the given hosts. Prints the port, and ends when standard input
+# closes.
 SERVER = """
 import sys
 from horovod.runner.common.util.hosts import SlotInfo
@@ -42,8 +42,8 @@ print("port", port, flush=True)
 sys.stdin.read()
 """
 
-# Rank 1 joins one collective and then none. Only the stall inspector can report this to rank 0.
-ONE_STAYS_AWAY = """
+# Rank 1 joins the first collective but not the second one. Only the stall inspector can report this to rank 0.
+MISSING_RANK = """
 import time, torch, horovod.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(2), name="together")
@@ -52,7 +52,7 @@ if hvd.rank() == 1:
 hvd.allreduce(torch.ones(2), name="alone")
 """
 
-# Prints how many times as long a large broadcast takes after a small reducescatter.
+# Prints by what factor a small reducescatter slows down later large broadcasts.
 BROADCASTS = """
 import time, torch, horovod.torch as hvd
 hvd.init()
@@ -66,7 +66,7 @@ def seconds():
         hvd.broadcast(large, 0, name="large")
         hvd.allreduce(torch.ones(1), name="together")
         taken.append(time.perf_counter() - started)
-    return min(taken)  # without the load of other processes
+    return min(taken)  # the minimum excludes the load of other processes
 
 before = seconds()
 hvd.reducescatter(torch.ones(4), name="small")
@@ -74,8 +74,8 @@ print("slower by", seconds() / before, flush=True)
 hvd.shutdown()
 """
 
-# Prints ten times the median of the seconds of ten operations, each after a pause, and the seconds of twenty operations
-# that are enqueued together.
+# Prints ten times the median duration of ten operations, each after a pause, and the duration of twenty operations that
+# are enqueued together.
 CYCLES = """
 import statistics, time, torch, horovod.torch as hvd
 hvd.init()
@@ -96,8 +96,8 @@ print("one by one:", one_by_one, "at once:", time.perf_counter() - started, flus
 hvd.shutdown()
 """
 
-# Prints ten times the median of the seconds of ten operations of a process set that contains only rank 0, each after a
-# pause. Rank 1 has no pending operation until then.
+# Prints ten times the median duration of ten operations in a process set that contains only rank 0, each after a pause.
+# Meanwhile, rank 1 has no pending operation.
 PROCESS_SET = """
 import os, pathlib, statistics, time, torch, horovod.torch as hvd
 from datetime import timedelta
@@ -119,7 +119,7 @@ hvd.allreduce(torch.ones(4), name="together")
 hvd.shutdown()
 """
 
-# Rank 1 is killed in a job with a process set, when rank 0 has completed the first operation. Rank 0 then waits for an
+# In a job with a process set, rank 1 is killed after rank 0 has completed the first operation. Then rank 0 waits for an
 # operation of the process set.
 KILLED = """
 import os, pathlib, signal, time, torch, horovod.torch as hvd
@@ -143,7 +143,7 @@ except hvd.HorovodInternalError:
     print("raised", flush=True)
 """
 
-# The last rank receives its result before all of its data is sent to rank 0, over a slow connection.
+# The last rank receives its result before all its data has been sent to rank 0 over a slow connection.
 REDUCESCATTERS = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -164,16 +164,16 @@ hvd.shutdown()
 
 
 class Processes:
-    """Started processes, all of them gone when the test is over."""
+    """Starts processes, and kills all of them at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, *command: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a command in its own session, its output in `name`, with `variables` over this environment. Its Python
-        processes are forked from a preloaded interpreter."""
-        # Variables of a launcher around the tests would be taken for the ranks' own.
+        """Start a command in its own session. Write its output to the file `name`, and add `variables` to the
+        environment. Python processes are forked from a preloaded interpreter."""
+        # Variables of a launcher that runs the tests must not reach the ranks.
         inherited = {
             key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD_", "OMPI_", "PMI"))
         }
@@ -191,16 +191,16 @@ class Processes:
         return process
 
     def write_script(self, name: str, text: str) -> str:
-        """Write a script next to the folder with the output, and return its path."""
+        """Write a script next to the output folder, and return its path."""
         path = self._folder.parent / f"{name}.py"
         path.write_text(text)
         return str(path)
 
-    def message_text(self, name: str) -> str:
+    def output_of(self, name: str) -> str:
         return (self._folder / name).read_text(errors="replace")
 
     def wait_until(self, true: Callable[[], object], what: str) -> None:
-        """Poll until `true`; fail with everything that was printed when the limit is over."""
+        """Poll until `true` returns a true value. If the time limit expires, fail with the output of all processes."""
         end = time.monotonic() + LIMIT_SECONDS
         while not true():
             if time.monotonic() > end:
@@ -236,14 +236,15 @@ def start_ranks(
     on: Callable[[int], tuple[str, ...]] = lambda rank: (),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """Start one rank of `script` per name in `hosts` under the Gloo controller. `on(rank)` returns its command prefix.
+    """Start one rank of `script` per name in `hosts` under the Gloo controller. `on(rank)` returns the command prefix
+    of a rank.
 
-    A name that occurs several times stands for one host with several ranks.
+    If a host name occurs several times, the host has several ranks.
     """
     server, train = processes.write_script("server", SERVER), processes.write_script("train", script)
     processes.start("server", *on(0), sys.executable, server, *hosts)
-    processes.wait_until(lambda: "port " in processes.message_text("server"), "the rendezvous server")
-    found = re.search(r"port (\d+)", processes.message_text("server"))
+    processes.wait_until(lambda: "port " in processes.output_of("server"), "the rendezvous server")
+    found = re.search(r"port (\d+)", processes.output_of("server"))
     assert found is not None
     ranks, local = [], [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     for rank, host in enumerate(hosts):
@@ -266,67 +267,67 @@ def start_ranks(
 
 def test_stall_inspector_ends_a_job_with_a_missing_rank(processes: Processes) -> None:
     stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
-    waiting, _away = start_ranks(
-        processes, ONE_STAYS_AWAY, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **stall
+    waiting, _missing = start_ranks(
+        processes, MISSING_RANK, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **stall
     )
     processes.wait_until(lambda: waiting.poll() is not None, "the end of the rank that waits")
-    message_text = processes.message_text("rank0")
+    output = processes.output_of("rank0")
     assert waiting.returncode != 0
-    assert "HorovodInternalError" in message_text
-    assert re.search(r"alone.*missing ranks:? *1|Missing ranks:\s*1", message_text, re.DOTALL), message_text
+    assert "HorovodInternalError" in output
+    assert re.search(r"alone.*missing ranks:? *1|Missing ranks:\s*1", output, re.DOTALL), output
 
 
 def test_broadcast_after_a_small_reducescatter_is_fast(processes: Processes) -> None:
-    """It is 300 to 400 times as slow without the change, and as fast as before with it."""
+    """Without the patch, the broadcast is 300 to 400 times slower."""
     ranks = start_ranks(processes, BROADCASTS, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo")
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
-    found = re.search(r"slower by ([0-9.]+)", processes.message_text("rank0"))
-    assert found is not None, processes.message_text("rank0")
+    found = re.search(r"slower by ([0-9.]+)", processes.output_of("rank0"))
+    assert found is not None, processes.output_of("rank0")
     assert float(found.group(1)) < 30
 
 
 def test_operations_of_an_idle_thread_start_immediately(processes: Processes) -> None:
-    """Without the change, each of ten operations waits 0.3 s for the next cycle, 3 s in total."""
+    """Without the patch, each of ten operations waits 0.3 s for the next cycle, 3 s in total."""
     cycles = {"HOROVOD_CYCLE_TIME": "400", "HOROVOD_IDLE_CYCLE_TIME": "2000"}
     ranks = start_ranks(processes, CYCLES, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **cycles)
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
-    found = re.search(r"one by one: ([0-9.]+) at once: ([0-9.]+)", processes.message_text("rank0"))
-    assert found is not None, processes.message_text("rank0")
+    found = re.search(r"one by one: ([0-9.]+) at once: ([0-9.]+)", processes.output_of("rank0"))
+    assert found is not None, processes.output_of("rank0")
     one_by_one, at_once = map(float, found.groups())
     assert one_by_one < 2.5
     assert at_once < 6  # twenty separate cycles would take 8 s
 
 
 def test_operations_of_a_process_set_wake_the_other_ranks(processes: Processes, tmp_path: Path) -> None:
-    """Without the change, each of ten operations waits 0.3 s for the next cycle of rank 1."""
+    """Without the patch, each of ten operations waits 0.3 s for the next cycle of rank 1."""
     cycles = {"HOROVOD_CYCLE_TIME": "400", "HOROVOD_IDLE_CYCLE_TIME": "2000", "DONE": str(tmp_path / "done")}
     ranks = start_ranks(
         processes, PROCESS_SET, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **cycles
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
-    assert [rank.returncode for rank in ranks] == [0, 0], processes.message_text("rank0")
-    found = re.search(r"one by one: ([0-9.]+)", processes.message_text("rank0"))
-    assert found is not None, processes.message_text("rank0")
+    assert [rank.returncode for rank in ranks] == [0, 0], processes.output_of("rank0")
+    found = re.search(r"one by one: ([0-9.]+)", processes.output_of("rank0"))
+    assert found is not None, processes.output_of("rank0")
     assert float(found.group(1)) < 2.5
 
 
 def test_rank_with_process_sets_raises_after_another_rank_is_killed(processes: Processes, tmp_path: Path) -> None:
-    """Without the change, the exception of the background thread aborts the process."""
+    """Without the patch, an exception in the background thread aborts the process."""
     variables = {"HOROVOD_GLOO_IFACE": "lo", "DONE": str(tmp_path / "done")}
     remaining, _killed = start_ranks(processes, KILLED, ("localhost", "localhost"), "127.0.0.1", **variables)
     processes.wait_until(lambda: remaining.poll() is not None, "the end of the remaining rank")
-    message_text = processes.message_text("rank0")
-    assert "raised" in message_text
-    assert "terminate called" not in message_text
+    output = processes.output_of("rank0")
+    assert "raised" in output
+    assert "terminate called" not in output
     assert remaining.returncode == 0
 
 
 @pytest.fixture
 def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str, ...]]:
-    """Two hosts on this machine, each with its own network, name and /etc/hosts as Debian's installer writes it. Rank 0
-    is on the first host, and all other ranks are on the second one.
+    """Create two hosts on this machine. Each has its own network, name and an /etc/hosts like from Debian's installer.
+    Rank 0 runs on the first host, and all other ranks run on the second host.
 
-    A host is a shell in new namespaces; with its process the namespaces and their cable are gone.
+    A host is a shell in new namespaces. When the shell ends, the kernel removes the namespaces and their virtual cable.
     """
     holders = []
     for host in (0, 1):
@@ -337,7 +338,7 @@ def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str
         )
         holders.append(processes.start(f"host{host}", "unshare", "--net", "--uts", "--mount", "sh", "-c", setup))
     for host in (0, 1):
-        processes.wait_until(lambda host=host: "up" in processes.message_text(f"host{host}"), f"host {host}")
+        processes.wait_until(lambda host=host: "up" in processes.output_of(f"host{host}"), f"host {host}")
     first, second = (str(holder.pid) for holder in holders)
     cable = f"ip link add cable netns {first} type veth peer name cable netns {second}"
     subprocess.run(cable.split(), check=True, timeout=LIMIT_SECONDS)
@@ -356,15 +357,15 @@ def test_gloo_uses_the_named_interface_if_the_host_name_is_loopback(
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
     for rank in (0, 1):
-        assert "sum of ranks 3" in processes.message_text(f"rank{rank}"), processes.message_text(f"rank{rank}")
+        assert "sum of ranks 3" in processes.output_of(f"rank{rank}"), processes.output_of(f"rank{rank}")
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 @needs_network_namespaces
-def test_a_reducescatter_ends_after_all_data_is_sent(
+def test_a_reducescatter_completes_after_all_data_is_sent(
     processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
 ) -> None:
-    """Without the change, rank 2 frees the memory that it sends to rank 0, and ends with `writev: Bad address`."""
+    """Without the patch, rank 2 frees memory before it has been sent to rank 0, and ends with `writev: Bad address`."""
     shape = "tc qdisc add dev cable root tbf rate 400mbit burst 200kb latency 50ms"
     subprocess.run([*two_hosts(1), *shape.split()], check=True, timeout=LIMIT_SECONDS)
     ranks = start_ranks(
@@ -372,4 +373,4 @@ def test_a_reducescatter_ends_after_all_data_is_sent(
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of all ranks")
     for rank in range(3):
-        assert "all values are correct" in processes.message_text(f"rank{rank}"), processes.message_text(f"rank{rank}")
+        assert "all values are correct" in processes.output_of(f"rank{rank}"), processes.output_of(f"rank{rank}")

@@ -1,4 +1,4 @@
-"""With logical ranks, jobs whose ranks are killed and whose size and backend change end with the bits of an undisturbed
+"""With logical ranks, jobs with killed ranks, changing sizes or a changed backend are bit-identical to an undisturbed
 run."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unitrain.testing import RankGroup
 
 SCRIPT = logical_ranks_training.__file__
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
-# An epoch has 3 steps, and checkpoints are written every 4 steps, so runs resume within epochs.
+# An epoch has 3 steps and checkpoints are saved every 4 steps, so runs resume within epochs.
 STEPS = 40
 VARIABLES = {"OMP_NUM_THREADS": "1"}
 
@@ -50,7 +50,7 @@ def plan(folder: Path, events: dict[str, dict[str, str]]) -> None:
 
 
 def results(folder: Path) -> tuple[int, Digests]:
-    """Return the last number of processes, and the digests."""
+    """Return the final number of processes and the digests."""
     size, digests = json.loads((folder / "digests.json").read_text())
     return size, digests
 
@@ -69,14 +69,16 @@ def steps_by_size(folder: Path) -> list[tuple[int, int]]:
         pytest.param("horovod", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
     ],
 )
-def test_bits_after_a_kill_and_a_restart(backend: str, launcher: str, tmp_path: Path, undisturbed: Digests) -> None:
+def test_restarted_job_is_bit_identical_to_an_undisturbed_run(
+    backend: str, launcher: str, tmp_path: Path, undisturbed: Digests
+) -> None:
     plan(tmp_path, {"3": {"14": "kill 1", "31": "kill 0"}})
     code, output = launch(tmp_path, backend, launcher, "-np", "3", "--max-restarts", "2")
     assert code == 0, output
     assert "(restart 2 of 2)" in output
     assert results(tmp_path) == (3, undisturbed)
     steps = [step for step, _ in steps_by_size(tmp_path)]
-    assert len(steps) > STEPS, "no step was repeated"
+    assert len(steps) > STEPS, "at least one step must be repeated"
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
 
 
@@ -87,7 +89,9 @@ def test_bits_after_a_kill_and_a_restart(backend: str, launcher: str, tmp_path: 
         pytest.param("horovod", "horovodrun", marks=pytest.mark.nightly),
     ],
 )
-def test_bits_of_an_elastic_job(backend: str, launcher: str, tmp_path: Path, undisturbed: Digests) -> None:
+def test_elastic_job_is_bit_identical_to_an_undisturbed_run(
+    backend: str, launcher: str, tmp_path: Path, undisturbed: Digests
+) -> None:
     """The number of processes grows from 2 to 3, and a rank is killed."""
     plan(tmp_path, {"2": {"7": "slots 3"}, "3": {"29": "kill 1"}})
     (tmp_path / "slots").write_text("2")
@@ -103,9 +107,11 @@ def test_bits_of_an_elastic_job(backend: str, launcher: str, tmp_path: Path, und
     assert {size for _, size in steps_by_size(tmp_path)} == {2, 3}
 
 
-def test_bits_after_a_kill_and_a_change_of_the_backend(tmp_path: Path, undisturbed: Digests) -> None:
+def test_job_resumed_on_another_backend_is_bit_identical_to_an_undisturbed_run(
+    tmp_path: Path, undisturbed: Digests
+) -> None:
     """A job on Horovod is killed within an epoch, and resumes on another number of processes with DDP."""
-    plan(tmp_path, {"3": {"21": "kill 2"}})  # before the checkpoint of step 21, at the end of the epoch
+    plan(tmp_path, {"3": {"21": "kill 2"}})  # before the checkpoint at the end of the epoch (step 21)
     code, output = launch(tmp_path, "horovod", "horovodrun", "-np", "3")
     assert code != 0, output
     assert not (tmp_path / "digests.json").exists()
@@ -113,4 +119,4 @@ def test_bits_after_a_kill_and_a_change_of_the_backend(tmp_path: Path, undisturb
     assert code == 0, output
     assert results(tmp_path) == (2, undisturbed)
     first_step = next(step for step, size in steps_by_size(tmp_path) if size == 2)
-    assert first_step == 21, "the job did not resume from the checkpoint of step 20, within an epoch"
+    assert first_step == 21, "the job must resume from the checkpoint of step 20, within an epoch"

@@ -1,7 +1,6 @@
-"""Jobs that are disturbed by random, overlapping faults (see `tests/chaos/`): a fixed number with fixed seeds, and the
-checks of their outcome.
+"""A fixed number of jobs with random, overlapping faults (see `tests/chaos/`) and fixed seeds, and tests of the oracle.
 
-UNITRAIN_CHAOS_TRIALS changes how many nightly trials run, and UNITRAIN_CHAOS_FIRST the first seed.
+UNITRAIN_CHAOS_TRIALS sets the number of nightly trials, and UNITRAIN_CHAOS_FIRST sets the first seed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def references() -> runner.References:
     "seed",
     [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(FIRST, FIRST + COUNT) if seed != 0)],
 )
-def test_disturbed_job_ends_like_an_undisturbed_one(seed: int, references: runner.References) -> None:
+def test_disturbed_job_has_the_results_of_an_undisturbed_job(seed: int, references: runner.References) -> None:
     trial = trials.draw_trial(seed)
     outcome = runner.run_trial(trial, references)
     repeat = f"python -m tests.chaos --trial '{trials.to_json(trial)}'"
@@ -55,7 +54,7 @@ def test_seeds_cover_all_faults_phases_and_options() -> None:
     assert min(options.values()) >= 20, options
 
 
-def test_trials_that_fill_a_disk_need_a_file_system_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_fill_a_disk_require_a_separate_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     start = trials.Start("ddp", "torchrun", (1,))
     full_disk = trials.Incident("forward", 1, 0, faults=(trials.Fault("full disk", seconds=1.0),))
     killed = trials.Incident("forward", 1, 0, own="kill")
@@ -69,7 +68,8 @@ def test_trials_that_fill_a_disk_need_a_file_system_of_their_own(monkeypatch: py
 
 
 def write_samples(folder: Path, attempt: int, start: int, steps: Sequence[int], **changes: Any) -> None:
-    """Write the samples of two ranks that train `steps`. `changes` maps "step_N" to the samples of rank 1."""
+    """Write the sample records of two ranks that train `steps`. `changes` maps "step_N" to different samples for rank
+    1."""
     (folder / "samples").mkdir(exist_ok=True)
     for rank in range(2):
         rows: list[dict[str, Any]] = [{"attempt": attempt, "start": start}]
@@ -81,7 +81,7 @@ def write_samples(folder: Path, attempt: int, start: int, steps: Sequence[int], 
 
 
 def test_oracle_accepts_repeated_steps_and_reports_lost_and_repeated_samples(tmp_path: Path) -> None:
-    write_samples(tmp_path, 1, 0, range(1, 12), step_11=[])  # killed in step 11
+    write_samples(tmp_path, 1, 0, range(1, 12), step_11=[])  # the first attempt is killed in step 11
     write_samples(tmp_path, 2, 9, range(10, 25))
     assert oracle.check_samples(tmp_path) == []
     write_samples(tmp_path, 2, 9, range(10, 25), step_20=[36, 37, 38, 39, 40, 41])
@@ -92,7 +92,7 @@ def test_oracle_accepts_repeated_steps_and_reports_lost_and_repeated_samples(tmp
     assert oracle.check_samples(tmp_path) == ["samples: attempt 2 starts from step 12, but nothing trained steps [12]"]
 
 
-def test_oracle_reports_other_bits_and_other_history(tmp_path: Path) -> None:
+def test_oracle_reports_different_parameters_and_history(tmp_path: Path) -> None:
     expected = {"states": [{"parameters": "a"}], "history": [{"epoch": 1}]}
     (tmp_path / "result.json").write_text(json.dumps([2, expected]))
     assert oracle.check_result(tmp_path, expected) == []

@@ -1,4 +1,4 @@
-"""A rank of a pipeline that raises, is killed or hangs ends all ranks, and the report names it."""
+"""If a rank of a pipeline raises an exception, is killed or hangs, all ranks end and the report names the rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with unitrain.init(device="cpu", timeout_seconds=TIMEOUT) as backend:
         pipeline.forward_backward(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
 """
 
-# Text of the report, and the timeout of waits in seconds.
+# The text of the report, and the timeout of the ranks in seconds.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: block 1 is broken", 60.0),
     "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),

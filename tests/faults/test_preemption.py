@@ -1,4 +1,4 @@
-"""Preemption: all ranks stop at the same step, save, exit with code 75, and the run resumes."""
+"""After a preemption signal, all ranks stop at the same step, save and exit with code 75. The run can resume."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def wait_for(path: Path, seconds: float = 150, *, lines: int = 0) -> None:
     """Wait until the file exists and has at least this number of lines."""
     deadline = time.monotonic() + seconds
     while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline, f"{path} did not come"
+        assert time.monotonic() < deadline, f"{path} was not created in time"
         time.sleep(0.02)
 
 
-def final(text: str) -> str:
+def final_results(text: str) -> str:
     (line,) = re.findall(r"final val_accuracy=\d\.\d{4} val_loss=\d\.\d{4}", text)
     return str(line)
 
@@ -52,18 +52,19 @@ def run(arguments: list[str]) -> str:
     with running_launcher(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
-    return final(output)
+    return final_results(output)
 
 
-def a_rank_of(launch: Launch) -> int:
-    """Return the process of one of horovodrun's ranks, and not of the launcher or a shell between the two."""
+def find_rank(launch: Launch) -> int:
+    """Return the process ID of one of horovodrun's ranks. Ignore the launcher and the shells between launcher and
+    ranks."""
     for pid in launch.find_processes():
-        with contextlib.suppress(OSError):  # a short-lived process of the launcher has ended
+        with contextlib.suppress(OSError):  # the process has already ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
             if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
                 return pid
-    raise LookupError("no rank is there")
+    raise LookupError("no rank is running")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
 
 
-# Who gets the signal, and what then comes back: torchrun and horovodrun end with other exit codes.
+# The signal, its receiver and the possible exit codes. torchrun and horovodrun do not exit with the code of the ranks.
 CASES = {
     "none": (signal.SIGTERM, "launcher", {75}),
     "torchrun": (signal.SIGTERM, "launcher", {1}),
@@ -86,7 +87,7 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
     number, target, codes = CASES[launcher]
     with running_launcher(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "run" / "history.jsonl", lines=2)
-        pid = launch.process.pid if target == "launcher" else a_rank_of(launch)
+        pid = launch.process.pid if target == "launcher" else find_rank(launch)
         os.kill(pid, number)
         output = launch.output()
         launch.wait_until_all_exited(10)
@@ -96,18 +97,19 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
     done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
     assert 1 < done < 12
     resumed = run(command("torchrun" if launcher == "none" else launcher, tmp_path / "run", "--resume"))
-    if launcher != "none":  # one process steps over smaller batches, so it is another run
+    if launcher != "none":  # one process has smaller global batches
         assert resumed == uninterrupted
 
 
 def test_ranks_save_and_end_if_their_launcher_is_killed(tmp_path: Path) -> None:
     launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
     command_line = [*launch_command, "--device", "cpu", "--output", str(tmp_path)]
-    # fresh: the stub of a forked rank would receive the signal of the kernel that the rank has cancelled.
+    # Use fresh interpreters: the stub process of a forked rank would receive the parent-death signal that the rank
+    # disables.
     with running_launcher(command_line, {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
         wait_for(tmp_path / "history.jsonl")
         launch.process.kill()
-        output = launch.output()  # which is complete when the last rank has closed it
+        output = launch.output()  # ends when the last rank closes it
         launch.wait_until_all_exited(30)
     assert re.search(r"stopping rank \d of 2 because torchrun has ended", output), output
     assert re.search(r"stopped after step \d+: SIGTERM was received by rank \d", output), output
@@ -129,7 +131,7 @@ with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     end = time.monotonic() + 60
     while preemption.received_signal is None and time.monotonic() < end:
         time.sleep(0.02)
-    time.sleep(1)  # as long as a checkpoint takes
+    time.sleep(1)  # simulates saving a checkpoint
     (folder / f"saved-{rank}").write_text(str(preemption.received_signal))
 sys.exit(75)
 """
@@ -163,12 +165,15 @@ sys.exit(75)
         for needs in ([needs_open_mpi] if name.startswith("mpirun") else [],)
     ],
 )
-def test_ranks_save_after_a_warning(target: str, options: list[str], received: str, code: int, tmp_path: Path) -> None:
-    """A scheduler warns with SIGUSR1, whose default action ends a launcher and with it the ranks that save."""
+def test_ranks_save_after_a_warning_signal(
+    target: str, options: list[str], received: str, code: int, tmp_path: Path
+) -> None:
+    """A scheduler sends SIGUSR1 as a warning. By default, this signal would end the launcher, and the ranks before they
+    save."""
     script = tmp_path / "train.py"
     script.write_text(WARNED)
     command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
-    with running_launcher(command, fresh=True) as launch:  # the launcher finds its ranks among its descendants
+    with running_launcher(command, fresh=True) as launch:  # ranks must be descendants of the launcher
         for rank in (0, 1):
             wait_for(tmp_path / f"started-{rank}")
         for pid in [launch.process.pid] if target == "launcher" else launch.find_processes():
@@ -192,7 +197,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_a_warning_that_reaches_no_rank_is_reported() -> None:
+def test_a_warning_signal_that_does_not_reach_a_rank_is_reported() -> None:
     done = subprocess.run([sys.executable, "-c", NO_RANK], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "unitrain: SIGUSR1 was not forwarded: no rank runs on this host\n"
 
@@ -224,7 +229,7 @@ class Counts:
 
 class Ready(unitrain.Callback):
     def on_step_end(self, trainer):
-        if trainer.progress.step == 4:  # both workers have loaded batches, so they ignore the signals
+        if trainer.progress.step == 4:  # both workers have started, so they ignore the signals
             Path(sys.argv[1], "ready").touch()
 
 
@@ -245,7 +250,7 @@ with unitrain.init(device="cpu") as backend:
     [("stream", signal.SIGTERM), pytest.param("items", signal.SIGUSR1, marks=pytest.mark.ci)],
 )
 def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
-    """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
+    """Like a scheduler, the test sends the signal to the ranks and to the workers of their DataLoaders."""
     with running_launcher([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "ready")
         assert len(launch.find_processes()) > 2
@@ -309,7 +314,7 @@ from unitrain.data.workers import WorkerInit
 from unitrain.progress.preemption import PreemptionHandler
 PreemptionHandler(["SIGHUP"])
 content = pickle.dumps(WorkerInit())
-processes.preemption_signals.clear()  # as in the spawned process
+processes.preemption_signals.clear()  # a spawned process starts with an empty list
 pickle.loads(content)(0)
 print(*(signal.getsignal(number).name for number in (signal.SIGHUP, signal.SIGUSR1)))
 """
@@ -368,7 +373,7 @@ with unitrain.init(device="cpu") as backend:
     try:
         trainer.fit(loader)
     except unitrain.UnitrainError as error:
-        held.append(error)  # its traceback holds the iterator, and therefore the workers
+        held.append(error)  # the traceback keeps the iterator and its workers alive
     alive = [one.name for one in threading.enumerate() if one.name == "unitrain preemption"]
     print("fit has ended", alive, flush=True)
 """
@@ -376,13 +381,13 @@ with unitrain.init(device="cpu") as backend:
 
 @pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
 def test_fit_returns_while_dataloader_workers_run(kind: str, tmp_path: Path) -> None:
-    """They are forked while signals are handled, and have copies of the connection that signals are passed on by."""
+    """Workers are forked while signals are handled, so they inherit the connection that forwards signals."""
     with running_launcher(
         [sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}
     ) as launch:
         output = launch.output()
     assert "fit has ended []" in output, output
-    # torch raises an error in this process when a worker ends by a signal, also by one that ends it on purpose at exit.
+    # torch raises an error in this process if a worker is killed by a signal, even intentionally at exit.
     assert "is killed by signal" not in output, output
 
 
@@ -423,7 +428,7 @@ with PreemptionHandler(["SIGTERM"]) as preemption:
 
 
 def test_later_signal_ends_the_process_immediately() -> None:
-    """Signals that follow within three seconds are part of the same notice: a scheduler sends one to every process."""
+    """Signals within three seconds count as the same notice, because a scheduler may signal every process."""
     process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -460,7 +465,7 @@ def test_user_signal_handlers_are_kept() -> None:
     assert not [one for one in threading.enumerate() if one.name == "unitrain preemption"]
 
 
-def test_no_signal_is_handled_outside_the_main_thread() -> None:
+def test_signals_are_not_handled_outside_the_main_thread() -> None:
     found = []
 
     def body() -> None:
@@ -475,7 +480,7 @@ def test_no_signal_is_handled_outside_the_main_thread() -> None:
 
 def test_preempted_exits_with_code_75() -> None:
     assert Preempted("SIGTERM came").code == 75
-    assert not issubclass(Preempted, Exception)  # `except Exception` does not keep the program alive
+    assert not issubclass(Preempted, Exception)  # must not be caught by `except Exception`
 
 
 def test_unknown_signal_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""Groups of ranks for tests (`unitrain.testing`): messages about ranks that fail or die, and their cleanup."""
+"""Rank groups of `unitrain.testing`: messages about ranks that fail or die, and cleanup."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def return_function(backend: Backend) -> Callable[[], None]:
     return lambda: None
 
 
-def test_a_process_that_connects_and_exits_did_not_start() -> None:
-    """The command replaces the ranks: it receives their arguments, connects to the group, and exits."""
+def test_a_process_that_connects_and_exits_is_reported_as_not_started() -> None:
+    """The command replaces the rank program: it receives the same arguments, connects to the group, and exits."""
     program = "import socket, sys; socket.create_connection((sys.argv[-5], int(sys.argv[-4])))"
     with RankGroup("local", 1, command=[sys.executable, "-c", program]) as group, pytest.raises(RankError) as caught:
         group.run(process_id)
     assert str(caught.value) == "Ranks 0 of 1 on local did not start: a process ended with exit code 0."
 
 
-def test_an_error_of_a_group_names_a_rank_that_died() -> None:
+def test_group_error_names_a_rank_that_died() -> None:
     with RankGroup("local", 1) as group, pytest.raises(RankError) as caught:
         group.run(exit_with_3)
     assert str(caught.value) == "Rank 0 of 1 on local failed first:\nProcessDied: the process has ended"
@@ -50,7 +50,7 @@ def test_a_rank_that_died_between_two_calls_is_reported() -> None:
         os.kill(group.run(process_id)[0], signal.SIGKILL)
         group._processes[0].wait(60)
         with pytest.raises(RankError, match="ProcessDied"):
-            group.run(process_id, bytes(10_000_000))  # larger than the buffers of the connection
+            group.run(process_id, bytes(10_000_000))  # larger than the connection's buffers
         assert group.run(process_id)[0] > 0
 
 
@@ -90,7 +90,7 @@ def test_a_fork_server_ends_if_its_parent_dies_within_a_request() -> None:
         assert fork_server._receive(child) == (None, [])
 
 
-def test_a_reserved_port_is_free_for_a_listener_only() -> None:
+def test_a_reserved_port_can_be_used_by_a_listener_only() -> None:
     with network.reserve_port() as reservation:
         port = reservation.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

@@ -1,4 +1,4 @@
-"""Fast restarts of jobs whose ranks are killed: standby ranks replace them, and the final bits are the same."""
+"""Standby ranks replace killed ranks, and the final parameters are bit-identical to those of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READY = "unitrain: the standby ranks are ready"
 
 
 class Output:
-    """The lines that a launcher has printed, collected by a thread."""
+    """Collects the lines that a launcher prints, in a thread."""
 
     def __init__(self, launch: Launch) -> None:
         self.lines: list[str] = []
@@ -83,10 +83,10 @@ def kill(folder: Path, rank: int) -> None:
 
 
 def find_standby_ranks(launch: Launch) -> list[int]:
-    """Return the process IDs of the standby ranks, without their launcher, which has the same arguments."""
+    """Return the process IDs of the standby ranks. Exclude their launcher, which has the same arguments."""
     found = []
     for pid in launch.find_processes():
-        with contextlib.suppress(OSError):  # a short-lived process has ended
+        with contextlib.suppress(OSError):  # the process has already ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if any(word.endswith(b"standby_rank.py") for word in words[1:3]):
                 found.append(pid)
@@ -94,7 +94,7 @@ def find_standby_ranks(launch: Launch) -> list[int]:
 
 
 def memory_folder(output: Output) -> Path:
-    """Return the folder for checkpoints in memory, from the launcher command that was printed."""
+    """Return the folder for checkpoints in memory, as shown in the printed launcher command."""
     found = re.search(r"UNITRAIN_MEMORY_FOLDER=(\S+)", output.text)
     assert found is not None
     return Path(found[1])
@@ -123,7 +123,8 @@ def open_gates(folder: Path, gates: Sequence[int] = GATES) -> None:
 def test_standby_ranks_replace_killed_ranks_with_the_same_bits(
     backend: str, launcher: str, in_memory: bool, tmp_path: Path
 ) -> None:
-    """Rank 1 is killed, then rank 0 of the standby ranks. With checkpoints in memory, at most one step is repeated."""
+    """First rank 1 is killed, then rank 0 of the replacement. With checkpoints in memory, at most one step is
+    repeated."""
     (undisturbed := tmp_path / "undisturbed").mkdir()
     open_gates(undisturbed)
     with running_launcher(command(undisturbed, backend, "-np", "2", launcher=launcher), VARIABLES) as launch:
@@ -149,7 +150,7 @@ def test_standby_ranks_replace_killed_ranks_with_the_same_bits(
         assert set(steps) == set(range(1, STEPS + 1))
         assert len(steps) - STEPS <= len(GATES) * (1 if in_memory else CHECKPOINT_EVERY - 1)
     assert not memory_folder(output).exists()
-    # The launchers of standby ranks are not displayed.
+    # The launcher commands of standby ranks are not printed.
     assert output.text.count("UNITRAIN_JOB=") == 1, output.text
 
 
@@ -169,8 +170,8 @@ HOST_GATES = (15, 30, 45)
 def test_standby_ranks_on_two_hosts_replace_killed_ranks(
     backend: str, launcher: str, added: list[str], two_hosts: list[Host], tmp_path: Path
 ) -> None:
-    """One rank of the second host, rank 0, and all ranks of the second host are killed. Each kill costs at most one
-    step, and the final bits are those of one process."""
+    """One rank of the second host, rank 0, and all ranks of the second host are killed one after another. Each kill
+    costs at most one step, and the final parameters are bit-identical to those of one process."""
     (undisturbed := tmp_path / "undisturbed").mkdir()
     (folder := tmp_path / "killed").mkdir()
     (undisturbed / "logical").touch()
@@ -204,7 +205,7 @@ def test_standby_ranks_on_two_hosts_replace_killed_ranks(
 
 
 def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
-    """The restart after a failure then starts new ranks."""
+    """A restart after the standby ranks have exited starts new ranks."""
     with running_launcher(
         command(tmp_path, "ddp", "-np", "2", "--max-restarts", "1", "--standby"), VARIABLES
     ) as launch:
@@ -230,7 +231,7 @@ def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
     ],
 )
 def test_standby_ranks_exit_with_the_launch_command(backend: str, number: signal.Signals, tmp_path: Path) -> None:
-    """They and the other ranks also remove the checkpoints in memory."""
+    """All ranks exit, and the checkpoints in memory are removed."""
     (tmp_path / "memory").touch()
     options = ["-np", "2", "--max-restarts", "1", "--standby"]
     with running_launcher(command(tmp_path, backend, *options), VARIABLES) as launch:

@@ -1,4 +1,4 @@
-"""Restarts of failed jobs: the result equals that of a job without a failure."""
+"""Restarts of failed jobs have the same results as jobs without failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class KillOnce(unitrain.Callback):
         if trainer.backend.rank == 1 and trainer.progress.step == 7 and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
-            # A thread records SIGTERM. The ranks exchange signals at the end of the epoch, after the next step.
+            # A thread records SIGTERM. The ranks exchange received signals at the end of the epoch, after the next
+            # step.
             deadline = time.monotonic() + 30
             while trainer._stopping._preemption.received_signal is None and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -74,7 +75,7 @@ def test_a_job_with_a_killed_rank_resumes_from_the_last_checkpoint(backend: str,
 
 
 def test_a_preempted_job_is_not_restarted_if_the_launcher_hides_the_exit_code(tmp_path: Path) -> None:
-    """torchrun exits with 1 if its ranks exit with 75; the ranks report the preemption to the supervisor."""
+    """torchrun exits with 1 if its ranks exit with 75, but the ranks also report the preemption to the supervisor."""
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [*LAUNCH, "--backend", "ddp", "-np", "2", "--max-restarts", "2", str(tmp_path / "train.py")]
     with running_launcher([*command, str(tmp_path), "SIGTERM"], {"OMP_NUM_THREADS": "1"}) as launch:
@@ -105,8 +106,8 @@ SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.slee
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp_path: Path) -> None:
-    """Without a terminal, which would send the interrupt to the launcher too."""
+def test_job_is_not_restarted_after_an_interrupt_or_termination_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """The job has no terminal, which would also send the interrupt to the launcher."""
     (tmp_path / "sleep.py").write_text(SLEEP)
     command = [
         *LAUNCH,
@@ -132,8 +133,9 @@ def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp
     assert not Path(memory[1]).exists()
 
 
-def test_the_run_of_another_job_is_never_resumed(tmp_path: Path) -> None:
-    """Its folder is rejected in every attempt; the second one must not take it for the folder of the first attempt."""
+def test_a_run_of_another_job_is_not_resumed(tmp_path: Path) -> None:
+    """The folder of another job is rejected in every attempt. The second attempt must not mistake it for the folder of
+    the first attempt."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "killed").touch()
     alone = [*LAUNCH, "--backend", "local", "-np", "1"]

@@ -1,4 +1,4 @@
-"""Other users of a host and other hosts cannot read secrets of a job or interfere with it."""
+"""Other users and other hosts cannot read the secrets of a job or interfere with the job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 SECRET = "value-that-no-process-listing-shows"
-# Its argument: the folder in which each rank writes what it sees, and waits for a file named "end".
+# Argument: a folder. Each rank writes its prefix and environment to the folder, and waits for a file named "end".
 SCRIPT = """
 import json, os, sys, time
 
@@ -47,7 +47,7 @@ os.rename(f"{sys.argv[1]}/{rank}.part", f"{sys.argv[1]}/{rank}.json")
 while not os.path.exists(f"{sys.argv[1]}/end"):
     time.sleep(0.05)
 """
-# Does the same with a backend, and fails on rank 1 where the file "end" says so.
+# The same with a backend. Rank 1 fails if the file "end" is not empty.
 TRAINING = (
     "import unitrain\nbackend = unitrain.init(device='cpu', timeout_seconds=60)\n"
     + SCRIPT
@@ -76,7 +76,7 @@ def wait_for_ranks(folder: Path, count: int) -> list[dict[str, dict[str, str]]]:
 
 @contextlib.contextmanager
 def command_lines() -> Iterator[set[str]]:
-    """Collect the command lines of all processes of this machine, on all its hosts, until the context ends."""
+    """Collect the command lines of all processes on this machine, including simulated hosts, until the context ends."""
     found: set[str] = set()
     ended = threading.Event()
 
@@ -97,8 +97,8 @@ def command_lines() -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, tmp_path: Path) -> None:
-    """An environment that uses the packages of another one, without separate programs such as torchrun."""
+def test_ranks_run_in_the_virtual_environment_of_the_launch_command(backend: str, script: str, tmp_path: Path) -> None:
+    """The virtual environment uses the packages of another one, and does not contain programs like torchrun."""
     own = tmp_path / "environment"
     venv.create(own, symlinks=True)
     (packages,) = own.glob("lib/python*/site-packages")
@@ -117,7 +117,8 @@ def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, t
 def check_secret(
     lines: set[str], output: str, rank_reports: list[dict[str, dict[str, str]]], names: tuple[str, ...]
 ) -> None:
-    """Check that each rank has the secrets, and that neither they nor the job's key are in a command line or shown."""
+    """Assert that each rank has the secrets, and that command lines and output contain neither the secrets nor the
+    job's key."""
     (key,) = {one["variables"]["UNITRAIN_JOB_KEY"] for one in rank_reports}
     for one in rank_reports:
         assert {name: one["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
@@ -155,7 +156,7 @@ def test_no_command_line_shows_a_variable_on_two_hosts(
 
 
 def listeners(host: Host) -> set[str]:
-    """Return the addresses at which the Python processes of a host listen."""
+    """Return the addresses on which the Python processes of a host listen."""
     found = host.run(["ss", "-ltnpH"]).stdout.splitlines()
     return {line.split()[3].rpartition(":")[0] for line in found if "python" in line or "pt_elastic" in line}
 
@@ -178,7 +179,7 @@ BACKENDS = [
 def test_job_listens_only_on_the_addresses_of_its_ranks(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
-    """On the loopback interface on one host, on the addresses of the hosts on two."""
+    """A job on one host listens on the loopback interface. A job on two hosts listens on the addresses of the hosts."""
     Path(script).write_text(TRAINING)
     for number, (hosts, expected) in enumerate(((["-np", "2"], []), (["-H", "h1:1,h2:1"], two_hosts))):
         folder = tmp_path / str(number)
@@ -195,7 +196,7 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
 
 
 def connect_to_store(variables: dict[str, str]) -> torch.distributed.TCPStore:
-    """Connect to the store of a job like another program of the host: without the job's key."""
+    """Connect to the store of a job without the job's key, like another program on the host."""
     if server := variables.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         url = f"http://{server}:{variables['HOROVOD_GLOO_RENDEZVOUS_PORT']}/unitrain/unitrain.0.0"
         with urllib.request.urlopen(url, timeout=20) as reply:
@@ -216,7 +217,7 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(
     with running_launcher([*LAUNCH, "--backend", backend, "-np", "2", script, str(tmp_path)]) as launch:
         (rank_reports, _) = wait_for_ranks(tmp_path, 2)
         store = connect_to_store(rank_reports["variables"])
-        assert store.check(["unitrain/0/0/failures/process/0"])  # the prefix is that of the job's own messages
+        assert store.check(["unitrain/0/0/failures/process/0"])  # the same prefix as messages of the job
         store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
         time.sleep(8)  # a rank exits five seconds after it receives a failure report
         (tmp_path / "end").write_text("fail" if fails else "")
@@ -237,8 +238,8 @@ backend.shutdown()
 """
 )
 OTHER_ADDRESS = "10.88.0.1"
-# Its arguments: "connect" or "attack", then addresses and ports. Prints those that accept a connection. "attack" also
-# sends to each what its protocol does not expect, and keeps idle connections open for a while.
+# Arguments: "connect" or "attack", then addresses with ports. Prints the addresses that accept a connection. "attack"
+# also sends unexpected data to each address, and keeps idle connections open for a while.
 CLIENT = """
 import os, socket, sys, time
 
@@ -264,7 +265,7 @@ time.sleep(2 if mode == "attack" else 0)
 
 
 def add_network(host: Host) -> None:
-    """Connect `host` to another network, in which it has OTHER_ADDRESS."""
+    """Connect `host` to another network, in which its address is OTHER_ADDRESS."""
     for line in (
         "link add other type veth peer name peer", f"addr add {OTHER_ADDRESS}/24 dev other", "link set other up",
         "link set peer up",
@@ -273,7 +274,8 @@ def add_network(host: Host) -> None:
 
 
 def listening_ports(host: Host, programs: Sequence[str]) -> set[int]:
-    """Return the ports at which processes of a host listen whose names contain one of `programs`, except sshd."""
+    """Return the ports on which processes of a host listen, except sshd. The process names must contain one of
+    `programs`."""
     lines = host.run(["ss", "-ltnpH"]).stdout.splitlines()
     found = [line for line in lines if any(program in line for program in programs)]
     return {int(line.split()[3].rpartition(":")[2]) for line in found} - {22}
@@ -290,7 +292,7 @@ def call_client(host: Host, folder: Path, mode: str, address: str, ports: set[in
 
 
 def forge_failure(host: Host, folder: Path, variables: dict[str, str]) -> None:
-    """Write a failure to the store of a job, from `host`."""
+    """Write a forged failure report from `host` to the store of a job."""
     script = folder / "forge.py"
     script.write_text(
         f"import json, sys, urllib.request\nimport torch\n{inspect.getsource(connect_to_store)}\n"
@@ -400,7 +402,7 @@ def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch
     store = torch.distributed.HashStore()
     messages = MessageStore(store, "watch")
     messages.set("heard/1", "an answer")
-    for forged in (b"text", b"", store.get("heard/1"), bytes(range(128, 256))):  # the third is of another key
+    for forged in (b"text", b"", store.get("heard/1"), bytes(range(128, 256))):  # the third has another key
         store.set("failed", forged.decode("latin-1"))
         assert not messages.check(["failed"])
         with pytest.raises(AuthenticationError, match="'watch/failed' was not written by a process of this job"):
@@ -416,7 +418,7 @@ def test_one_rank_replaces_the_message_of_another_program(monkeypatch: pytest.Mo
     other = MessageStore(store, "watch")
 
     class DelayedStore:
-        """The other rank sets the message after this rank has read the forged value."""
+        """Simulates that the other rank sets the message after this rank has read the forged value."""
 
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             found = store.compare_set(key, expected, desired)
@@ -429,7 +431,7 @@ def test_one_rank_replaces_the_message_of_another_program(monkeypatch: pytest.Mo
     assert other.get("failed") == b"of the other rank"
 
 
-def test_a_process_with_another_key_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_another_key_reports_the_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     messages = MessageStore(store, "start")
     for first, second, reason in (
@@ -445,7 +447,7 @@ def test_a_process_with_another_key_reports_it(monkeypatch: pytest.MonkeyPatch) 
                 action()
 
 
-def test_a_client_without_the_key_obtains_no_signature() -> None:
+def test_a_client_without_the_key_does_not_obtain_a_signature() -> None:
     def errors(key_here: str, key_there: str) -> list[BaseException | None]:
         results: list[BaseException | None] = [None, None]
         pair = socket.socketpair()
@@ -476,7 +478,7 @@ def test_a_client_without_the_key_obtains_no_signature() -> None:
 def test_horovodrun_passes_variables_to_another_host_on_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from a folder whose name a shell would split. This ssh runs the command here, without variables."""
+    """The name of the folder contains shell syntax. A fake ssh runs the command on this host, without variables."""
     folder = tmp_path / "my $(touch harm) runs"
     folder.mkdir()
     ssh = tmp_path / "ssh"

@@ -1,4 +1,4 @@
-"""Sharded checkpoints with damaged files, killed ranks and little memory, and both formats on full disks."""
+"""Sharded checkpoints with damaged files, killed ranks and little memory, and both checkpoint formats on full disks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankError, RankGroup
 
-WIDTH = 2**14 + 8  # so that a weight is divided among ranks
+WIDTH = 2**14 + 8  # large enough to be sharded
 
 
 class Fault(Callback):
@@ -44,7 +44,7 @@ class Fault(Callback):
 
 
 def kill_while_writing() -> None:
-    """Replace the function that writes one folder: it kills the process after the first one."""
+    """Replace the function that writes one folder, so that it kills the process after the first folder."""
     write = sharded_files.write_chunks
 
     def write_and_die(*arguments: Any) -> Any:
@@ -55,7 +55,7 @@ def kill_while_writing() -> None:
 
 
 def limit_file_size() -> None:
-    """Let files grow to 64 KiB only, as on a full disk."""
+    """Limit the size of files to 64 KiB to simulate a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
 
 
@@ -66,7 +66,7 @@ def train(
     fault: Callable[[], None] | None = None,
     shard: ShardingMode = "state",
 ) -> Any:
-    """Train with a checkpoint every two steps. Return the first step, the parameters, and the error if there is one."""
+    """Train with a checkpoint every two steps. Return the first step, the parameters and the error, if any."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, WIDTH // 4), nn.ReLU(), nn.Linear(WIDTH // 4, 3)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -119,7 +119,7 @@ def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) 
             for first, parameters, error in group.run(train, str(copy), 6):
                 assert (first, error) == (4, None), name
                 assert torch.equal(parameters, expected), name
-            assert files.find_corruption(copy / "step-000000006") is None  # written again
+            assert files.find_corruption(copy / "step-000000006") is None  # the checkpoint was written again
             shutil.rmtree(copy)
         for name in ("../run/training.pt", "/etc/passwd"):
             manifest = tmp_path / "run" / "step-000000006" / "manifest.json"
@@ -166,7 +166,7 @@ def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a mounted file system of 1.2 MB, which has room for one checkpoint of `train`."""
+    """Yield the folder of a mounted file system of 1.2 MB, which has room for one checkpoint of `train`."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(folder)]
@@ -191,7 +191,7 @@ def start_error(backend: Backend, folder: str, shard: ShardingMode) -> str:
 @pytest.mark.parametrize("shard", ["none", "state"], ids=["full format", "sharded format"])
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str, shard: ShardingMode) -> None:
-    """The disk becomes full while training continues. The run resumes when there is room, with the same result."""
+    """The disk becomes full during training. After space is freed, the run resumes and has the same result."""
     with RankGroup(backend, 2) as group:
         expected = group.run(train, str(small_disk.parent / "undisturbed"), 6, None, shard)[0][1]
         (_, _, error), (_, _, other) = group.run(train, str(small_disk), 6, None, shard)
@@ -226,7 +226,7 @@ def memory_kilobytes(name: str) -> int:
 
 @contextmanager
 def limited_memory(megabytes: int) -> Iterator[None]:
-    """Let the kernel reject allocations that add more than `megabytes` to the private memory of this process."""
+    """Make the kernel reject allocations that increase the private memory of this process by more than `megabytes`."""
     limit = memory_kilobytes("VmData") * 1024 + megabytes * MB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     try:
@@ -236,8 +236,8 @@ def limited_memory(megabytes: int) -> Iterator[None]:
 
 
 def build_large(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model whose parameters take 4 * LAYERS MB, and an optimizer with twice as much sharded state."""
-    # Each larger tensor gets its own mapping, so that freed memory is not counted.
+    """Return a model with 4 * LAYERS MB of parameters, and an optimizer with twice as much sharded state."""
+    # Each large tensor gets its own mapping, so that freed memory does not count.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD_OPTION, 2**16)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)])
@@ -266,7 +266,7 @@ def state_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> C
 def save_and_load_with_little_memory(backend: Backend, folder: str) -> None:
     model, optimizer = build_large(backend)
     checkpointer = checkpointer_for(backend, folder, "sharded")
-    for step in (1, 2):  # the first one imports modules
+    for step in (1, 2):  # the first checkpoint also imports modules
         with limited_memory(20 if step == 2 else 1000):
             checkpointer.save(state_of(step, model, optimizer))
     expected = [value.double().sum().item() for entry in optimizer.state.values() for value in entry.values()]
@@ -278,7 +278,7 @@ def save_and_load_with_little_memory(backend: Backend, folder: str) -> None:
         checkpointer.load(path, model, optimizer, None, required=True)
     with limited_memory(4 * LAYERS + 20):
         checkpointer.load_optimizer_state(path, optimizer)
-    if backend.rank == 0:  # the other ranks receive the weights in distributed_model
+    if backend.rank == 0:  # distributed_model broadcasts the weights to the other ranks
         assert [parameter.double().sum().item() for parameter in model.parameters()] == weights
     assert [value.double().sum().item() for entry in optimizer.state.values() for value in entry.values()] == expected
     assert sum(value.nbytes for entry in optimizer.state.values() for value in entry.values()) < 4.1 * LAYERS * MB
@@ -296,8 +296,8 @@ def gather_with_little_memory(backend: Backend, folder: str) -> None:
 
 
 def test_no_rank_holds_more_than_its_shard_and_one_tensor(tmp_path: Path) -> None:
-    """A tensor takes 4 MB, the shard of the state 48 MB, the complete state 96 MB. The limits allow for copies of some
-    tensors, and a checkpoint that gathers the state on rank 0 exceeds them."""
+    """A tensor has 4 MB, a shard of the state 48 MB and the complete state 96 MB. The limits allow copies of some
+    tensors, but a checkpoint that gathers the state on rank 0 would exceed them."""
     for name in ("sharded", "full"):
         (tmp_path / name).mkdir()
     with RankGroup("ddp", 2, spawn=True) as group:

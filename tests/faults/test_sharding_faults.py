@@ -1,5 +1,5 @@
-"""A rank that raises, is killed, stops or calls another collective ends all ranks of a run with sharded gradients or
-parameters, and the report names it."""
+"""Faults in runs with sharded gradients or parameters end all ranks, and the report names the faulty rank. A rank
+raises an exception, is killed, is stopped or calls another collective."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ with unitrain.init(device="cpu", timeout_seconds=TIMEOUT) as backend:
             after_step(step, backend.rank, optimizer)
 """
 
-# Pattern of the report, and the timeout of collectives in seconds. The Trainer's own collectives detect at once that
-# another one was called.
+# The pattern of the report, and the timeout of collectives in seconds. The collectives of the Trainer detect
+# immediately that a rank called another collective.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: the second block is broken", 60.0),
     "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
@@ -102,7 +102,7 @@ CASES = [
 def test_a_fault_ends_sharded_training_and_the_report_names_the_rank(
     shard: str, backend: str, loop: str, tmp_path: Path
 ) -> None:
-    """The jobs with the different faults run concurrently."""
+    """The jobs for all faults run concurrently."""
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with ExitStack() as stack:
@@ -116,9 +116,9 @@ def test_a_fault_ends_sharded_training_and_the_report_names_the_rank(
             ended = time.time()
             assert all(process.returncode for process in processes), f"{fault}:\n{together}"
             assert re.search(report, together), f"{fault}:\n{together}"
-            if fault != "calls state_dict":  # in which both ranks wait for each other
+            if fault != "calls state_dict":  # then both ranks wait for each other
                 assert "rank 0 failed first" not in together, f"{fault}:\n{together}"
             (began,) = re.findall(r"fault (\S+)", together)
-            # The ranks of an earlier job may have ended later.
+            # The time also includes waiting for the ranks of earlier jobs.
             limit = max(limit for _, limit in FAULTS.values() if limit < 60)
             assert ended - float(began) < limit + 40, f"{fault}:\n{together}"

@@ -1,4 +1,4 @@
-"""Signals that arrive while all ranks wait for a checkpoint: SIGTERM of a scheduler, and Ctrl-C pressed twice."""
+"""Signals that arrive while all ranks wait for a checkpoint: SIGTERM from a scheduler, and Ctrl-C pressed twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from requirements import needs_mpi
 
 from unitrain.checkpoint import files
 
-# Every checkpoint takes two seconds between its files and its manifest. From step 2 on, the file `writing` shows this.
+# Each checkpoint sleeps for two seconds before it writes the manifest. From step 2, it first creates the file
+# `writing`.
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -51,9 +52,10 @@ with unitrain.init(device="cpu") as backend:
 every_launcher = pytest.mark.parametrize(
     "launcher", [*nightly("torchrun"), "horovodrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.nightly])]
 )
-# mpirun exits with 1 after SIGTERM, whatever the exit codes of its ranks are.
+# mpirun exits with 1 after SIGTERM, independently of the exit codes of its ranks.
 TERMINATED_CODES = {"torchrun": 143, "horovodrun": 75, "mpirun": 1}
-# SIGINT makes horovodrun send SIGTERM to its ranks, so that they save; it ends torchrun, and mpirun at the second one.
+# After SIGINT, horovodrun sends SIGTERM to its ranks, which then save. The first SIGINT ends torchrun, and the second
+# one ends mpirun.
 INTERRUPTED_CODES = {"torchrun": 130, "horovodrun": 75, "mpirun": 1}
 LAUNCHES = {
     "torchrun": ["--backend", "ddp"],
@@ -79,14 +81,14 @@ def wait_until_writing(launch: Launch, folder: Path) -> None:
 
 
 def check_checkpoints(folder: Path) -> list[str]:
-    """Return the names of the checkpoints, newest first, after checking that each of them is complete."""
+    """Assert that all checkpoints are complete, and return their names, newest first."""
     found = files.list_checkpoints(folder)
     assert [files.find_corruption(path) for path in found] == [None] * len(found)
     return [path.name for path in found]
 
 
 @every_launcher
-def test_sigterm_during_a_save_completes_it(launcher: str, tmp_path: Path) -> None:
+def test_a_save_is_completed_after_sigterm(launcher: str, tmp_path: Path) -> None:
     with running_launcher(launch_command(launcher, tmp_path), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_until_writing(launch, tmp_path)
         launch.process.terminate()
@@ -101,8 +103,8 @@ def test_sigterm_during_a_save_completes_it(launcher: str, tmp_path: Path) -> No
 
 @every_launcher
 def test_two_interrupts_during_a_save_leave_a_complete_checkpoint(launcher: str, tmp_path: Path) -> None:
-    """As by Ctrl-C in a terminal, which signals the foreground process group. The checkpoint that is being written may
-    be incomplete, and is then not listed."""
+    """Like Ctrl-C in a terminal, the test signals the foreground process group. The checkpoint that is being written
+    may remain incomplete, and is then not listed."""
     with running_launcher(launch_command(launcher, tmp_path), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_until_writing(launch, tmp_path)
         os.killpg(launch.process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Low-communication training between hosts that are slow, are lost and return, or have a slow network."""
+"""Low-communication training with hosts that are slow, lose and regain the connection, or have a slow network."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WAIT_SECONDS = 60
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not path.exists():
-        assert time.monotonic() < deadline, f"no {path.name} within {WAIT_SECONDS} s"
+        assert time.monotonic() < deadline, f"{path.name} was not created within {WAIT_SECONDS} s"
         time.sleep(0.01)
 
 
-def train_beside_a_slow_rank(backend: Backend, folder: Path, overlap_steps: int) -> list[float]:
-    """Train for 7 steps. Rank 1 stays in step 2 until rank 0 has completed all steps before it needs rank 1."""
+def train_with_a_slow_rank(backend: Backend, folder: Path, overlap_steps: int) -> list[float]:
+    """Train for 7 steps. Rank 1 waits in step 2 until rank 0 has completed all steps that do not require rank 1."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = LocalSGD(model, optimizer, backend, LocalSGDConfig(steps=5, outer_lr=0.7, overlap_steps=overlap_steps))
@@ -55,12 +55,12 @@ def train_beside_a_slow_rank(backend: Backend, folder: Path, overlap_steps: int)
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=pytest.mark.ci)])
 def test_slow_site_delays_the_outer_step_only(backend: str, tmp_path: Path) -> None:
-    """A wait in another step would be a deadlock."""
+    """If rank 0 waited in another step, the test would deadlock."""
     with RankGroup(backend, 2) as group:
         for overlap_steps in (0, 2):
             folder = tmp_path / str(overlap_steps)
             folder.mkdir()
-            first, second = group.run(train_beside_a_slow_rank, folder, overlap_steps, timeout_seconds=90)
+            first, second = group.run(train_with_a_slow_rank, folder, overlap_steps, timeout_seconds=90)
             assert first == second
 
 
@@ -88,7 +88,7 @@ def starts(folder: Path, size: int) -> dict[int, list[Any]]:
 @needs_hosts
 @pytest.mark.timeout(400)
 def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Path) -> None:
-    """The processes of each attempt start with random weights, which differ between ranks."""
+    """Each process starts with different random weights."""
     (tmp_path / "hosts").mkdir()
     (tmp_path / "pause-2-10").touch()
     (tmp_path / "pause-1-20").touch()
@@ -102,7 +102,7 @@ def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Pa
             (tmp_path / "pause-2-10").unlink()
             wait_until(tmp_path, 1, 20, launch)
             second.reconnect_network()
-            (tmp_path / "slow-1").touch()  # until the host is found
+            (tmp_path / "slow-1").touch()  # slow until the host is found
             (tmp_path / "pause-1-20").unlink()
             output, _ = launch.communicate(timeout=2 * SECONDS)
         finally:
@@ -110,11 +110,11 @@ def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Pa
     assert launch.returncode == 0, output
     (alone,) = starts(tmp_path, 1)
     assert alone >= 10 - 10 % site_training.CHECKPOINT_EVERY_STEPS, (
-        "at most the steps since the checkpoint are repeated"
+        "only the steps since the checkpoint may be repeated"
     )
     rejoined = {step: found for step, found in starts(tmp_path, 2).items() if step >= 20}
     ((step, (own, other)),) = rejoined.items()
-    assert own == other, "the host has rejoined with the weights of rank 0"
+    assert own == other, "the host must rejoin with the weights of rank 0"
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
     files.load_model_file(model, tmp_path / "run" / f"step-{step:09d}" / files.MODEL)
     assert own == pytest.approx(site_training.weights(model), rel=0, abs=1e-12)
@@ -127,7 +127,7 @@ def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Pa
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_job_runs_at_10_megabits_per_second_and_200_milliseconds(backend: str, tmp_path: Path) -> None:
-    """A round trip takes 200 ms. Start-up, outer steps, checkpoints and the end succeed without a false timeout."""
+    """A round trip takes 200 ms. Start-up, outer steps, checkpoints and shutdown succeed without false timeouts."""
     (tmp_path / "hosts").mkdir()
     with hosts(2, tmp_path / "hosts", network=(0.1, 10e6)) as two:
         options = ["--backend", backend, "-H", "h1:2,h2:2"]

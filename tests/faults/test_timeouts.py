@@ -1,4 +1,4 @@
-"""Timeouts of collectives, backwards and the rendezvous name the missing ranks; a failing rank ends all ranks."""
+"""Timeouts of collectives, backward passes and the rendezvous name the missing ranks. A failing rank ends all ranks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, fol
     ("backend", "settings", "before", "began"),
     [
         ("ddp", {}, 2, "backward #2"),
-        ("ddp", {}, 1, "bucket rebuild #0"),  # which DDP does once, in the second forward
+        ("ddp", {}, 1, "bucket rebuild #0"),  # DDP rebuilds its buckets in the second forward pass
         ("ddp", {"find_unused_parameters": True}, 1, "backward #1"),
         ("horovod", {}, 2, "backward #2"),
         pytest.param("horovod", {"compression": "bf16"}, 2, "backward #2", marks=pytest.mark.nightly),
@@ -195,7 +195,7 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     }[fault]
     assert expected in output, output
     assert seconds < 100, f"{seconds:.0f} s\n{output}"
-    if fault != "sleeps":  # no rank waits until the timeout of a collective, which is 60 s
+    if fault != "sleeps":  # ranks must not wait until the collective timeout of 60 s
         (failed_at,) = re.findall(r"fault (\d+\.\d+)", output)
         assert ended - float(failed_at) < 30, f"{ended - float(failed_at):.0f} s\n{output}"
 
@@ -215,8 +215,8 @@ unitrain.init(timeout_seconds=5, device="cpu")
 
 @needs_mpi
 @pytest.mark.parametrize("fault", ["is stopped", pytest.param("sleeps", marks=pytest.mark.nightly)])
-def test_the_start_under_mpirun_has_a_limit(fault: str, tmp_path: Path) -> None:
-    """Rank 0 waits in a broadcast of Horovod, or in the initialization of MPI."""
+def test_initialization_under_mpirun_times_out(fault: str, tmp_path: Path) -> None:
+    """Rank 0 waits in a Horovod broadcast or in the initialization of MPI."""
     script = tmp_path / "starts.py"
     script.write_text(START_SCRIPT)
     command = [sys.executable, "-m", "unitrain", "launch", "--launcher", "mpirun", "-np", "2"]
@@ -230,7 +230,7 @@ def test_the_start_under_mpirun_has_a_limit(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-O"], marks=pytest.mark.nightly)], ids=["python", "python -O"])
 def test_ranks_that_never_start_are_reported(options: list[str], tmp_path: Path) -> None:
-    """Only rank 0 of two is started."""
+    """Only rank 0 of two ranks is started."""
     script = tmp_path / "train.py"
     script.write_text("import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)")
     with reserve_port() as reservation:
@@ -243,7 +243,7 @@ def test_ranks_that_never_start_are_reported(options: list[str], tmp_path: Path)
             env=preloaded(environment.copy() | variables),
             capture_output=True,
             text=True,
-            timeout=100,  # of which torch's import takes the most, without compiled bytecode
+            timeout=100,  # importing torch without compiled bytecode is slow
             check=False,
         )
     assert finished.returncode == 1

@@ -1,4 +1,4 @@
-"""Watchdog: after a failure of one rank, all ranks end within seconds, and one report shows the status of each."""
+"""Watchdog: if one rank fails, all ranks end within seconds, and one report shows the status of each rank."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
 
 LAST = "last operation: backward #30, at train.py:52: nn.functional.mse_loss(model(inputs), targets).backward()"
 SHUT_DOWN = "unitrain: rank 1 failed first: it shut down while other ranks still waited for it: "
-# Text of the report on rank 1, and the timeout of collectives in seconds.
+# The text of the report about rank 1, and the timeout of collectives in seconds.
 FAULTS = {
     "raises without text": ("unitrain: rank 1 failed first: UnprintableError", 60.0),
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
@@ -129,11 +129,11 @@ def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, t
     assert [process.returncode == 0 for process in processes] == [False, succeeds, False], together
     assert together.count(report) == 1, together
     assert "rank 0 failed first" not in together, together
-    # The report also shows ranks that no rank waits for and that do not wait themselves.
+    # The report also includes ranks that neither wait nor are waited for.
     assert f"  rank 2: at train.py:41: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
     assert ended - float(began) < (timeout if timeout < 60 else 0) + 40, together
-    assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
+    assert together.count("Traceback (most recent call last)") <= 2, together  # including a chained exception
 
 
 FAILED_WRITER = """\
@@ -149,12 +149,12 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 
 
 def test_error_that_all_ranks_raise_is_reported_for_the_rank_with_its_cause(tmp_path: Path) -> None:
-    """The launcher avoids the host of the rank that failed first."""
+    """The report must be correct, because a launcher excludes the host of the rank that failed first."""
     script = tmp_path / "train.py"
     script.write_text(FAILED_WRITER)
     with running_ranks(script, "ddp", 3) as processes:
         together = "\n".join(process.communicate(timeout=100)[0] for process in processes)
-    # One rank prints the report. The other ranks end with one line each, which may name the first failure, too.
+    # One rank prints the report. Each other rank prints one line, which may also name the first failure.
     assert together.count("rank 2 failed first: CheckpointError: the disk is full (of 3 ranks)") == 1, together
     assert not re.search(r"rank [01] failed first", together), together
 
@@ -166,10 +166,10 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
     backend.barrier()
     open(f"{__file__}.{backend.rank}", "w").close()
     if backend.rank == 0:
-        deadline = time.monotonic() + 30  # until all ranks have left the barrier
+        deadline = time.monotonic() + 30  # wait until all ranks have left the barrier
         while not all(os.path.exists(f"{__file__}.{rank}") for rank in (1, 2)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if os.fork() == 0:  # like a worker that does not notice the end, with the connections of its parent
+        if os.fork() == 0:  # like a worker that outlives its parent and holds its connections
             os.close(1)
             os.close(2)
             time.sleep(60)
@@ -183,7 +183,8 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 
 
 def test_killed_rank_is_detected_within_seconds(tmp_path: Path) -> None:
-    """Rank 0 is killed, whose process serves the store. No launcher monitors the ranks, and no rank waits for it."""
+    """The process of rank 0, which serves the store, is killed. The ranks have no launcher, and do not wait for rank
+    0."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
     with running_ranks(script, "ddp", 3) as processes:
@@ -219,7 +220,7 @@ with unitrain.init(device="cpu", timeout_seconds=6) as backend:
 
 
 def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: Path) -> None:
-    """As with NCCL, where no exception can end the wait; here Gloo has a much longer timeout."""
+    """With NCCL, an exception cannot end the wait. The test simulates this with a much longer timeout for Gloo."""
     script = tmp_path / "train.py"
     script.write_text(STUCK)
     began = time.monotonic()
@@ -282,7 +283,7 @@ def train(backend):
 with unitrain.init(device="cpu", timeout_seconds=60) as backend:
     train(backend)
 """
-# The expected text, and the largest number of lines of the ranks, before torchrun's summary.
+# The expected text, and the maximum number of lines that the ranks print before torchrun's summary.
 LAUNCHED_FAULTS = {
     "exits with 3": ("unitrain: rank 1 failed first: SystemExit: 3", 15),
     "is killed": ("Signal 9 (SIGKILL) received", 15),
@@ -303,8 +304,8 @@ def test_a_launch_of_torchrun_with_a_failed_rank_prints_few_lines(fault: str, ba
         output = launch.output()
         launch.wait_until_all_exited(10)
     assert launch.process.returncode == 1, output
-    # torchrun may end the rank that prints the report before the report is complete. The failed rank is then named in
-    # the line of the rank whose connection to it was closed.
+    # torchrun may terminate the reporting rank before the report is complete. In this case, the failed rank is named by
+    # the rank whose connection to the failed rank was closed.
     assert text.removeprefix("unitrain: ") in output, output
     of_ranks, summary = output.split("=" * 60, 1)
     num_tracebacks = 1 if fault == "has a loss of NaN" else 0
@@ -313,7 +314,7 @@ def test_a_launch_of_torchrun_with_a_failed_rank_prints_few_lines(fault: str, ba
     assert len(summary.splitlines()) <= 12 + 6 * 4, output  # six lines per rank
 
 
-# The expected text, and the largest number of lines.
+# The expected text, and the maximum number of lines.
 FAULTS_UNDER_HOROVODRUN = {
     "exits with 3": ("rank 1 failed first: SystemExit: 3", 20),
     "is killed": ("Process name: 1\nExit code: 137", 20),
@@ -333,7 +334,7 @@ def test_a_launch_of_horovodrun_with_a_failed_rank_prints_few_lines(fault: str, 
         output = launch.output()
         launch.wait_until_all_exited(10)
     assert launch.process.returncode == 1, output
-    assert text.removeprefix("unitrain: ") in output, output  # horovodrun, too, may end the rank that prints the report
+    assert text.removeprefix("unitrain: ") in output, output  # horovodrun may also terminate the reporting rank
     num_tracebacks = 1 if fault == "has a loss of NaN" else 0
     assert output.count("Traceback (most recent call last)") == num_tracebacks, output
     assert len(output.splitlines()) <= max_lines, output
@@ -366,7 +367,7 @@ with unitrain.init(device="cpu", timeout_seconds=6) as backend:
 
 @pytest.mark.parametrize("backend", [*ci("ddp"), *nightly("horovod")])
 def test_stopped_rank_0_ends_the_other_ranks(backend: str, tmp_path: Path) -> None:
-    """The process of rank 0 serves the store, which does not respond while the process is stopped."""
+    """The stopped process of rank 0 serves the store, so the store does not respond."""
     script = tmp_path / "train.py"
     script.write_text(STOPPED)
     with running_ranks(script, backend, 3) as processes:
@@ -423,7 +424,7 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
 
 @pytest.mark.parametrize("folder", ["/usr/lib/python3/dist-packages", "/opt/venv/lib/python3.11/site-packages"])
 def test_packages_of_another_environment_are_not_user_code(folder: str) -> None:
-    """As in a virtual environment that uses the packages of the system."""
+    """A virtual environment may use the packages of the system."""
     library: dict[str, Any] = {"call_site": call_site, "sys": sys}
     exec(compile("def call():\n    return call_site(sys._getframe())", f"{folder}/library/module.py", "exec"), library)
     assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*", library["call"]())
