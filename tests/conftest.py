@@ -1,4 +1,4 @@
-"""Markers, the order of files, and fixtures that several test files share."""
+"""Markers, the order of test files, and fixtures for several test files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from unitrain.testing.ranks import import_before_fork
 TESTS = Path(__file__).parent
 
 
-# The slowest files come first. Files with tests that compute alternate with files with tests that wait for processes
-# and timeouts. xdist assigns files to its workers in the order of collection, so one worker computes while the other
-# waits, and both finish at about the same time.
+# Run the slowest files first. Alternate files whose tests compute with files whose tests wait for processes and
+# timeouts. xdist assigns files to workers in the order of collection, so one worker computes while the other one waits,
+# and both finish at about the same time.
 COMPUTING_FILES = (
     "test_contract", "test_iterable_datasets", "test_equivalence", "test_fuzzer", "test_examples", "test_process_group",
     "test_samplers", "test_compile", "test_examples_real", "test_skipped_samples", "test_compression",
@@ -43,10 +43,10 @@ ORDER = [name for pair in zip_longest(COMPUTING_FILES, WAITING_FILES) for name i
 def pytest_configure(config: pytest.Config) -> None:
     """Create temporary files of all tests in one folder, which is removed at the end of the session.
 
-    Terminated processes leave temporary files behind. pytest keeps its own folders in the usual place.
+    Terminated processes do not remove their temporary files. pytest's own folders remain in the default location.
 
-    A shell starts background jobs with SIGINT ignored, and nohup starts programs with SIGHUP ignored. The processes of
-    tests would inherit this.
+    Also restore the default handlers of SIGINT and SIGHUP. A shell ignores SIGINT in background jobs, and nohup ignores
+    SIGHUP. The processes of tests would inherit this.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,24 +57,23 @@ def pytest_configure(config: pytest.Config) -> None:
         "unitrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("unitrain")
-    if not hasattr(config, "workerinput"):  # the process that starts the workers of pytest-xdist
+    if not hasattr(config, "workerinput"):  # this is the main process of pytest-xdist
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.TemporaryDirectory(prefix="unitrain-tests-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
-# The modules of the contract suite that test what each backend implements itself. The other modules test code that the
-# backends share.
+# Modules of the contract suite that test code of each backend. The other modules test code that the backends share.
 BACKEND_CASES = {"broadcasts", "collectives", "gradients", "large_tensors", "parameters", "sharding"}
-# Cases that take long because every rank runs the compiler. One group of ddp and one of horovod run them in CI.
+# Cases that are slow because every rank runs the compiler. In CI, one group of ddp and one group of horovod run them.
 COMPILING_CASES = ("-compiled_models_are_reduced", "-compiled_models_are_reduced_with_sharded_gradients")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their markers
+@pytest.hookimpl(tryfirst=True)  # run before pytest deselects tests by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder (`unitrain.testing` has the contract suite) and slow tests with their
-    tier, and sort the files."""
+    """Mark each test with the name of its folder and slow tests with their tier, and sort the files. Tests of the
+    contract suite are in `unitrain.testing`."""
     slow = slow_tests.read()
     for item in items:
         for tier, tests in slow.items():
@@ -87,11 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if tier is not None:
                 item.add_marker(tier)
     ranking = {name: number for number, name in enumerate(ORDER)}
-    items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable within a file
+    items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # keeps the order within a file
 
 
 def contract_tier(case_id: str, module: str, ranks: tuple[str, int]) -> str | None:
-    """Return the marker of a case of the contract suite, from `module`, on these ranks; None if `make test` runs it."""
+    """Return the marker of a case of the contract suite in `module` on these ranks, or None if `make test` runs the
+    case."""
     if ranks in [("ddp", 2), ("horovod", 3)]:
         return "nightly"
     if case_id.endswith(COMPILING_CASES):
@@ -100,11 +100,11 @@ def contract_tier(case_id: str, module: str, ranks: tuple[str, int]) -> str | No
 
 
 def pytest_collection_finish() -> None:
-    """Compute on one thread in the test processes, and exclude the collected tests from garbage collections.
+    """Use one thread in the test processes, and exclude the collected tests from garbage collection.
 
-    With several processes per core, threads of OpenMP waste most of their CPU time waiting for each other: a small
-    network in float64 trains 25 times as fast on one thread. Collected tests and imported modules are never freed, and
-    a garbage collection would visit them all.
+    With several processes per core, OpenMP threads spend most of their CPU time waiting for each other: a small network
+    in float64 trains 25 times faster on one thread. Collected tests and imported modules are never freed, but each
+    garbage collection would visit them.
     """
     gc.collect()
     gc.freeze()
@@ -134,7 +134,7 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Yield two new hosts (`hosts.py`), and terminate all their processes after the test.
 
-    A test that uses them is marked with `requirements.needs_hosts`.
+    Tests that use this fixture must have the marker `requirements.needs_hosts`.
     """
     with hosts(2, tmp_path_factory.mktemp("hosts")) as both:
         yield both
@@ -142,6 +142,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _import_in_fork_server(request: pytest.FixtureRequest) -> None:
-    """Import the modules that take seconds to import, RANKS_IMPORT of the test file, once instead of in each rank."""
+    """Import the modules in RANKS_IMPORT of the test file once in the fork server, because each rank would take seconds
+    to import them."""
     if names := getattr(request.module, "RANKS_IMPORT", ()):
         import_before_fork(*names)

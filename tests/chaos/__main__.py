@@ -1,6 +1,6 @@
 """Command line of the chaos tests.
 
-python -m tests.chaos --trials 100 --first 0   many trials; exits with 1 if any fails
+python -m tests.chaos --trials 100 --first 0   many trials (exit code 1 if any fails)
 python -m tests.chaos --seed 123               one trial
 python -m tests.chaos --trial '{...}'          one trial as JSON, with its output
 """
@@ -31,7 +31,7 @@ def main() -> int:
     what.add_argument("--trial", help="one trial as JSON")
     what.add_argument("--trials", type=int, help="how many trials to run")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of many trials (default 0)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no trial after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="do not start trials after this time")
     parser.add_argument("--jobs", type=int, default=2, help="trials that run at the same time (default 2)")
     parser.add_argument("--hosts", type=int, choices=[1, 2], help="run only trials on this number of hosts")
     parser.add_argument("--output", type=Path, help="add the outcomes to this JSON lines file, and write a table")
@@ -71,7 +71,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="unitrain-chaos-") as temporary:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
-        preloaded({})  # before the threads use it
+        preloaded({})  # compute the references before threads use them
         with ThreadPoolExecutor(arguments.jobs) as pool:
             for future in [pool.submit(run, *one) for one in chosen]:
                 future.result()

@@ -18,17 +18,17 @@ from hosts import Host
 from .trials import Fault, Incident, Trial
 
 _COMMAND = "-m unitrain launch"
-# Command lines of launchers that `unitrain launch` starts.
+# Parts of the command lines of launchers that `unitrain launch` starts.
 _LAUNCHERS = ("torch.distributed.run", "unitrain.bootstrap.torchrun", "horovodrun", "mpirun")
-# A slow link: the queue of 32 KB takes up to 0.25 s, and further packets are dropped. Not every kernel has netem.
+# A slow link: sending the queue of 32 KB takes up to 0.25 s, and further packets are dropped. Some kernels lack netem.
 _SLOW_LINK = ("tbf", "rate", "1mbit", "burst", "4kb", "limit", "32kb")
 
 
 class Faults:
-    """Injects the faults of a trial in `folder`, when its incidents happen, into the processes that `find_processes`
-    returns.
+    """Injects the faults of a trial in `folder` when its incidents happen. The faults affect the processes that
+    `find_processes` returns.
 
-    Call `update` often. `pending` is the number of faults that have not begun or ended.
+    Call `update` often. `pending` is the number of faults that have not started or not ended.
     """
 
     def __init__(self, trial: Trial, folder: Path, hosts: list[Host], find_processes: Callable[[], list[int]]) -> None:
@@ -46,7 +46,7 @@ class Faults:
         return len(self._queue)
 
     def update(self) -> None:
-        """Inject the faults that are due, and end those whose time is over."""
+        """Inject the faults that are due, and end temporary faults whose time has passed."""
         for path in (self._folder / "incidents").iterdir():
             index = int(path.name)
             if index not in self._seen and "\n" in (text := path.read_text()):
@@ -56,7 +56,7 @@ class Faults:
             heapq.heappop(self._queue)[2]()
 
     def finish(self) -> None:
-        """End all faults that have begun, and drop the others."""
+        """End all active faults, and cancel the faults that have not started."""
         for host in self._hosts:
             self._end_network_fault(host)
         (self._folder / "disk" / "full").unlink(missing_ok=True)
@@ -112,11 +112,11 @@ class Faults:
 
     def _stop(self, pids: list[int], seconds: float) -> None:
         self._signal(pids, signal.SIGSTOP)
-        # nsenter stops itself with the command that it runs.
+        # nsenter stops itself when its command is stopped.
         self._schedule(seconds, lambda: self._signal([*pids, *self._matching(("nsenter ",))], signal.SIGCONT))
 
     def _fill_disk(self) -> None:
-        """Fill the file system of the output folder, which is small."""
+        """Fill the small file system of the output folder."""
         with contextlib.suppress(OSError), (self._folder / "disk" / "full").open("ab", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
                 with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class Faults:
         else:
             host.disconnect_network()
             if fault.kind == "lose a host":
-                host.kill_all()  # without a connection, the other host is not notified
+                host.kill_all()  # so that the other host is not notified
         self._schedule(fault.seconds, lambda: self._end_network_fault(host))
 
     def _end_network_fault(self, host: Host) -> None:
@@ -164,8 +164,8 @@ class Faults:
         return self._matching(_LAUNCHERS)
 
     def _matching(self, words: Iterable[str]) -> list[int]:
-        """Return the processes whose command line contains one of the words. Those of the command contain the words of
-        the others, and those of nsenter the words of the command."""
+        """Return the processes whose command line contains one of the words. The command line of `unitrain launch` also
+        contains the words of launchers, and the command line of nsenter contains the words of its command."""
         found = []
         for pid in self._find_processes():
             with contextlib.suppress(OSError):

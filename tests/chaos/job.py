@@ -1,4 +1,4 @@
-"""The processes of a trial: how the job is started, and what remains of it."""
+"""Starts the job of a trial, and finds processes and files that remain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.01
 
 
 class Job:
-    """The processes of a trial in `folder` on these hosts, or on this machine if there are none. They
+    """The processes of a trial in `folder` on the given hosts, or on this machine if there are no hosts. The processes
     have a mark in their environment."""
 
     def __init__(self, trial: Trial, folder: Path, both: list[Host]) -> None:
@@ -40,27 +40,27 @@ class Job:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def last_output(self) -> str:
-        """Return the output of the latest start."""
+        """Return the output since the latest start."""
         return self.output()[self._last_start :]
 
     def start(self, start: Start, deadline: float) -> int:
         """Run `unitrain launch` until it exits, and return its exit code. Raises TimeoutError.
 
-        Under torchrun on two hosts, the command of an elastic job only prints the commands of torchrun's agents. They
-        are run on both hosts, and the exit code is that of the first host. An agent that exits on the second host is
-        started again.
+        Under torchrun on two hosts, `unitrain launch` for an elastic job only prints the commands of torchrun's agents.
+        This method runs the commands on both hosts, restarts an agent that exits on the second host, and returns the
+        exit code of the first host.
         """
         (self.folder / "slots").write_text(f"{start.ranks[0]}\n")
         self._last_start, self._has_agents = len(self.output()), self._uses_agents(start)
         command = self._command(start)
-        self._note(" ".join(command))
+        self._log_text(" ".join(command))
         if not self._has_agents:
             return self._wait(self._popen(command), deadline)
         done = subprocess.run(command, env=self._variables(), capture_output=True, text=True, check=False, timeout=60)
         agents = re.findall(r"^  on h\d: (.+)$", done.stderr, re.MULTILINE)
         if len(agents) != 2:
             raise RuntimeError(f"{command} printed {done.stderr}")
-        self._note("\n".join(agents))
+        self._log_text("\n".join(agents))
         first, second = (self._popen(["sh", "-c", agent], number) for number, agent in enumerate(agents))
 
         def keep_second_agent() -> None:
@@ -69,7 +69,7 @@ class Job:
                 second = self._popen(["sh", "-c", agents[1]], 1)
 
         code = self._wait(first, deadline, keep_second_agent)
-        if code != 0:  # the user ends the other agent before another start
+        if code != 0:  # a user would end the other agent before a restart
             self._hosts[1].kill_all()
         return code
 
@@ -85,7 +85,7 @@ class Job:
         }  # fmt: skip
         return preloaded(variables)
 
-    def _note(self, text: str) -> None:
+    def _log_text(self, text: str) -> None:
         with self._log.open("a") as log:
             log.write(f"\n$ {text}\n")
 
@@ -134,7 +134,7 @@ class Job:
         return found
 
     def check_exited(self) -> list[str]:
-        """Wait until all processes of the trial have exited, and return those that have not."""
+        """Wait until all processes of the trial have exited. After a timeout, return the remaining processes."""
         deadline = time.monotonic() + EXIT_SECONDS
         while self.find_processes() or any(host.find_processes() for host in self._hosts):
             if time.monotonic() > deadline:
@@ -145,8 +145,8 @@ class Job:
     def check_memory_folders(self) -> list[str]:
         """Return the folders for checkpoints in memory that still exist.
 
-        The folder of a command that is killed while no rank runs is removed by the next supervised job on its host,
-        so they are not checked after a start with agents.
+        If a command is killed while no ranks are running, the next supervised job on the host removes the folder.
+        Therefore, folders are not checked after a start with agents.
         """
         if self._has_agents:
             return []

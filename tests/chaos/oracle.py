@@ -1,4 +1,4 @@
-"""Checks of a finished trial: the final state, the samples of the history that remains, and what is left behind."""
+"""Checks of a finished trial: the final state, the samples of the effective steps, and the remaining files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES = 96
 
 
 def check_result(folder: Path, expected: dict[str, Any]) -> list[str]:
-    """Return the differences of the final state and the history from those of the undisturbed run."""
+    """Return the differences between the final state and history and those of the undisturbed run."""
     found = json.loads((folder / "result.json").read_text())[1]
     wrong = []
     if found["states"] != expected["states"]:
@@ -26,10 +26,10 @@ def check_result(folder: Path, expected: dict[str, Any]) -> list[str]:
 
 
 def check_samples(folder: Path) -> list[str]:
-    """Return the samples that were lost or repeated in the steps that remain.
+    """Return the samples that were lost or repeated in the effective steps.
 
-    An attempt replaces the steps after the one from which it starts. The gradients of a step are reduced after all
-    ranks have recorded its samples.
+    An attempt replaces all later steps of previous attempts. The gradients of a step are reduced after all ranks have
+    recorded the samples of the step.
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for path in (folder / "samples").iterdir():
@@ -62,7 +62,7 @@ def check_samples(folder: Path) -> list[str]:
 
 
 def check_files(folder: Path) -> list[str]:
-    """Return the files that are partial, corrupt or left behind, after all processes have exited."""
+    """Return the files that are partial, corrupt or unexpected after all processes have exited."""
     run = folder / "disk" / "run"
     wrong = [f"partial file: {path.name}" for path in run.glob("*.unfinished")]
     checkpoints = files.list_checkpoints(run)

@@ -1,4 +1,4 @@
-"""The outcomes of many trials, in a JSON lines file and a Markdown table."""
+"""Writes the outcomes of many trials to a JSON lines file and a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trials import PHASES, Trial
 
 
 def append(path: Path, seed: int | None, trial: Trial, outcome: Outcome) -> None:
-    """Add an outcome to the JSON lines file `path`."""
+    """Append an outcome to the JSON lines file `path`."""
     first = trial.starts[0]
     row = {
         "seed": seed, "backend": first.backend, "launcher": first.launcher, "hosts": trial.num_hosts,
@@ -28,7 +28,8 @@ def append(path: Path, seed: int | None, trial: Trial, outcome: Outcome) -> None
 
 
 def write_table(path: Path) -> None:
-    """Write the Markdown table of all outcomes in `path` next to it. The latest outcome of a seed counts."""
+    """Write a Markdown table of all outcomes in `path` to a file next to `path`. Of each seed, the latest outcome
+    counts."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     latest = {row["seed"]: row for row in rows}
     earlier = sorted({row["seed"] for row in rows if row["wrong"] and row is not latest[row["seed"]]}, key=str)

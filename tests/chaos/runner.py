@@ -1,4 +1,4 @@
-"""Runs trials: starts the job until it succeeds, injects its faults, and checks the outcome."""
+"""Runs trials: starts the job until it succeeds, injects faults, and checks the outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .trials import Start, Trial, to_json
 _MAX_STARTS = 8
 _DISK_BYTES = 4 << 20
 _PAUSE_SECONDS = 0.2
-# A job that is started while processes of a killed one are still exiting may report this.
+# A job may report this text if processes of a killed job are still exiting.
 _LOCKED = "is in use"
 
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class References:
-    """The results of undisturbed runs, which are computed when they are needed."""
+    """The results of undisturbed runs, which are computed on demand."""
 
     def __init__(self) -> None:
         self._found: dict[Any, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ def run_trial(trial: Trial, references: References) -> Outcome:
 
 
 def _run_job(job: Job, trial: Trial, outcome: Outcome) -> list[str]:
-    """Start the job until it succeeds. Return what is wrong with its exit codes."""
+    """Start the job until it succeeds. Return the unexpected exit codes."""
     deadline, num_locked = time.monotonic() + TRIAL_SECONDS, 0
     while outcome.num_starts < _MAX_STARTS:
         start = trial.starts[min(outcome.num_starts, len(trial.starts) - 1)]
@@ -123,9 +123,10 @@ def _run_job(job: Job, trial: Trial, outcome: Outcome) -> list[str]:
 
 @contextlib.contextmanager
 def _trial_folder(trial: Trial) -> Iterator[Path]:
-    """Yield a folder for a trial with a small file system in `disk`, if this process may mount one.
+    """Yield a folder for a trial. If this process may mount file systems, `disk` is a small file system.
 
-    Raises RuntimeError if it may not, and the trial would fill the file system of this machine.
+    Raises RuntimeError if this process may not mount file systems and the trial would fill the file system of this
+    machine.
     """
     folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-"))
     for name in ("disk", "tmp", "samples", "ranks", "incidents", "starts"):

@@ -7,7 +7,7 @@ FOLDER/trial.json contains the trial. FOLDER/disk/run is the output folder. The 
     incidents/N             created when incident N happens
     result.json             digests of the final state and of the history, and the number of ranks
 
-FOLDER/slow makes a step take longer, so that a change of the slots is detected during the training.
+If FOLDER/slow exists, steps take longer, so that a change of the slots is detected during training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shuti
 
 
 class Incidents:
-    """Injects the faults of this rank when it reaches their phase."""
+    """Injects the faults of this rank when the rank reaches their phases."""
 
     def __init__(self, folder: Path, trial: Trial) -> None:
         self._folder, self._trial = folder, trial
@@ -51,7 +51,7 @@ class Incidents:
         self._num_operations = 0
 
     def reach(self, phase: str, number: int) -> None:
-        """Inject the faults of this phase with at most this number."""
+        """Inject the faults of this phase whose number is at most `number`."""
         for index, incident in enumerate(self._trial.incidents):
             is_due = number >= incident.number or phase == "fit end"
             if incident.phase != phase or not is_due or incident.rank % self.size != self.rank % self.size:
@@ -144,9 +144,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of each complete epoch, with all bits of the numbers.
+    """Return the exact results of each complete epoch.
 
-    A run that is terminated also has a row for the part of the epoch.
+    The history of a terminated run also has a row for an incomplete epoch, which is excluded.
     """
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return [

@@ -11,27 +11,27 @@ LOGICAL_RANKS = 4
 EPOCHS, STEPS_PER_EPOCH, CHECKPOINT_EVERY = 3, 8, 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-# Where a rank injects a fault. The number of an incident is the start of this rank in the trial for the first three,
-# the step for the next two, the epoch for "validation" and "epoch end", and the number of file operations in the output
-# folder for "checkpoint". "fit end" ignores it.
+# Phases in which a rank injects a fault. The number of an incident counts starts of the rank for the first three
+# phases, steps for the next two, epochs for "validation" and "epoch end", and file operations in the output folder for
+# "checkpoint". "fit end" ignores the number.
 PHASES = (
     "start", "init", "resume", "forward", "optimizer step", "validation", "epoch end", "checkpoint", "fit end"
 )  # fmt: skip
-# Faults that the rank of an incident injects itself.
+# Faults that occur inside the rank of an incident.
 OWN_FAULTS = ("kill", "exception", "stop")
-# Faults that the runner injects, on any number of hosts, and on two hosts.
+# Faults that the runner injects: on any number of hosts, and only on two hosts.
 FAULTS = (
     "kill a rank", "kill all ranks", "kill the command", "kill the launcher", "terminate the command", "stop a rank",
     "stop the command", "stop the launcher", "full disk",
 )  # fmt: skip
 NETWORK_FAULTS = ("cut the link", "slow link", "lose a host")
-# In elastic jobs on one host.
+# Faults of elastic jobs on one host.
 SLOTS_FAULT = "change the slots"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that the runner injects `delay_seconds` after an incident, for `seconds` if it is temporary. `number` is
+    """A fault that the runner injects `delay_seconds` after an incident. A temporary fault lasts `seconds`. `number` is
     a rank, modulo the number of ranks, or a number of slots."""
 
     kind: str
@@ -42,9 +42,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Incident:
-    """Faults that begin when `rank`, modulo the number of ranks, reaches a phase. An incident happens once per trial.
+    """Faults that start when `rank`, modulo the number of ranks, reaches a phase. An incident happens once per trial.
 
-    `own` is the fault that this rank injects itself, or empty; "stop" lasts `own_seconds`.
+    `own` is the fault that occurs inside this rank, or empty. The fault "stop" lasts `own_seconds`.
     """
 
     phase: str
@@ -57,7 +57,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class Start:
-    """How the runner starts the job. `ranks` is the number of ranks on each host."""
+    """Settings with which the runner starts the job. `ranks` is the number of ranks on each host."""
 
     backend: str
     launcher: str
@@ -66,8 +66,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Trial:
-    """A job and its faults. The job is started with `starts` one after the other until it succeeds, and with the last
-    of them from then on."""
+    """A job and its faults. The job is started with each element of `starts` in turn until it succeeds. After the last
+    element, the job is restarted with this element."""
 
     starts: tuple[Start, ...]
     incidents: tuple[Incident, ...]
@@ -91,12 +91,12 @@ class Trial:
 
     @property
     def needs_mount(self) -> bool:
-        """Whether the trial needs two hosts, or a file system of its own that it fills."""
+        """Whether the trial needs two hosts, or fills a separate file system."""
         return self.num_hosts == 2 or self.fills_disk
 
     @property
     def options(self) -> list[str]:
-        """The names of the options that are set."""
+        """The names of the enabled options."""
         flags = {
             "logical ranks": self.is_logical, "sharding": self.shard != "none", "elastic": self.is_elastic,
             "standby ranks": self.standby, "checkpoints in memory": self.in_memory,
@@ -111,7 +111,7 @@ def to_json(trial: Trial) -> str:
 
 
 def parse_trial(text: str) -> Trial:
-    """Return the trial that `to_json` wrote."""
+    """Return the trial for the text that `to_json` returned."""
     found: dict[str, Any] = json.loads(text)
     starts = tuple(Start(one["backend"], one["launcher"], tuple(one["ranks"])) for one in found.pop("starts"))
     incidents = tuple(
@@ -127,12 +127,12 @@ def draw_trial(seed: int) -> Trial:
     num_hosts = 2 if chance.random() < 0.25 else 1
     is_logical = chance.random() < 0.75
     is_elastic = is_logical and chance.random() < 0.35
-    # Without logical ranks, the bits of three ranks depend on the order in which DDP stores gradients in its buckets,
-    # which differs in the first step after a restart.
+    # Without logical ranks, the results of three ranks depend on the order of gradients in DDP's buckets, which differs
+    # in the first step after a restart.
     most_ranks = 3 if is_logical else 2
     starts = [_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic)]
     for _ in range(2):
-        # The bits of a run without logical ranks depend on the backend and on the number of ranks.
+        # Without logical ranks, the exact results depend on the backend and on the number of ranks.
         starts.append(_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic) if is_logical else starts[0])
     shard = "none" if is_logical else chance.choice(["none", "none", "state", "gradients", "parameters"])
     incidents = tuple(_draw_incident(chance, num_hosts, is_elastic=is_elastic) for _ in range(chance.randint(1, 4)))
@@ -181,7 +181,7 @@ def _draw_incident(chance: random.Random, num_hosts: int, *, is_elastic: bool) -
 
 
 def _draw_stop_seconds(chance: random.Random) -> float:
-    """Return the time for which a rank is stopped, sometimes longer than its timeout."""
+    """Return the duration for which a rank is stopped. It may exceed the timeout of the rank."""
     return 60.0 if chance.random() < 0.08 else round(chance.uniform(0.1, 3.0), 2)
 
 

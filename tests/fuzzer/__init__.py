@@ -1,13 +1,13 @@
-"""Differential fuzzer: random training runs, compared with plain torch in one process.
+"""Differential fuzzer: compares random training runs with plain torch in one process.
 
-- `cases.py` draws a random case, which is plain data, and simplifies it.
-- `parts.py` builds the user's side of a case: model, loss, data, optimizer, scheduler and metrics. It is plain torch.
-- `oracle.py` computes the result in one process, in float64, without unitrain. It defines the expected results.
+- `cases.py` draws and simplifies random cases, which are plain data.
+- `parts.py` builds the user's side of a case in plain torch: model, loss, data, optimizer, scheduler and metrics.
+- `oracle.py` computes the expected results in one process, in float64, without unitrain.
 - `subject.py` runs the same case through unitrain on real ranks.
 - `loops.py` does the same for training loops without the Trainer: random forward passes, backward passes and steps.
 - `collectives.py` does the same for single collectives with random operations, dtypes and values.
-- `known.py` contains the smallest cases of the defects that were found. They run in every test run.
+- `known.py` contains the smallest cases of known defects. Every test run includes these cases.
 - `runner.py` keeps ranks alive between cases, compares the results, and shrinks a failing case.
 
-Repeat and shrink a case with `python -m tests.fuzzer --seed 123`, or `python -m tests.fuzzer --case '{...}'`.
+To repeat and shrink a case, run `python -m tests.fuzzer --seed 123` or `python -m tests.fuzzer --case '{...}'`.
 """

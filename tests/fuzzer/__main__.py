@@ -1,9 +1,9 @@
-"""Command line of the fuzzer: one case, or many.
+"""Command line of the fuzzer.
 
 python -m tests.fuzzer --seed 123              one case, shrunk if it fails
 python -m tests.fuzzer --case '{...}'          one case as JSON
-python -m tests.fuzzer --known [NAME ...]      the smallest cases of the defects that were found
-python -m tests.fuzzer --cases 1000 --first 0  many; exits with 1 if any fails
+python -m tests.fuzzer --known [NAME ...]      the smallest cases of known defects
+python -m tests.fuzzer --cases 1000 --first 0  many cases (exit code 1 if any fails)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzer", description="Compare random runs with plain torch.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="the number of one case")
-    what.add_argument("--case", help="one case as JSON, as a failure prints it")
+    what.add_argument("--case", help="one case as JSON, as printed by a failure")
     what.add_argument("--known", nargs="*", metavar="NAME", help="known cases; without a name, all of them")
     what.add_argument("--cases", type=int, help="how many cases to run")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of many cases (default 0)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="do not start cases after this time")
     parser.add_argument("--kind", choices=["trainer", "loop", "collective"], help="run only cases of this kind")
-    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="time to simplify a failing case; 0: none")
-    parser.add_argument("--stop-at-first-failure", action="store_true", help="run no case after one that fails")
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="time to simplify a failure; 0: never")
+    parser.add_argument("--stop-at-first-failure", action="store_true", help="stop after a failing case")
     arguments = parser.parse_args()
     if arguments.case is not None:
         chosen = [("case", cases.parse_case(arguments.case))]

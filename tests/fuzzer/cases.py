@@ -91,7 +91,7 @@ HALF_COMPRESSION = ("fp16", "bf16")
 
 
 def draw_case(seed: int) -> Case:
-    """Return the case of `seed`. The case depends on the seed only."""
+    """Return the case of `seed`. It depends only on the seed."""
     r = random.Random(seed)
     kind = r.choices(["trainer", "loop", "collective"], [78, 14, 8])[0]
     if kind == "loop":
@@ -186,7 +186,7 @@ def _draw_trainer_case(r: random.Random, seed: int) -> Case:
 
 
 def _combine_features(r: random.Random, case: Case) -> None:
-    """Draw some combinations more often, in which several parts of the code interact."""
+    """Draw combinations in which several parts of the code interact more often."""
     features = set(case["features"])
     combination = r.random()
     if combination < 0.05:
@@ -227,7 +227,7 @@ def makes_batches(case: Case) -> bool:
 def _make_data_valid(case: Case) -> None:
     source = case["source"]
     if case["compression"] == "powersgd":
-        # The result is compared with another layout, so it must not depend on the number of ranks.
+        # The result is compared with a run on another layout, so it must not depend on the number of ranks.
         case["collate"] = None if case["collate"] in ("noise", "skip") else case["collate"]
         source = case["source"] = "shared" if source == "own" else source
     if source in ("batches", "map_batches"):
@@ -245,7 +245,7 @@ def _make_data_valid(case: Case) -> None:
     if source != "subset":
         case["negative"] = False
     if case["collate"] == "noise":
-        case["workers"] = 0  # workers are reseeded in every epoch, including a resumed one
+        case["workers"] = 0  # workers are reseeded at the start of every epoch, including a resumed epoch
     if not case["workers"]:
         case["persistent"] = False
     if source not in ("batches", "map_batches"):
@@ -254,7 +254,7 @@ def _make_data_valid(case: Case) -> None:
         case["reuse"] = False
     if not (makes_batches(case) or source == "own"):
         case["uneven"] = "weight"
-    # Enough samples for every rank of each layout, and for one step if the remainder is dropped.
+    # There must be enough samples for every rank of each layout, and for one step if the remainder is dropped.
     least = max(7, case["global_batch"] + 2 * (source == "subset"))
     if case["drop_last"]:
         least = 3 * case["global_batch"]
@@ -276,18 +276,19 @@ def _make_model_valid(case: Case) -> None:
             case["optimizer"], case["optimizer_settings"] = "SGD", {"lr": 0.05}
     if "object" in features:
         features.discard("penalty")
-    if "penalty" in features:  # its second pass through the graph requires unchanged inputs
+    if "penalty" in features:  # the second backward pass requires unchanged inputs
         features -= {"max_norm", "buffer", "sync_norm"}  # a synchronized BatchNorm is differentiable only once
     if "norm" in features:
         features.discard("sync_norm")
     if "max_norm" in features:
-        # Each forward changes the weights, those of an evaluation too: with one more evaluation they are others.
+        # Each forward pass changes the weights, including those in evaluations, so the weights depend on the number of
+        # evaluations.
         features.discard("embedding")
         case["validation"] = case["ema"] = None
     if case["compression"] == "powersgd":
         features -= {"norm", "buffer", "max_norm", "sync_norm"}
     if case["compression"] in HALF_COMPRESSION or features & {"max_norm", "buffer"}:
-        features.discard("sync_norm")  # the oracle runs each rank alone
+        features.discard("sync_norm")  # the oracle runs each rank separately
     case["features"] = sorted(features)
 
 
@@ -297,10 +298,10 @@ def _make_steps_valid(case: Case) -> None:
     if case["lr_scaling"] == "none":
         case["warmup"] = 0
     if case["compression"] in HALF_COMPRESSION:
-        if case["loss"] == "tokens":  # rounds before the division by a count; the contract does not specify the scale
+        if case["loss"] == "tokens":  # rounds before division by a count, at an unspecified scale
             case["loss"] = "cross_entropy"
         if case["precision"] == case["compression"] == "fp16":
-            case["precision"] = "fp32"  # rounds gradients that loss scaling has moved into another range of fp16
+            case["precision"] = "fp32"  # loss scaling changes the rounding of gradients
     if case["scheduler"] == "CyclicLR" and case["optimizer"] == "Adafactor":
         case["scheduler"] = "StepLR"
     if case["scheduler"] == "ReduceLROnPlateau":
@@ -320,7 +321,7 @@ def _make_results_valid(case: Case) -> None:
             case["early_stopping"] = ["train_loss", case["early_stopping"][1]]
     if case["validation"] in ("tensors", None):
         case["validation_drop_last"] = False
-    # Outputs of own streams are in rank order, and outputs that are objects cannot be concatenated.
+    # Outputs of different streams are in rank order. Outputs that are objects cannot be concatenated.
     if case["extra_call"] == "predict" and (case["validation"] in ("own", "skip") or "object" in case["features"]):
         case["extra_call"] = "evaluate"
 
@@ -331,13 +332,14 @@ def _make_layout_valid(case: Case) -> None:
     if case["collate"] == "noise" or case["change"]:
         case["again"] = None
     if case["again"] and {"norm", "sync_norm", "buffer"} & set(case["features"]):
-        case["again"] = ["on_step_end", case["again"][1]]  # repeated forward passes change their state again
+        case["again"] = ["on_step_end", case["again"][1]]  # repeated forward passes would change the state again
     if len(segments) > 1 or case["checkpoint_every_steps"] or case["counting"]:
         case["output"] = True
     if not case["output"]:
         case["checkpoint_every_steps"], case["checkpoint_every"], case["asynchronous"] = None, 1, True
     for segment in segments:
-        # A script has the step at which it stopped, but not the step of the last checkpoint before an exception.
+        # The script of a segment contains the step of a stop, but not the step of the last checkpoint before an
+        # exception.
         if case["change"] and segment["end"] and segment["end"][0].startswith("raise"):
             segment["end"] = ["steps", segment["end"][1]]
     if any(segment["end"] and segment["end"][0] == "stop" for segment in segments):
@@ -345,8 +347,8 @@ def _make_layout_valid(case: Case) -> None:
 
 
 def _equalize_step_sizes(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case]:
-    """Return the segments with the same number of samples per step in each segment, regardless of its number of
-    ranks."""
+    """Change the segments so that all have the same number of samples per step, regardless of the number of ranks.
+    Return them."""
     randomness = case["collate"] == "noise"
     same = case["source"] == "own" or randomness or case["compression"] in ("fp16", "bf16")
     same = same or {"norm", "buffer", "sync_norm", "max_norm"} & set(case["features"])
@@ -362,7 +364,7 @@ def _equalize_step_sizes(case: Case, segments: list[Case], uninterrupted: bool) 
 
 
 def simpler_cases(case: Case) -> Iterator[Case]:
-    """Yield cases that are simpler than `case` in one respect each, from the largest simplification to the smallest."""
+    """Yield cases that are each simpler than `case` in one respect, starting with the largest simplification."""
     if case["kind"] == "loop":
         from .loops import simpler_loop
 
@@ -408,6 +410,6 @@ def to_json(case: Case) -> str:
 
 
 def parse_case(text: str) -> Case:
-    """Return the case that `to_json` wrote."""
+    """Return the case for the text that `to_json` returned."""
     found = json.loads(text)
     return make_valid({**SIMPLEST, **found}) if found.get("kind", "trainer") == "trainer" else found

@@ -17,12 +17,12 @@ GROUP_DTYPES = (*DTYPES, "complex64", "complex128", "uint32", "uint64", "int8", 
 OPS = ("sum", "mean", "min", "max", "product")
 CALLS = ("allreduce", "allreduce", "reducescatter", "allgather", "broadcast", "differentiable_allgather")
 GROUP_CALLS = ("all_reduce", "coalesced", "reduce", "reduce_scatter")
-# Small tensors are transferred together with the consistency check; tensors of this many rows are not.
+# Small tensors are transferred together with the consistency check. Tensors with this number of rows are not.
 MANY_ROWS = 600
 
 
 def draw_collectives(r: random.Random, seed: int) -> Case:
-    """Return some random collectives: [level, name, op, dtype, rows, special values]."""
+    """Return random collectives as lists [level, name, op, dtype, rows, special values]."""
     backend, size = r.choice([("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("local", 1)])
     calls = []
     for _ in range(20):
@@ -54,7 +54,7 @@ def simpler_collectives(case: Case) -> Iterator[Case]:
 
 
 def input_tensor(case: Case, number: int, rank: int) -> Tensor:
-    """Return the input of a rank for call `number`: [rows * size, 2]."""
+    """Return the input of a rank for call `number`, a tensor of shape [rows * size, 2]."""
     _, _, op, name, rows, special = case["calls"][number]
     dtype: torch.dtype = getattr(torch, name)
     generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank)
@@ -64,7 +64,7 @@ def input_tensor(case: Case, number: int, rank: int) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         value = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
         if special in ("nan", "inf") and rows and rank == case["seed"] % case["size"]:
-            # Transports reduce the parts of a tensor in different orders, and lose nan only in some of these orders.
+            # Transports reduce parts of a tensor in different orders. NaN is lost only in some of these orders.
             value[number % len(value), 0] = value[len(value) // 2, 0] = value[-1, 1] = float(special)
         return value.to(dtype)
     value = torch.randint(0, 5, shape, generator=generator)
@@ -79,8 +79,8 @@ def input_tensor(case: Case, number: int, rank: int) -> Tensor:
 
 
 def input_weights(case: Case, number: int, rank: int) -> Tensor:
-    """Return the weights by which a rank multiplies the result of a differentiable allgather. Its loss is the sum of
-    the products."""
+    """Return the weights by which a rank multiplies the result of a differentiable allgather. The loss of the rank is
+    the sum of the products."""
     _, _, _, name, rows, _ = case["calls"][number]
     generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank + 5)
     value = torch.randn(rows * case["size"] ** 2, 2, generator=generator, dtype=torch.float64)
@@ -88,7 +88,7 @@ def input_weights(case: Case, number: int, rank: int) -> Tensor:
 
 
 def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
-    """Return the reduction of the ranks' tensors, computed in the widest dtype. A minimum or maximum propagates nan."""
+    """Return the reduction of the ranks' tensors, computed in the widest dtype. A minimum or maximum propagates NaN."""
     dtype = tensors[0].dtype
     if dtype.is_floating_point:
         wide = torch.stack(tensors).double()
@@ -107,7 +107,7 @@ def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
 
 
 def run(backend: Any, case: Case) -> list[Any]:
-    """Run the calls of a case on this rank. Return each result, or the class name of the exception."""
+    """Run the calls of a case on this rank. For each call, return the result or the class name of the exception."""
     results: list[Any] = []
     for number, (level, name, op, *_) in enumerate(case["calls"]):
         tensor = input_tensor(case, number, backend.rank)
@@ -125,7 +125,7 @@ def run(backend: Any, case: Case) -> list[Any]:
                 results[-1] = "changed its input"
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
-    # As lists, because torch cannot pickle every dtype.
+    # Return lists, because torch cannot pickle every dtype.
     return [one if isinstance(one, str) else (str(one.dtype), list(one.shape), one.tolist()) for one in results]
 
 
@@ -136,7 +136,7 @@ def _gather_with_gradient(backend: Any, tensor: Tensor, weights: Tensor) -> Tens
     own = tensor.clone().requires_grad_()
     gathered = unitrain.differentiable_allgather(own, backend)
     (gathered * weights).sum().backward()
-    assert own.grad is not None, "no gradient"
+    assert own.grad is not None, "the gradient is missing"
     return torch.cat([gathered.detach(), own.grad])
 
 
@@ -162,7 +162,7 @@ def _group_call(name: str, op: str, tensor: Tensor, size: int) -> Tensor:
 
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return the wrong results. An error must be raised on every rank, and must be an expected one."""
+    """Return the wrong results. An error must be expected and must be raised on every rank."""
     rank_results = ranks((case["backend"], case["size"]), run, case)
     for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
         tensors = [input_tensor(case, number, rank) for rank in range(case["size"])]

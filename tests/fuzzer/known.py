@@ -1,4 +1,4 @@
-"""The smallest cases of defects that the fuzzer has found; each of them runs with every test run."""
+"""The smallest cases of defects that the fuzzer has found. Every test run includes these cases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Training loops without the Trainer: random forward and backward passes between steps, inside and outside `no_sync`.
-Expectation: a step either uses the mean over ranks of all gradients accumulated since the previous step, or raises
-ModelError on every rank. A loop in the usual form must not raise an error.
+"""Training loops without the Trainer: random forward and backward passes between steps, inside and outside `no_sync`. A
+step must either use the mean over ranks of all gradients accumulated since the previous step, or raise ModelError on
+every rank. A loop in the usual form must not raise an error.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def draw_loop(r: random.Random, seed: int) -> Case:
 
 
 def _draw_step(r: random.Random, case: Case, unusual: str) -> list[list[Any]]:
-    """Return operations: ["forward", in sync, through the wrapped model, part], ["backward", which loss, in sync,
-    retain], ["grad"] and ["sum"], which replaces the losses by their sum. One kind of them is `unusual`."""
+    """Return operations: ["forward", in sync, through the wrapped model, part], ["backward", index of the loss, in
+    sync, retain], ["grad"], and ["sum"], which replaces the losses by their sum. `unusual` is the kind of operation
+    that is used in an unusual way."""
 
     def is_unusual(kind: str) -> bool:
         return unusual in (kind, "everything") and r.random() < 0.35
@@ -60,8 +61,8 @@ def _draw_step(r: random.Random, case: Case, unusual: str) -> list[list[Any]]:
 
 
 def is_usual(case: Case) -> bool:
-    """Return whether every rank must accept the loop: each round is entirely inside or outside `no_sync`, and the last
-    one is outside."""
+    """Return whether every rank must accept the loop. In such a loop, each round is completely inside or outside
+    `no_sync`, and the last round is outside."""
     for operations in case["steps"]:
         moves = [operation for operation in operations if operation[0] in ("forward", "backward")]
         if not moves or not all(operation[2] for operation in moves if operation[0] == "forward"):
@@ -70,7 +71,7 @@ def is_usual(case: Case) -> bool:
         if not syncs[-1] or sorted(syncs) != syncs:
             return False
         if case["output"] == "object" and len([m for m in moves if m[0] == "backward"]) > syncs.count(False) // 2 + 1:
-            return False  # tensors that are not accessible in an output may raise an error
+            return False  # an output whose tensors are not accessible may raise an error
     return not (case["output"] == "object" and case["unused"])
 
 
@@ -85,7 +86,7 @@ class Opaque:
 
 
 class SharedParts(nn.Module):
-    """Two parts that a forward pass may use separately, and a third part that both use."""
+    """A model with two parts that forward passes may use separately, and a third part that both use."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ def run_step(
     call: Callable[..., Any],
     no_sync: Callable[[], Any] = nullcontext,
 ) -> None:
-    """Run the operations before step `number` on one rank's inputs; `call` is the model that "wrapped" means."""
+    """Run the operations before step `number` on one rank's inputs. `call` is the wrapped model."""
     forwards = sum(operation[0] == "forward" for operations in case["steps"][:number] for operation in operations)
     losses: list[Tensor] = []
     for name, *settings in case["steps"][number]:
@@ -143,7 +144,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def expected_parameters(case: Case) -> list[list[Tensor]]:
-    """Return the parameters after each step: those of SGD on the mean of the ranks' gradients."""
+    """Return the parameters after each step of SGD on the mean of the ranks' gradients."""
     model = SharedParts(case)
     parameters, optimizer = list(model.parameters()), make_optimizer(model)
     after = []
@@ -187,7 +188,7 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
 
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return the differences between the results of a loop and the expected results."""
+    """Return the differences from the expected results of a loop."""
     rank_results = ranks((case["backend"], case["size"]), run, case)
     errors = [one["error"] for one in rank_results]
     if any(errors):
@@ -209,7 +210,7 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
 
 
 def simpler_loop(case: Case) -> Iterator[Case]:
-    """Yield loops that are simpler in one respect."""
+    """Yield loops that are each simpler in one respect."""
     steps = case["steps"]
     for at in range(len(steps)):
         if len(steps) > 1:
@@ -248,7 +249,7 @@ def simpler_loop(case: Case) -> Iterator[Case]:
 
 
 def _is_balanced(operations: list[list[Any]]) -> bool:
-    """Return whether each backward pass has a loss, and at least one loss is left."""
+    """Return whether each backward pass has a loss, and whether at least one loss remains."""
     losses = backwards = 0
     for operation in operations:
         if operation[0] == "forward":

@@ -1,10 +1,11 @@
-"""The expected result of a case with the Trainer, from plain torch in one process with the global batch in float64.
+"""Computes the expected result of a case with the Trainer, in one process with plain torch, the global batch and
+float64.
 
-This module does not use unitrain. Its only input from the run under test is the trace: the samples of each step, which
+This module does not use unitrain. The only input from the run under test is the trace: the samples of each step, which
 depend on random shuffling. `check_samples` checks the trace, and `Oracle` trains on it. Interruptions, checkpoints,
 backends, numbers of ranks, accumulation and workers are not simulated, because they must not change the result. The
 exceptions are properties that the contract defines per rank: unsynchronized BatchNorm and other state that a forward
-pass changes, which depend on the samples of one rank, and compression, which rounds the gradients of each rank.
+pass changes depend on the samples of one rank, and compression rounds the gradients of each rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One optimizer step of the trace: its epoch, from 0 on, and the pieces of each micro-step in rank order."""
+    """One optimizer step of the trace: the epoch, counted from 0, and the pieces of each micro-batch in rank order."""
 
     epoch: int
     micro_steps: list[list[Piece]]
@@ -52,7 +53,7 @@ class Step(NamedTuple):
 
 
 def check_samples(case: Case, trace: list[Step]) -> list[str]:
-    """Return the errors in the samples of the steps: each step must use the next samples in the order of its epoch."""
+    """Return the errors in the samples of the steps. Each step must use the next samples in the order of the epoch."""
     wrong = []
     for epoch in sorted({step.epoch for step in trace}):
         steps = [step.samples for step in trace if step.epoch == epoch]
@@ -110,7 +111,7 @@ def _possible_samples(case: Case) -> tuple[set[int], float, int]:
 
 
 def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
-    """Return the samples of each step of an epoch; None if the order is random."""
+    """Return the samples of each step of an epoch, or None if the order is random."""
     count, source, size = case["samples"], case["source"], case["segments"][-1]["size"]
     if source in ("batches", "map_batches") or case["sampler"] == "batches":
         batches = parts.split_into_batches(case, count)
@@ -133,7 +134,7 @@ def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
 
 
 def _steps_of_own_streams(case: Case, size: int) -> list[list[int]]:
-    """Return the steps for streams that differ between ranks: each rank uses the next samples of its stream."""
+    """Return the steps for streams that differ between ranks. Each rank uses the next samples of its stream."""
     accumulate = case["segments"][-1]["accumulate"]
     length = case["global_batch"] // size // accumulate
     streams = []
@@ -155,7 +156,7 @@ def _without_bad_samples(case: Case, numbers: list[int]) -> list[int]:
 
 
 def _equals_except_bad_samples(found: list[list[int]], expected: list[list[int]], too_few: bool) -> bool:
-    """Return whether the steps contain all good samples, and bad samples only if a rank had no good ones."""
+    """Return whether the steps contain all good samples, and bad samples only if a rank had no good samples."""
     return not too_few and all(
         set(step) <= set(batch)
         and {n for n in batch if not parts.is_bad(n)} <= set(step)
@@ -168,7 +169,7 @@ def _equals_except_bad_samples(found: list[list[int]], expected: list[list[int]]
 
 
 class Oracle:
-    """Trains the steps of the case, one after the other, on the samples of the trace."""
+    """Runs the steps of the case in order, on the samples of the trace."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -184,7 +185,7 @@ class Oracle:
         self.steps = 0
 
     def train(self, trace: list[Step]) -> dict[str, Any]:
-        """Return the outcome of the complete run."""
+        """Train, and return the outcome of the complete run."""
         rates: list[list[float]] = []
         epochs: dict[int, dict[str, float]] = {}
         results: dict[str, float] = {}
@@ -368,7 +369,7 @@ class Oracle:
 
 
 class _EarlyStopping:
-    """Stops the run if a result has not decreased for `patience` complete epochs in a row."""
+    """Stops the run if a result has not decreased for `patience` consecutive complete epochs."""
 
     def __init__(self, case: Case) -> None:
         self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 Case = dict[str, Any]
 MASKED = -100
-BRANCH_ABOVE = 1.0  # a sample whose second input is larger uses the branch
+BRANCH_ABOVE = 1.0  # samples whose second input is larger use the branch
 
 
 class Output:
@@ -39,7 +39,7 @@ def tensor_of(output: Any) -> Tensor:
 
 
 class Network(nn.Module):
-    """A small float64 network with the features that a case names. Column 0 of the inputs is the sample's number."""
+    """A small float64 network with the features of a case. Column 0 of the inputs is the index of the sample."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Network(nn.Module):
             h = h + z.real + 0.3 * z.imag.square()
         h = torch.tanh(self.first(h))
         for name in ("norm", "sync_norm"):
-            if name in features:  # three values per sample and channel, so that one sample has a variance
+            if name in features:  # with three values per sample and channel, one sample has a variance
                 h = getattr(self, name + "_part")(h.view(-1, 2, 3)).view(-1, 6)
         if "tied" in features:
             h = torch.tanh(self.tied_part(torch.tanh(self.tied_part(h))))
@@ -101,7 +101,8 @@ class Network(nn.Module):
 
 
 class Forward:
-    """Calls the model on a batch: a pair, or a dictionary; with the feature "penalty" it adds a gradient of inputs."""
+    """Calls the model on a batch, which is a pair or a dictionary. The feature "penalty" adds a gradient of the
+    inputs."""
 
     def __init__(self, case: Case) -> None:
         self.penalty = "penalty" in case["features"]
@@ -118,7 +119,7 @@ class Forward:
 
 
 def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
-    """Return the user's loss: a mean, or for "tokens" the pair (sum, count)."""
+    """Return the user's loss function, which returns the mean or, with "tokens", the pair (sum, count)."""
 
     def tokens(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         total = nn.functional.cross_entropy(tensor_of(output), target, ignore_index=MASKED, reduction="sum")
@@ -132,7 +133,8 @@ def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
 
 
 def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return inputs float64 [count, 5] and targets; `offset` selects other samples, such as those of validation."""
+    """Return float64 inputs of shape [count, 5], and targets. `offset` selects other samples, for example for
+    validation."""
     count = count or case["samples"]
     generator = torch.Generator().manual_seed(case["seed"] + 1000 * offset + 1)
     inputs = torch.randn(count, 5, generator=generator, dtype=torch.float64)
@@ -182,7 +184,7 @@ class MapBatchDataset(MapDataset):
 
 
 class ItemStream(IterableDataset[Any]):
-    """Samples in order; with `rank` and `size`, the dataset shards itself over ranks and workers."""
+    """Yields samples in order. With `rank` and `size`, the dataset shards itself over ranks and workers."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, rank: int = 0, size: int | None = None) -> None:
         self.inputs, self.targets, self.rank, self.size = inputs, targets, rank, size or 1
@@ -191,14 +193,14 @@ class ItemStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if self.shards_itself and info is not None else (0, 1)
-        # The last rank has the most samples, so rank 0 exhausts its samples first.
+        # The last rank has the most samples, so rank 0 runs out of samples first.
         first = self.size - 1 - self.rank
         for index in range(first + self.size * worker, len(self.inputs), self.size * workers):
             yield self.inputs[index].clone(), self.targets[index].clone()
 
 
 class BatchStream(IterableDataset[Any]):
-    """Batches in order; with `reuse`, each batch overwrites the memory of the preceding one."""
+    """Yields batches in order. With `reuse`, each batch overwrites the memory of the previous batch."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
         self.inputs, self.targets = inputs, targets
@@ -246,7 +248,7 @@ class CustomBatchSampler(Sampler[list[int]]):
 
 
 def split_into_batches(case: Case, count: int) -> list[list[int]]:
-    """Return the samples of the batches that the dataset creates: one, two or three samples per batch."""
+    """Return the samples of each batch that the dataset creates. Batches have one, two or three samples."""
     batches, first = [], 0
     while first < count:
         length = 1 + (first + case["seed"]) % 3 if case["sampler"] == "batches" or case["uneven_batches"] else 2
@@ -269,7 +271,7 @@ def collate_skip(batch: list[Any]) -> list[Tensor]:
 
 
 def collate_skip_all(batch: list[Any]) -> list[Tensor]:
-    """Leave out bad samples; the batch is empty if all its samples are bad."""
+    """Drop bad samples. The batch is empty if all samples are bad."""
     inputs, targets = collate_pairs(batch)
     kept = [not is_bad(int(number)) for number in inputs[:, 0]]
     return [inputs[kept], targets[kept]]
@@ -294,7 +296,7 @@ def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     """Return the Dataset or DataLoader of a case, with `batch_size` samples per rank."""
     inputs, targets = samples(case)
     source: Any = case["source"]
-    if source == "subset":  # some of the samples; the first ones have negative indices
+    if source == "subset":  # a subset whose first indices are negative
         chosen = subset_indices(case)
         dataset: Any = Subset(TensorDataset(inputs, targets), [chosen[0] - len(inputs) * case["negative"], *chosen[1:]])
     elif source in ("shared", "own"):
@@ -345,12 +347,12 @@ def sampler_of(case: Case, dataset: Any) -> Any:
 
 
 def part_of(count: int) -> int:
-    """Return the number of samples that samplers over a part of the data yield."""
+    """Return the number of samples that a sampler over a part of the data yields."""
     return count - count // 3
 
 
 def validation_data(case: Case, rank: int, size: int) -> Any:
-    """Return validation data of the kind in the case; None if the case has no validation data."""
+    """Return validation data of the kind in the case, or None if the case has no validation data."""
     kind = case["validation"]
     if kind is None:
         return None
@@ -387,10 +389,10 @@ def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
-    """Return the optimizer; the parameters of "late" are in a separate group after the run has added it."""
-    held = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
+    """Return the optimizer. If `late`, add the group of parameters that the case adds during the run."""
+    initial_parameters = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
     name, settings = case["optimizer"], dict(case["optimizer_settings"])
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(held, **settings)
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(initial_parameters, **settings)
     if late:
         add_late(model, optimizer)
     return optimizer
@@ -401,7 +403,7 @@ def add_late(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def scheduler_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the torch scheduler that the case names."""
+    """Return the torch scheduler of the case."""
     s: Any = lr_scheduler
     lr = optimizer.param_groups[0]["lr"]
     made: dict[str, Callable[[], Any]] = {
@@ -452,7 +454,7 @@ def change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class InPlace:
-    """A metric that returns the same tensor each time, updated in place."""
+    """A metric that always returns the same tensor, which it updates in place."""
 
     def __init__(self) -> None:
         self.value = torch.zeros((), dtype=torch.float64)
@@ -483,7 +485,7 @@ def flattened(name: str) -> Any:
 
 
 def metrics_of(case: Case) -> dict[str, Any]:
-    """Return the metrics of a case by name. Names with a capital letter are metrics of torchmetrics."""
+    """Return the metrics of a case by name. Names that start with a capital letter are torchmetrics metrics."""
     made: dict[str, Any] = {"squares": squares, "each": each}
     if "in_place" in case["metrics"]:
         made["in_place"] = InPlace()

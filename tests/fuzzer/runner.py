@@ -23,7 +23,7 @@ Case = dict[str, Any]
 CASE_SECONDS = 60.0
 BACKEND_SECONDS = 12.0
 TOLERANCE = 1e-9
-LOOSE = 1e-5  # for torchmetrics, whose sums are float32, and for comparisons with another layout
+LOOSE = 1e-5  # for torchmetrics, which sums in float32, and for comparisons with another layout
 
 
 class Pool:
@@ -33,7 +33,7 @@ class Pool:
         self._groups: dict[tuple[str, int], RankGroup] = {}
 
     def run(self, layout: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(backend, *args)` on every rank. Raises RankError after CASE_SECONDS."""
+        """Call `function(backend, *args)` on every rank. Raise RankError after CASE_SECONDS."""
         group = self._groups.get(layout)
         if group is None:
             import_before_fork("torchmetrics")
@@ -108,12 +108,12 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         if wrong := check_samples(case, trace) + _check_end(case, found):
             return wrong
         if other := _choose_reference_segment(case):
-            # As far as this run came, for one that has done more steps than its epochs have.
+            # Compare with the steps of this run, which may have more steps than its epochs.
             reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
             return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
-        # PowerSGD of full rank is exact except for rounding. torch keeps some numbers of these optimizers in float32,
-        # and makes them float64 when it loads them.
+        # PowerSGD of full rank is exact except for rounding. torch keeps some values of these optimizers in float32,
+        # and converts them to float64 when it loads them.
         rounds = case["compression"] == "powersgd_full" or case["optimizer"] in ("NAdam", "ASGD")
         return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
     except _FailedError as error:
@@ -125,8 +125,8 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
 def _choose_reference_segment(case: Case) -> Case | None:
     """Return the segment of a run to compare with if the oracle cannot compute the result, otherwise None.
 
-    Random numbers in a collate function must be those of the same ranks without interruption. PowerSGD starts from
-    random matrices, and must produce the same results on other numbers of ranks.
+    Random numbers in a collate function must equal those of an uninterrupted run on the same ranks. PowerSGD starts
+    from random matrices, and must produce the same results on other numbers of ranks.
     """
     last: Case = case["segments"][-1]
     if case["collate"] == "noise":
@@ -138,7 +138,7 @@ def _choose_reference_segment(case: Case) -> Case | None:
 
 
 def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
-    """Run all segments, one after the other in one folder, and return the trace of the complete run."""
+    """Run all segments in order in one folder, and return the trace of the complete run."""
     folder = tempfile.mkdtemp(prefix="unitrain-fuzz-")
     try:
         steps: dict[int, dict[str, Any]] = {}
@@ -209,7 +209,7 @@ def _compare(case: Case, found: dict[str, Any], expected: dict[str, Any], tolera
         if name == "buffers" and "max_norm" in case["features"]:
             continue
         wrong += list(differences(found.get(name), expected.get(name), tolerance, name))[:2]
-    shared = found["results"].keys() & expected["results"].keys()  # a run without remaining steps has no loss
+    shared = found["results"].keys() & expected["results"].keys()  # without remaining steps, there is no loss
     found_results, expected_results = ({name: one["results"][name] for name in shared} for one in (found, expected))
     wrong += list(differences(found_results, expected_results, tolerance, "results"))[:2]
     if case["counting"]:
@@ -265,7 +265,7 @@ def _abbreviate_value(value: Any) -> str:
 
 
 def failure_kind(failed: list[str]) -> str:
-    """Return the kind of a failure, which shrinking preserves: its first word and, for an error, its class."""
+    """Return the kind of a failure, which shrinking preserves: the first word and, for an error, the class."""
     return " ".join(failed[0].replace(":", " ").split()[: 2 if failed[0].startswith("error") else 1])
 
 

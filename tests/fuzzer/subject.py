@@ -1,4 +1,4 @@
-"""Runs a case with the Trainer on real ranks, like a user's script, once per segment between two interruptions."""
+"""Runs a case with the Trainer on real ranks, like a user's script. A segment is a run between two interruptions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Case = dict[str, Any]
 
 
 class InterruptionError(Exception):
-    """The exception that a case raises in the middle of a run."""
+    """The exception that a case raises during a run."""
 
 
 class Recorder(unitrain.Callback):
-    """Records the samples and learning rates of each step and the results of each epoch; applies the case's changes."""
+    """Records the samples and learning rates of each step and the results of each epoch. Applies the changes of the
+    case."""
 
     def __init__(self, case: Case, end: list[Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.end, self.model, self.held = case, end, model, optimizer
@@ -40,7 +41,7 @@ class Recorder(unitrain.Callback):
         self.micro_steps = []
 
     def interrupt(self, moment: str, step: int) -> None:
-        """Raise InterruptionError once, at the moment at which the case interrupts `fit` and calls it again."""
+        """Raise InterruptionError once, at the moment at which the case interrupts `fit` before calling it again."""
         if self.again == [moment, step]:
             self.again = None
             raise InterruptionError
@@ -74,7 +75,7 @@ class Recorder(unitrain.Callback):
 
 
 class Counting(unitrain.Callback):
-    """Counts steps in a container of the type in the case, and saves it in checkpoints."""
+    """Counts steps in a container of the type in the case, and saves the container in checkpoints."""
 
     def __init__(self, kind: str) -> None:
         self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(kind, OrderedDict)()
@@ -118,7 +119,7 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
     callbacks: list[unitrain.Callback] = [recorder]
     counting = Counting(case["counting"]) if case["counting"] else None
     if counting:
-        callbacks.insert(0, counting)  # before what interrupts
+        callbacks.insert(0, counting)  # before the callbacks that interrupt
     if case["early_stopping"]:
         monitor, patience = case["early_stopping"]
         callbacks.append(unitrain.EarlyStopping(monitor, patience=patience))
@@ -145,7 +146,7 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
             if not isinstance(error.__cause__, InterruptionError):
                 raise
             if case["again"] and recorder.again is None:
-                recorder.again = []  # once only
+                recorder.again = []  # only once
                 continue
             interrupted = True
         break
@@ -214,7 +215,7 @@ def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
 
 
 def batch_size_of(case: Case, segment: Case) -> int:
-    """Return the samples per rank and micro-step."""
+    """Return the number of samples per rank and micro-batch."""
     return max(1, case["global_batch"] // segment["size"] // segment["accumulate"])
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the results of two backends."""
+"""Compares the results of two backends."""
 
 from __future__ import annotations
 

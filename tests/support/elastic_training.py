@@ -1,9 +1,10 @@
-"""Training script that prints the samples of each step, and changes the hosts of its job and kills ranks on request.
+"""Training script that records the samples of each step. On request, it changes the slots of the job or kills ranks.
 
-python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: FOLDER receives the run, and one line per rank and step.
-FOLDER/plan.json contains the events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} offers three slots after step 7 on
-two ranks, and kills rank 1 of three after step 30. Each event occurs once. After the slots have changed, a step takes
-SECONDS. After the event "slow NAME", a step also takes SECONDS until the file FOLDER/NAME exists.
+python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: writes the run and one line per rank and step to FOLDER.
+FOLDER/plan.json contains the events. For example, {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} offers three slots
+after step 7 of a job with two ranks, and kills rank 1 after step 30 of a job with three ranks. Each event occurs once.
+After the slots have changed, a step takes SECONDS. After the event "slow NAME", a step also takes SECONDS until the
+file FOLDER/NAME exists.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 8, 3
 
 
 class NumberedDataset(Dataset[tuple[Tensor, Tensor, int]]):
-    """Dataset whose samples contain their own index."""
+    """Dataset whose samples contain their index."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -41,7 +42,7 @@ class NumberedDataset(Dataset[tuple[Tensor, Tensor, int]]):
 
 
 class EventCallback(unitrain.Callback):
-    """Records the samples of each step, and triggers the events that are planned after it."""
+    """Records the samples of each step, and triggers the events planned after the step."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds, self._taken = folder, seconds, list[int]()

@@ -1,7 +1,8 @@
-"""Backends and sizes on which the tests of backend-neutral code run; other pairs run nightly.
+"""Backends and sizes on which tests of backend-neutral code run. Other pairs run nightly.
 
 Three ranks on one backend also cover shards of unequal sizes and sums of more than two terms. Tests of gradients run on
-each backend. Tests of the order of the data, which calls the same few collectives on each backend, run on one.
+each backend. Tests of the order of data run on one backend, because this code calls the same few collectives
+everywhere.
 """
 
 from __future__ import annotations

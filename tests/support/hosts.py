@@ -1,8 +1,8 @@
 """Several hosts on one machine, each with a separate network, name, process namespace and sshd.
 
-A host is a set of Linux namespaces. Its first process is sshd; when sshd exits, the kernel kills all processes of the
-host. All hosts share the files of this machine at the same paths, as on a shared file system, except /etc/hosts,
-/dev/shm, /run and root's home, which contains the ssh keys. Hosts can reach only each other, by name, at 10.77.0.N. The
+A host is a set of Linux namespaces. The first process is sshd. When sshd exits, the kernel kills all processes of the
+host. All hosts share the files of this machine at the same paths, like on a shared file system, except /etc/hosts,
+/dev/shm, /run and root's home, which contains the ssh keys. Hosts can only reach each other, by name, at 10.77.0.N. The
 network, files and processes of this machine do not change.
 """
 
@@ -53,10 +53,10 @@ class Host:
     def start(
         self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, fresh: bool = False, **options: int
     ) -> subprocess.Popen[str]:
-        """Start a program on this host; `stdout` contains both of its output streams. Terminate it with `kill_all`,
-        because a signal to the returned process does not reach the program.
+        """Start a program on this host. `stdout` contains both output streams. Terminate the program with `kill_all`,
+        because a signal to the returned process does not reach it.
 
-        Its Python processes are forked from a preloaded interpreter (`preload.py`) unless `fresh` is true.
+        Unless `fresh` is true, Python processes of the program are forked from a preloaded interpreter (`preload.py`).
         """
         environ = {**os.environ, **(variables or {})}
         return subprocess.Popen(
@@ -75,7 +75,7 @@ class Host:
         *,
         fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on this host and wait until it exits; `stdout` contains both of its output streams.
+        """Run a program on this host and wait until it exits. `stdout` contains both output streams.
 
         After `seconds`, kill all processes on this host and raise TimeoutError.
         """
@@ -95,7 +95,7 @@ class Host:
         try:
             own = _namespace(self.first)
         except OSError:
-            return found  # it is switched off
+            return found  # the host is switched off
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if int(folder.name) != self.first and _namespace(int(folder.name)) == own:
@@ -106,8 +106,8 @@ class Host:
         return found
 
     def wait_until_all_exited(self, seconds: float) -> None:
-        """Wait until all processes have exited. Raises TimeoutError, which names the remaining processes, after
-        `seconds`."""
+        """Wait until all processes have exited. After `seconds`, raise TimeoutError, which names the remaining
+        processes."""
         deadline = time.monotonic() + seconds
         while processes := self.find_processes():
             if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ class Host:
 
     def kill(self) -> None:
         """Kill all processes of this host and disconnect it permanently."""
-        self.disconnect_network()  # first, because the kernel would otherwise close the connections
+        self.disconnect_network()  # disconnect first, because the kernel would otherwise close the connections
         with contextlib.suppress(OSError):
             os.kill(self.first, signal.SIGKILL)
 
@@ -146,9 +146,9 @@ def hosts(
     count: int, folder: Path, *, hostname_is_loopback: bool = False, network: tuple[float, float] | None = None
 ) -> Iterator[list[Host]]:
     """Context manager that creates `count` hosts named h1, h2, ... with their files in the empty `folder`. Each host
-    accepts the ssh keys of the others. With `hostname_is_loopback`, each host resolves its own name to 127.0.1.1, as
-    configured by Debian's installer. `network` is the delay between two hosts, in seconds, and the bandwidth of each
-    host, in bits per second.
+    accepts the ssh keys of the other hosts. With `hostname_is_loopback`, each host resolves its own name to 127.0.1.1,
+    like a host configured by Debian's installer. `network` is the delay between two hosts, in seconds, and the
+    bandwidth of each host, in bits per second.
     """
     key = folder / "key"
     _run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
@@ -203,7 +203,7 @@ def _write_files(own: Path, number: int, count: int, key: Path, hostname_is_loop
         for other in range(1, count + 1)
     ]
     (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-    # ssh and sshd read root's home from here and ignore HOME.
+    # ssh and sshd read root's home from this file and ignore HOME.
     users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
     for user in users:
         if user[0] == "root":
@@ -230,7 +230,7 @@ exec {SSHD} -D -E {own}/sshd.log -f {own}/sshd_config
 
 @contextlib.contextmanager
 def _run_until_exit(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Context manager that runs a command, which prints "up" when it is ready, and kills it at the end."""
+    """Context manager that runs a command, waits until it prints "up", and kills it at the end."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -53,7 +53,8 @@ class Launch:
 
 
 def kill_until_none_is_left(find_processes: Callable[[], Iterable[int]], seconds: float) -> None:
-    """Kill the processes that `find_processes` returns, repeatedly, because they may have started others meanwhile."""
+    """Kill the processes that `find_processes` returns. Repeat this, because they may start other processes before they
+    exit."""
     deadline = time.monotonic() + seconds
     while (processes := list(find_processes())) and time.monotonic() < deadline:
         for pid in processes:
@@ -68,7 +69,7 @@ def running_launcher(
 ) -> Iterator[Launch]:
     """Run `command` in a new session with `variables` added to its environment, and kill all its processes at the end.
 
-    Its Python processes are forked from a preloaded interpreter (`preload.py`) unless `fresh` is true.
+    Unless `fresh` is true, Python processes of the command are forked from a preloaded interpreter (`preload.py`).
     """
     name, value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
     added = {name: value, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -1,4 +1,5 @@
-"""Read the output of loggers, with the readers of their formats: (name, step, value), and descriptions."""
+"""Reads the output of loggers as (name, step, value), and descriptions of runs, with the official readers of the
+formats."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def from_json_lines(folder: Path) -> Points:
 
 
 def events(folder: Path) -> Any:
-    """Return the content of the event files in `folder`, as TensorBoard reads it."""
+    """Return the content of the event files in `folder`, read by TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
@@ -54,7 +55,7 @@ def from_tensorboard(folder: Path) -> Points:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file, in blocks of 32 KiB as in LevelDB's log."""
+    """Yield the records of a .wandb file, which has blocks of 32 KiB like a LevelDB log."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, collected = file.read_bytes(), 7, b""
@@ -68,7 +69,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             return  # the record is still being written
         collected += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record or the last part of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(collected)
             collected = b""
@@ -76,7 +77,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_starts(folder: Path) -> list[tuple[str, list[Any]]]:
-    """Return the file name and the records of every start. `finish` returns a moment before the last is written."""
+    """Return the file name and the records of every start. Wait for the last record, which is written after `finish`
+    returns."""
     starts = []
     for start in sorted(folder.glob("wandb/offline-run-*")):
         deadline = time.monotonic() + 60
@@ -97,7 +99,7 @@ def from_wandb(folder: Path) -> Points:
         for record in records:
             if record.WhichOneof("record_type") == "history":
                 items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
-                values = {keys[0]: json.loads(value) for keys, value in items if len(keys) == 1}  # no images
+                values = {keys[0]: json.loads(value) for keys, value in items if len(keys) == 1}  # without images
                 step = values["_step"]
                 points += [(name, step, float(value)) for name, value in values.items() if name[0] != "_"]
     return points
@@ -105,7 +107,7 @@ def from_wandb(folder: Path) -> Points:
 
 @functools.cache
 def _empty_mlflow_database() -> bytes:
-    """Return the database that MLflow creates at its first use, which takes many seconds."""
+    """Return the database that MLflow creates at the first use. Creating the database takes many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         logger = MLflowLogger("another experiment")
         logger.prepare(Path(folder))
@@ -120,7 +122,7 @@ def put_mlflow_database(folder: Path) -> None:
 
 
 def mlflow_runs(folder: Path) -> tuple[Any, list[Any]]:
-    """Return a client, and the runs in a folder's database."""
+    """Return a client and the runs in the database of a folder."""
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{folder.resolve() / 'mlflow.db'}")

@@ -1,7 +1,7 @@
-"""Training with logical ranks, and digests of all its results.
+"""Training with logical ranks, and digests of all results.
 
-python logical_ranks_training.py FOLDER STEPS: trains the variant "all" in FOLDER/run, and writes the digests to
-FOLDER/digests.json. FOLDER/plan.json contains events, as in `elastic_training.py`.
+python logical_ranks_training.py FOLDER STEPS: train the variant "all" in FOLDER/run, and write the digests to
+FOLDER/digests.json. FOLDER/plan.json contains events like those of `elastic_training.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Digests = dict[str, Any]
 
 
 class Noisy(Dataset[Any]):
-    """Samples with augmentation by the generators of torch and numpy."""
+    """A dataset with augmentation by the random generators of torch and numpy."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -46,8 +46,8 @@ class Noisy(Dataset[Any]):
 
 
 class Network(nn.Module):
-    """A network with BatchNorm, dropout, a buffer that each forward pass reads and writes, and, if `has_branches`, two
-    branches of which random numbers choose one."""
+    """A network with BatchNorm, dropout and a buffer that each forward pass reads and writes. If `has_branches`, random
+    numbers choose one of two branches."""
 
     def __init__(self, *, has_branches: bool = False) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class Network(nn.Module):
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the targets other than 3, and their number."""
+    """Return the sum of the losses for targets other than 3, and the number of these targets."""
     return cross_entropy(output, target, ignore_index=3, reduction="sum"), (target != 3).sum()
 
 
 def spiked(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss that is 1e12 times as large for some batches."""
+    """Return a loss that is 1e12 times larger for some batches."""
     return cross_entropy(output, target) * (1e12 if int(target[0]) == 2 else 1.0)
 
 
@@ -80,7 +80,7 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Confidence(torchmetrics.Metric):
-    """The mean and the median of the largest output, from a sum of float32 numbers and a list."""
+    """A metric with the mean and the median of the largest output. The states are a float32 sum and a list."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Conversion of scripts by `unitrain migrate` for tests."""
+"""Converts scripts with `unitrain migrate` for tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def convert(source: str) -> str:
 
 
 def problems(source: str) -> dict[int, str]:
-    """Return the names that are refused by line."""
+    """Return the rejected names by line."""
     result: Migration = migrate(dedent(source).lstrip())
     assert result.source is None
     return {problem.line: problem.name for problem in result.problems}
 
 
 def in_horovod(line: str, header: str = "") -> str:
-    """Return a script that starts Horovod and contains `line`."""
+    """Return a script that initializes Horovod and contains `line`."""
     return f"import torch\nimport horovod.torch as hvd\n{header}\nhvd.init()\n{line}\n"
 
 
 def in_ddp(line: str, header: str = "") -> str:
-    """Return a script that starts torch.distributed and contains `line`."""
+    """Return a script that initializes torch.distributed and contains `line`."""
     return f"import os\nimport torch\nimport torch.distributed as dist\n{header}\ndist.init_process_group()\n{line}\n"

@@ -1,11 +1,11 @@
 """Delays the frames between network interfaces, on kernels without the queueing discipline netem.
 
-python network_delay.py SECONDS BITS_PER_SECOND INTERFACE...: forward each frame of an interface to all others, after a
-delay, with a limited bandwidth per interface, until the process is terminated. Frames that would wait for more than
-QUEUE_SECONDS are lost.
+python network_delay.py SECONDS BITS_PER_SECOND INTERFACE...: forward each frame of an interface to all other interfaces
+after a delay, with a limited bandwidth per interface, until the process is terminated. Frames that would wait for more
+than QUEUE_SECONDS are dropped.
 
 python network_delay.py --compute-checksums INTERFACE: make the kernel compute checksums and divide segments before
-frames reach the interface. Without it, forwarded frames would have no checksums and exceed the MTU.
+frames reach the interface. Otherwise, forwarded frames would have no checksums and exceed the MTU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated rank of several, for tests of decisions that depend on the rank and on received values."""
+"""Simulates one of several ranks, for tests of decisions that depend on the rank and on received values."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A preloaded interpreter: Python processes of launch tests are forked from one that has imported torch.
+"""A preloaded interpreter: Python processes of launch tests are forked from a process that has imported torch.
 
 `import torch` takes 2 s of CPU time in each rank. Processes with `Preload.folder` on PYTHONPATH run `preload_stub.py`
 as their `sitecustomize`. The stub sends its arguments, environment, working directory and file descriptors over a Unix
 socket to a server. The server forks a process with the same arguments, environment, working directory and descriptors.
-The stub remains the child of the launcher: it forwards signals and exits with the exit code of the forked process. If
-the stub is killed, the forked process is also killed. The forked process joins the namespaces of the stub, and /proc
-shows the stub's command line and environment for it. It differs from a normally started process in its process ID,
-session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals to
-process groups and of imports start their processes normally. A process also starts normally if it reads from a
-terminal, or has other interpreter options, or if a variable that a library reads during its import differs from that of
-the server. With UNITRAIN_TEST_PRELOAD=0, all processes start normally.
+The stub remains the child of the launcher. It forwards signals and exits with the exit code of the forked process. If
+the stub is killed, the forked process is also killed. The forked process joins the namespaces of the stub. In /proc, it
+has the command line and environment of the stub. The forked process differs from a normally started process in process
+ID, session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals
+to process groups and of imports start their processes normally. A process also starts normally if it reads from a
+terminal, has other interpreter options, or has another value of a variable that a library reads during its import. With
+UNITRAIN_TEST_PRELOAD=0, all processes start normally.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _MODULES = (
     "unitrain.backends.horovod.horovodrun",
     "unitrain.testing.worker",
     "tests.torch_suites.coordinator",
-    "package.train",  # a user's module, which `unitrain launch -m` runs
+    "package.train",  # a user's module that `unitrain launch -m` runs
 )
 _COMMANDS = (("unitrain", "bench"), ("unitrain", "train"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")
 _SPAWN = "from multiprocessing.spawn import"
-# Scripts that only prepare another program and then execute it in place of themselves.
+# Scripts that prepare another program and then replace themselves with it (exec).
 _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
-# Read by Python itself, or by torch when it is imported.
+# Variables that Python reads, or torch during its import.
 _PLAIN_VARIABLES = (
     "PYTHON", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_",
@@ -70,14 +70,14 @@ _UNDERSTOOD_VARIABLES = (
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONFAULTHANDLER",
     "PYTHONPYCACHEPREFIX",
-    "TORCHINDUCTOR_CACHE_DIR",  # which torch._dynamo sets itself
-    "KMP_DUPLICATE_LIB_OK",  # which scikit-learn sets itself
+    "TORCHINDUCTOR_CACHE_DIR",  # torch._dynamo sets this variable
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets this variable
     "KMP_INIT_AT_FORK",
 )
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
 _START_SECONDS = 600.0
-# Size of the memory that /proc shows as the command line and the environment of a forked process.
+# Size of the memory in which /proc reads the command line and the environment of a forked process.
 _ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
 _FREE_DESCRIPTOR = 1_000
 
@@ -92,7 +92,7 @@ class Preload:
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self.folder), " " * _ARGUMENT_BYTES],
             env=variables,
-            stdin=subprocess.PIPE,  # the server exits when this is closed
+            stdin=subprocess.PIPE,  # the server exits when this pipe is closed
             start_new_session=True,
         )
         atexit.register(self.close)
@@ -130,8 +130,8 @@ class _Forked:
 
 
 def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each stub until standard input is closed. Return in each forked process, with its request and
-    descriptors."""
+    """Fork a process for each stub until standard input is closed. Return the request and its descriptors in each
+    forked process."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(128)
@@ -205,20 +205,22 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
-    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process.
+    """Return the process IDs of the new process and of the child to wait for. Return (0, 0) in the new process.
 
-    If the host of the stub has been switched off, there is no new process, and both are those of the child, which exits
-    with 1.
+    If the host of the stub has been switched off, there is no new process. Both IDs are then that of the child, which
+    exits with 1.
     """
     if not request["namespaces"]:
         pid = os.fork()
         return pid, pid
-    # A process cannot change its own pid namespace: one process joins the namespaces, and its child is the new one.
+    # A process cannot change its own PID namespace, so one process joins the namespaces and its child is the new
+    # process.
     reading, writing = os.pipe()
     between = os.fork()
     if between:
         os.close(writing)
-        # Nothing is received if the new process could not be forked. A signal to process 0 would reach this server.
+        # If the new process could not be forked, nothing is received. Process ID 0 must not be used, because a signal
+        # to it would reach this server.
         pid = int.from_bytes(os.read(reading, 4), "big") or between
         os.close(reading)
         return pid, between
@@ -246,10 +248,10 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     os._exit(code)
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
+def _set_up_process(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
     """Set up this process for the request. Return the code and the namespace of a script, or None for a module."""
     is_spawned = request["arguments"][0] == "-c" and request["arguments"][1].startswith(_SPAWN)
-    if not is_spawned:  # horovodrun's processes call it themselves
+    if not is_spawned:  # horovodrun's processes call setsid themselves
         os.setsid()
     moved = [_duplicate(descriptor) for descriptor in descriptors[: len(request["descriptors"])]]
     os.closerange(0, _FREE_DESCRIPTOR)
@@ -318,7 +320,7 @@ def _duplicate(descriptor: int) -> int:
 
 
 def _show_in_proc(command_line: list[str], environment: dict[str, str]) -> None:
-    """Write the command line and the environment to the memory that /proc shows. The server was started with enough
+    """Write the command line and the environment to the memory that /proc reads. The server was started with enough
     memory for both. `os.environ.clear` has removed all pointers to this memory.
     """
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -341,7 +343,7 @@ def _replace_getppid(stub: int) -> None:
             return real()
         try:
             return int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # the stub has exited, before or after the file was opened
+        except (FileNotFoundError, ProcessLookupError):  # the stub exited before or after the file was opened
             return 1
 
     os.getppid = getppid
@@ -377,15 +379,15 @@ def _run(program: tuple[Any, dict[str, Any]] | None, module: str) -> int:
         print(error.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # remove the frame of this function
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-def _end(code: int) -> None:
-    """Exit like the interpreter, but without destroying objects, because that would copy the memory shared with the
+def _exit(code: int) -> None:
+    """Exit like the interpreter, but without destroying objects. Destroying them would copy the memory shared with the
     server, which takes a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
@@ -421,5 +423,5 @@ if __name__ == "__main__":
     del sys.path[0]
     gc.freeze()
     _request, _descriptors = _serve(Path(sys.argv[1]))
-    _program = _become(_request, _descriptors)
-    _end(_run(_program, _request["arguments"][1] if _program is None else ""))
+    _program = _set_up_process(_request, _descriptors)
+    _exit(_run(_program, _request["arguments"][1] if _program is None else ""))

@@ -1,13 +1,13 @@
-"""A `sitecustomize` module that turns a Python process into a stub for a forked, preloaded one: see `preload.py`.
+"""A `sitecustomize` module that turns a Python process into the stub of a forked, preloaded process. See `preload.py`.
 
-It is copied into a folder on PYTHONPATH, next to the server's socket and a file with the properties that a process must
-share with the server to be replaced. It imports built-in modules only, because every process of a launch runs it.
+The module is copied to a folder on PYTHONPATH, next to the server's socket and a file with the properties that a
+process must share with the server. It imports only built-in modules, because every process of a launch runs it.
 """
 
 import sys
 
 
-def _hand_over() -> None:
+def _run_in_server() -> None:
     """Let the server run this program. If the server cannot run it, return, so that the program starts normally."""
     import marshal
     import posix
@@ -41,7 +41,7 @@ def _hand_over() -> None:
         return
     for entry in sys.path:
         if entry not in server["path"] and any(_exists(f"{entry}/{package}") for package in server["packages"]):
-            return  # another version of a package than the preloaded one
+            return  # a package has another version than in the server
 
     import _signal
     import _socket
@@ -59,7 +59,7 @@ def _hand_over() -> None:
             if descriptor < 3 or posix.get_inheritable(descriptor):
                 kept.append(descriptor)
         except OSError:
-            pass  # that of the listing
+            pass  # the descriptor of the directory listing
     if kept[:3] != [0, 1, 2] or posix.isatty(0) or len(kept) > 100:
         return
     connection = _socket.socket(_socket.AF_UNIX)
@@ -92,9 +92,9 @@ def _hand_over() -> None:
         try:  # noqa: SIM105 (contextlib is not a built-in module)
             connection.send(bytes([number]))
         except OSError:
-            pass  # the forked process has ended, and its exit code can be received
+            pass  # the forked process has exited and its exit code can be received
 
-    # A signal is forwarded after the request, because the server would read an earlier one as a part of the request.
+    # Signals are forwarded after the request, because the server would read an earlier signal as a part of the request.
     mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
     ignored = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, _signal.SIGTSTP, _signal.SIGTTIN, _signal.SIGTTOU)
     for number in _signal.valid_signals():
@@ -103,8 +103,8 @@ def _hand_over() -> None:
     connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
     connection.sendall(request)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)
-    # A pipe to this process must be closed when the forked process closes it. horovodrun's children detect by a closed
-    # pipe that horovodrun has exited.
+    # Pipes of this process must be closed when the forked process closes them, because horovodrun's children detect by
+    # a closed pipe that horovodrun has exited.
     for descriptor in [*kept[3:], *opened]:
         posix.close(descriptor)
     try:
@@ -133,4 +133,4 @@ def _exists(path: str) -> bool:
     return True
 
 
-_hand_over()
+_run_in_server()

@@ -1,9 +1,9 @@
 """Training script for tests that kill ranks: `python recovery_training.py FOLDER [GATE...]`.
 
 FOLDER/pid-N contains the process ID of rank N, FOLDER/steps-N.txt one line per completed step of rank N, and
-FOLDER/result.json the final parameters. A gate is a step, by default 20 and 40, before which ranks wait until
-FOLDER/pass-GATE exists. FOLDER/memory makes the run save the state of every step in memory, and FOLDER/logical makes it
-use four logical ranks.
+FOLDER/result.json the final parameters. A gate is a step before which ranks wait until FOLDER/pass-GATE exists. The
+default gates are 20 and 40. If FOLDER/memory exists, the run saves the state of every step in memory. If FOLDER/logical
+exists, it uses four logical ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GateCallback(unitrain.Callback):
 
 
 def main(folder: Path, gates: Sequence[int]) -> None:
-    """Train, and write the parameters as text that represents every bit."""
+    """Train, and write the exact parameters as text."""
     with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         (folder / f"pid-{backend.rank}").write_text(str(os.getpid()))
         torch.manual_seed(0)

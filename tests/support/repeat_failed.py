@@ -2,9 +2,9 @@
 
     python -m pytest ... || python -m tests.support.repeat_failed $? LIMIT
 
-On a busy machine, a test of several processes can fail by chance. If pytest has run all tests and at most LIMIT of them
-failed, these run again, one at a time. The exit code is that of pytest for this second run, or the first one without a
-second run. The names of the tests that passed the second time are printed, because they must be corrected.
+On a busy machine, a test of several processes can fail randomly. If pytest has run all tests and at most LIMIT tests
+failed, these tests run again, one at a time. The exit code is that of the second run, or of the first run if there is
+no second run. The names of tests that passed in the second run are printed, because these tests must be fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
 
 def main(exit_code: int, limit: int) -> int:
-    """Repeat the tests that failed in the last run of pytest in this folder, which ended with `exit_code`."""
+    """Repeat the tests that failed in the last pytest run in this folder. `exit_code` is the exit code of this run."""
     if exit_code != pytest.ExitCode.TESTS_FAILED:
         return exit_code
     failed = list(json.loads(FAILED.read_text()))

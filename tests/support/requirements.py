@@ -1,5 +1,5 @@
-"""Requirements of some tests that a machine may lack. Tests with a missing requirement are skipped. If
-UNITRAIN_TEST_ALL is set, as in CI, no test is skipped, and tests with a missing requirement fail.
+"""Requirements of tests. Tests with a missing requirement are skipped. If UNITRAIN_TEST_ALL is set, like in CI, they
+run and fail instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _needs(present: bool, reason: str) -> pytest.MarkDecorator:
 
 
 def needs_package(name: str, extra: str) -> pytest.MarkDecorator:
-    """Return a marker for a test that imports a package of an extra of unitrain."""
+    """Return a marker for tests that import a package from an extra of unitrain."""
     return _needs(importlib.util.find_spec(name) is not None, f"needs {name}: pip install '.[{extra}]'")
 
 

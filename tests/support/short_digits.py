@@ -1,4 +1,5 @@
-"""Script of the ranks in `test_launcher_matrix.py`: report the rank's position, allreduce, and train on the digits.
+"""Script of the ranks in `test_launcher_matrix.py`: reports the position of the rank, runs an allreduce, and trains on
+the digits dataset.
 
 python short_digits.py FOLDER BACKEND
 """
@@ -26,8 +27,8 @@ LEARNING_RATE = 0.2
 
 
 def digits() -> TensorDataset:
-    """Return the first 100 samples of scikit-learn's digits. The last batch of an epoch has four samples, fewer than
-    the ranks of some tests."""
+    """Return the first 100 samples of scikit-learn's digits. The last batch of an epoch has four samples, so some tests
+    have more ranks than samples in this batch."""
     from sklearn.datasets import load_digits
 
     found = load_digits()

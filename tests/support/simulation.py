@@ -1,10 +1,10 @@
-"""Simulated time and works."""
+"""Simulated clock and work handles."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """The simulated time in seconds."""
+    """A simulated clock that returns the time in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -14,7 +14,7 @@ class Clock:
 
 
 class Event:
-    """A simulated work or event, which is done when requested by the test."""
+    """A simulated work handle or event that completes when the test requests it."""
 
     def __init__(self) -> None:
         self.done = False

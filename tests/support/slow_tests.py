@@ -1,10 +1,10 @@
-"""The tests that `tests/slow_tests.txt` moves from `make test` to CI or to `make test-all`.
+"""Reads `tests/slow_tests.txt`, which moves tests from `make test` to CI or to `make test-all`, and checks it.
 
     python -m pytest --junit-xml results.xml ...
     python -m tests.support.slow_tests results.xml
 
-lists the tests in the results that take long and are not in the file, and the lines that match no test in the results.
-Use the results of `make test` to find tests to add, and those of `make test-all` to find lines to remove.
+lists the slow tests in the results that are not in the file, and the lines that do not match a test in the results. Use
+the results of `make test` to find tests to add, and the results of `make test-all` to find lines to remove.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLOW_SECONDS = 5.0
 
 
 def read() -> dict[str, tuple[str, ...]]:
-    """Return the starts of the IDs of the tests of each tier, relative to `tests/`."""
+    """Return the prefixes of the test IDs of each tier, relative to `tests/`."""
     lines = (TESTS / "slow_tests.txt").read_text().splitlines()
     entries = [line.split(maxsplit=1) for line in lines if not line.startswith("#")]
     return {tier: tuple(test for marker, test in entries if marker == tier) for tier in TIERS}

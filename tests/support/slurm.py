@@ -1,4 +1,5 @@
-"""A real Slurm cluster on the hosts of `hosts.py`: the controller runs on the first host, and each host is a node."""
+"""Runs a real Slurm cluster on the hosts of `hosts.py`. The controller runs on the first host, and each host is a
+node."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from hosts import Host
 
 PROGRAMS = ("/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "srun", "sbatch", "sinfo")
-CPUS = 4  # of each node in Slurm's configuration, independent of the machine
+CPUS = 4  # per node in Slurm's configuration, independent of the machine
 _UP_SECONDS = 60
 _CONFIGURATION = """
 ClusterName=test
@@ -43,8 +44,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 @contextlib.contextmanager
 def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
-    """Context manager that runs Slurm in the empty `folder`, and yields the environment variables that its programs
-    need."""
+    """Context manager that runs Slurm in the empty `folder`, and yields the environment variables for Slurm
+    commands."""
     first = hosts[0]
     nodes = "\n".join(
         f"NodeName={host.name} NodeAddr={host.address} CPUs={CPUS} RealMemory=1000 State=UNKNOWN" for host in hosts
@@ -70,7 +71,7 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
         _wait_until((folder / "munge.socket").exists, "munged", daemons, folder)
         daemons.append(start(first, PROGRAMS[1], "-D"))
         daemons += [start(host, PROGRAMS[2], "-D", "-N", host.name) for host in hosts]
-        for host in hosts:  # before any of them is awaited, because an ExitStack calls its callbacks in reverse order
+        for host in hosts:  # an ExitStack calls callbacks in reverse order, so terminate all daemons before waiting
             cleanup.callback(host.kill_all)
 
         def is_up() -> bool:

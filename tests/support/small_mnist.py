@@ -1,5 +1,5 @@
-"""A small dataset in MNIST's file format and torchvision's folder layout: scikit-learn's digits, enlarged to 28 x
-28."""
+"""A small dataset in MNIST's file format and torchvision's folder layout: scikit-learn's digits, scaled to 28 x 28
+pixels."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 
 import torch
-import torch._dynamo  # before the process group, which would otherwise not be released
+import torch._dynamo  # import before creating the process group, which would otherwise not be released
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +28,7 @@ def samples() -> TensorDataset:
 
 
 def network() -> nn.Module:
-    torch.manual_seed(7 + int(dist.is_initialized() and dist.get_rank()))  # DDP broadcasts the parameters of rank 0
+    torch.manual_seed(7 + int(dist.is_initialized() and dist.get_rank()))  # DDP broadcasts rank 0's parameters
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
@@ -74,7 +74,7 @@ def train_with_lightning(backend: str) -> None:
 def train_with_accelerate(backend: str) -> None:
     from accelerate import Accelerator
 
-    # On CPUs, Accelerate accepts no other backend than gloo in InitProcessGroupKwargs, but uses an existing group.
+    # On CPUs, Accelerate only accepts gloo in InitProcessGroupKwargs, but uses an existing group.
     dist.init_process_group(backend)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = network()
@@ -112,7 +112,7 @@ def train_with_ignite(backend: str) -> None:
         unwrapped = model.module if hasattr(model, "module") else model
         report(unwrapped, backend, evaluator.state.metrics["loss"])
 
-    # idist.Parallel(backend=...) accepts gloo and nccl only, but uses an existing group.
+    # idist.Parallel(backend=...) only accepts gloo and nccl, but uses an existing group.
     dist.init_process_group(backend)
     with idist.Parallel() as parallel:
         parallel.run(training)

@@ -1,11 +1,11 @@
-"""Run PyTorch's tests with Gloo and with Horovod, and compare.
+"""Run PyTorch's tests with Gloo and with Horovod, and compare the outcomes.
 
 python -m tests.torch_suites                              the suites of the wheel
-python -m tests.torch_suites --folder ~/pytorch           also those that are only in a checkout of PyTorch
+python -m tests.torch_suites --folder ~/pytorch           also suites that are only in a PyTorch checkout
 python -m tests.torch_suites --horovod-folder ~/horovod   also Horovod's own tests
 python -m tests.torch_suites --suite wheel --tests all_reduce broadcast
 
-It exits with 1 if a test that passes with Gloo fails with Horovod and is not on the list in differences.py.
+The exit code is 1 if a test passes with Gloo, fails with Horovod, and is not listed in differences.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .suites import BY_NAME, SUITES, Suite
 
 Outcomes = dict[str, Any]  # {backend: {test: (outcome, detail, seconds)}}
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "support"))  # as in the other tests
+sys.path.append(str(ROOT / "tests" / "support"))  # like in the other tests
 TITLES = {"horovod": "Horovod over Gloo", "horovod-mpi": "Horovod over MPI"}
 
 
 @dataclass
 class Comparison:
-    """What a suite found: numbers of passed tests, unexpected failures and listed ones."""
+    """Results of a suite: the numbers of passed tests, unexpected failures and listed failures."""
 
     suite: Suite
     passed: dict[str, int] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Comparison:
 
 
 def run_suite(suite: Suite, backends: list[str], folder: Path | None, tests: list[str], logs: Path | None) -> Outcomes:
-    """Run a suite in a process that imports its tests once. It and the ranks of mpirun are forked from one that has
-    imported torch."""
+    """Run a suite in a process that imports the tests once. This process and the ranks of mpirun are forked from a
+    process that has imported torch."""
     from preload import preloaded
 
     command = [sys.executable, "-m", "tests.torch_suites.coordinator", "--suite", suite.name, "--backends", *backends]
@@ -91,7 +91,7 @@ def write_table(
 ) -> None:
     import torch
 
-    # Between releases, the version ends with "a0".
+    # The version of a development build ends with "a0".
     version = "" if folder is None else (folder / "version.txt").read_text().strip().partition("a")[0]
     source = f" Tests that the torch wheel does not contain are those of PyTorch {version}." if version else ""
 

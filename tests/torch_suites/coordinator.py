@@ -1,7 +1,7 @@
 """Runs the tests of a suite on ranks that stay alive between tests.
 
-The process imports torch and the tests once, and forks the ranks of both backends. Under mpirun, which starts the ranks
-itself, each rank imports them. After a failed test, or one that does not end in time, new ranks run the next test.
+This process imports torch and the tests once, and forks the ranks of both backends. Under mpirun, which starts the
+ranks itself, each rank imports them. If a test fails or times out, new ranks run the next test.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from unitrain.bootstrap.network import reserve_port
 from . import rank, suites
 
 TEST_SECONDS = 180.0
-# Time for the other ranks to finish a test after one rank has failed or passed.
+# Time for the other ranks to finish a test after the first rank has finished.
 _OTHER_RANKS_SECONDS = 15.0
-_START_SECONDS = 600.0  # the ranks of mpirun import torch, also on a busy machine
+_START_SECONDS = 600.0  # ranks of mpirun import torch, which is slow on a busy machine
 Outcome = tuple[str, str, float]
 
 
@@ -121,7 +121,7 @@ class Job:
 
     def _start_mpirun(self, address: str) -> None:
         variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # more ranks than cores
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # there may be more ranks than cores
         arguments = [*self._suite_arguments(), "--connect", address]
         self._mpirun = subprocess.Popen(
             ["mpirun", "-np", str(self._size), "--oversubscribe", "--bind-to", "none",
@@ -159,7 +159,7 @@ class Job:
 
 
 def _accept(listener: Listener, size: int) -> list[Connection]:
-    """Return the connections of all ranks, in the order of ranks."""
+    """Return the connections of all ranks in rank order."""
     listener._listener._socket.settimeout(_START_SECONDS)  # type: ignore[attr-defined]
     connections = {}
     for _ in range(size):
@@ -169,7 +169,7 @@ def _accept(listener: Listener, size: int) -> list[Connection]:
 
 
 def _merge(outcomes: list[Outcome | None], seconds: float) -> Outcome:
-    """Return the outcome of a test from those of its ranks: passed if every rank passed."""
+    """Combine the outcomes of all ranks to the outcome of a test. A test has passed if every rank has passed."""
     failures = [
         f"rank {number}: {'did not finish' if outcome is None else outcome[1]}"
         for number, outcome in enumerate(outcomes)
@@ -199,7 +199,7 @@ def run(
 ) -> dict[str, dict[str, Outcome]]:
     """Run the tests of a suite with each backend, and return {backend: {test: outcome}}.
 
-    Backends other than the first run only the tests that the first one passes.
+    Other backends than the first one run only the tests that pass with the first one.
     """
     module = suites.load_module(suite, source)
     classes = suites.test_classes(suite, module)
@@ -224,7 +224,7 @@ def run(
                         test = f"{class_name}.{name}"
                         if backend == backends[0] or found[backends[0]][test][0] == rank.PASSED:
                             outcome = job.run(module, classes, (class_name, name))
-                            if outcome[0] == rank.FAILED:  # a second time, because many tests have short timeouts
+                            if outcome[0] == rank.FAILED:  # repeat once, because many tests have short timeouts
                                 outcome = job.run(module, classes, (class_name, name))
                             found[backend][test] = outcome
                             print(f"{backend} {test}: {outcome[0]}, {outcome[2]:.1f} s", file=sys.stderr, flush=True)
@@ -237,7 +237,7 @@ def run(
 
 
 def _size_of(test_class: Any, name: str) -> int:
-    size = getattr(test_class, "world_size", 1)  # a class without it runs on one rank
+    size = getattr(test_class, "world_size", 1)  # classes without world_size run on one rank
     return int(size if isinstance(size, int) else test_class(name).world_size)
 
 

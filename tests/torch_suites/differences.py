@@ -1,7 +1,7 @@
-"""Tests that pass with Gloo and may fail with Horovod, with the reason.
+"""Lists tests that pass with Gloo and may fail with Horovod, with the reason.
 
-A name that ends with "*" stands for all tests that begin with it. A listed test that passes is reported, so that it is
-removed from the list. Differences of one transport only are listed in `MPI_ONLY`.
+A name that ends with "*" stands for all tests with this prefix. A listed test that passes is reported, so that it can
+be removed from the list. `MPI_ONLY` contains differences of the MPI transport.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MPI_ONLY: dict[str, str] = {}
 
 
 def find_reason(test: str, backend: str) -> str | None:
-    """Return the reason why `test`, as "Class.method", may fail with `backend`, or None."""
+    """Return the reason why `test` ("Class.method") may fail with `backend`, or None if it must pass."""
     reasons = {**REASONS, **MPI_ONLY} if backend == "horovod-mpi" else REASONS
     for name, reason in reasons.items():
         if name == test or (name.endswith("*") and test.startswith(name[:-1])):

@@ -1,7 +1,7 @@
-"""Horovod's own tests of its PyTorch interface, on the Horovod of this environment.
+"""Runs Horovod's own tests of its PyTorch interface on the installed Horovod.
 
-The files come from a checkout of Horovod. As in Horovod's CI, each file runs on 2 ranks of its own, and with the Gloo
-controller, each test starts Horovod and shuts it down. The tests also run with one start of Horovod per file.
+The files are part of a Horovod checkout. Like in Horovod's CI, each file runs on 2 new ranks, and with the Gloo
+controller, each test initializes Horovod and shuts it down. The tests also run with one initialization per file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 FILES = ("test_torch.py", "test_adasum_pytorch.py", "test_timeline.py", "test_common.py")
-SECONDS = 1500  # limit for a file
+SECONDS = 1500  # limit per file
 # Tests that fail for a reason outside Horovod, with the reason.
 _MUON = "it runs with each optimizer of torch, and the newer optimizer Muon accepts 2-D parameters only"
 DIFFERENCES = {
@@ -25,14 +25,15 @@ DIFFERENCES = {
     "test_broadcast_state_options": _MUON,
     "test_force_allreduce": _MUON,
 }
-# (title, controller, whether Horovod is started once). MPI can start only once in a process.
+# (title, controller, whether Horovod is initialized once). A process can initialize MPI only once.
 _WAYS = (
     ("Gloo, init and shutdown per test", "gloo", False),
     ("Gloo, one init", "gloo", True),
     ("MPI, one init", "mpi", True),
 )
 _TESTS_OF_SHUTDOWN = ("test_horovod_reinit", "test_horovod_is_initialized")
-# Program of one rank: pytest with a report for each rank. The tests import the package `mock`, which unittest contains.
+# Program of one rank: runs pytest with a report for each rank. The tests import the package `mock`, which is replaced
+# by unittest.mock.
 _PROGRAM = """
 import os, sys, unittest.mock
 import horovod.torch
@@ -47,7 +48,7 @@ sys.exit(pytest.main([f"--junitxml={sys.argv[2]}{rank}", *sys.argv[3:]]))
 
 
 def run(folder: Path) -> tuple[list[str], bool]:
-    """Run the tests in each way. Return lines for the table, and whether all results are expected."""
+    """Run the tests in each configuration. Return lines for the table, and whether all results are expected."""
     lines = ["| Horovod's own tests, 2 ranks | passed | skipped | failed |", "|---|---|---|---|"]
     reasons: dict[str, str] = {}
     is_passed = True
@@ -69,7 +70,7 @@ def run(folder: Path) -> tuple[list[str], bool]:
 
 
 def _run(path: Path, controller: str, starts_once: bool) -> dict[str, str]:
-    """Return {test: outcome} of rank 0."""
+    """Run the tests of a file, and return {test: outcome} of rank 0."""
     with tempfile.TemporaryDirectory() as text:
         report = Path(text) / "report.xml"
         arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", "-o", "addopts=", str(path)]

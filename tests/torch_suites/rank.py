@@ -1,4 +1,4 @@
-"""One rank: receives the names of tests, runs them and sends their outcomes."""
+"""One rank: receives names of tests, runs the tests and sends the outcomes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _EXITS_OF_SKIPPED_TESTS = {skip.exit_code for skip in common_distributed.TEST_SK
 
 
 class TestedBackend(str):
-    """Name of the tested backend. It also equals "gloo", so that tests use their branch for Gloo's features."""
+    """Name of the tested backend. It also compares equal to "gloo", so that tests use their branch for Gloo's
+    features."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, str(other)) or other == "gloo"
@@ -32,7 +33,7 @@ class TestedBackend(str):
 
 
 class Rank:
-    """Runs the tests of `module` on the rank `rank` of `size` with a backend."""
+    """Runs the tests of `module` on rank `rank` of `size` with a backend."""
 
     def __init__(self, module: ModuleType, classes: list[type[unittest.TestCase]], backend: str) -> None:
         self._module: Any = module
@@ -43,7 +44,7 @@ class Rank:
             self._replace_gloo()
 
     def serve(self, connection: Connection) -> None:
-        """Run the tests that arrive on `connection`, as (class, test, folder), until it is closed."""
+        """Run the tests that are received on `connection` as (class, test, folder), until it is closed."""
         while True:
             try:
                 class_name, test, folder = connection.recv()
@@ -52,7 +53,7 @@ class Rank:
             connection.send(self._run(class_name, test, Path(folder)))
 
     def _run(self, class_name: str, test: str, folder: Path) -> tuple[str, str, float]:
-        """Run a test, and return its outcome, the details and its seconds."""
+        """Run a test, and return the outcome, the details and the seconds."""
         started = time.monotonic()
         try:
             self._call(self._classes[class_name], test, folder)
@@ -118,7 +119,7 @@ class Rank:
             dist.destroy_process_group()
 
     def _replace_gloo(self) -> None:
-        """Use the tested backend where the tests ask for Gloo."""
+        """Use the tested backend where tests request Gloo."""
         from unitrain.backends import horovod
 
         horovod.register_process_group()
@@ -156,7 +157,7 @@ class Rank:
 
 
 def main(module: ModuleType, classes: list[type[unittest.TestCase]], backend: str, connection: Connection) -> None:
-    """Serve `connection` in this process, which is one rank, and exit."""
+    """Run tests from `connection` in this process as one rank, and exit."""
     torch.set_num_threads(1)
     Rank(module, classes, backend).serve(connection)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The suites, and the tests that they select."""
+"""The suites and the tests that they select."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_group_test(test: str) -> bool:
 
 
 _FOLDER = "test/distributed"
-# The other files with tests of checkpoints, those of DDP's communication hooks and of functional collectives need GPUs.
+# Other test files for checkpoints, DDP's communication hooks and functional collectives need GPUs.
 _CHECKPOINT_FILES = ("checkpoint", "file_system_checkpoint_cpu", "format_utils")
 SUITES = (
     Suite("wheel", "DistributedTest", WHEEL_MODULE, 2),
@@ -81,7 +81,8 @@ BY_NAME = {suite.name: suite for suite in SUITES}
 
 
 def load_module(suite: Suite, folder: Path | None) -> ModuleType:
-    """Import the module of a suite from the wheel, or from `folder`. Its decorators see the settings of Gloo."""
+    """Import the module of a suite from the wheel or from `folder`. Decorators in the module see the settings of
+    Gloo."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(suite.size or 2), INIT_METHOD="file://unused")
     if suite.is_in_wheel:
         return importlib.import_module(suite.module)
@@ -97,7 +98,7 @@ def load_module(suite: Suite, folder: Path | None) -> ModuleType:
 
 
 def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCase]]:
-    """Return the classes with multi-rank tests, and those of `suite.single_rank`."""
+    """Return the classes with multi-rank tests and the classes in `suite.single_rank`."""
     from torch.testing._internal import common_distributed
 
     if suite.is_in_wheel:
