@@ -1,10 +1,11 @@
 """Time of an allreduce through unitrain's interface, compared with direct calls of torch.distributed over Gloo and
 Horovod.
 
-All calls leave their argument unchanged; torch.distributed reduces in place, so it reduces a copy. Calls through the
-interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass: in
-place, without a check, followed by one wait for all. The ranks of the two libraries, and of unitrain on each library,
-take turns; all other ranks are suspended. The table shows the time relative to the faster library in the same round.
+No call modifies its argument: torch.distributed reduces in place, so it reduces a copy. Calls through the interface
+include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass: in place,
+without a check, followed by one wait for all of them. The two libraries, and unitrain on each library, use separate
+ranks. The ranks take turns, and all other ranks are suspended. The table shows the time relative to the faster library
+in the same round.
 
     python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """
@@ -33,7 +34,7 @@ DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
 
 
 def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return the seconds per call by size and contestant, round by round."""
+    """Return the seconds per call in each round, by size and library."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
         contestants: dict[str, tuple[SuspendedRanks, str]] = {}

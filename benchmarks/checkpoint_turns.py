@@ -1,4 +1,4 @@
-"""Sharded checkpoints: take turns on the same ranks at saving the same state in both formats."""
+"""Saves the same state in the full and the sharded format, in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 
 FULL, SHARDED = WAYS = ("full", "sharded")
 WIDTH = 2048
-# Adam has 12 bytes of parameters and state per parameter.
+# With Adam, parameters and optimizer state have 12 bytes per parameter.
 LAYERS = {"0.1 GB": 2, "1 GB": 20}
 
 _built: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
 def build(backend: Backend, size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model with `size` of parameters and Adam state, which is sharded."""
+    """Return a model with `size` bytes of parameters and Adam state, and an optimizer with sharded state."""
     if size not in _built:
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS[size])])
         optimizer = torch.optim.Adam(model.parameters())
@@ -39,7 +39,7 @@ def build(backend: Backend, size: str) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def take_turn(backend: Backend, way: str, size: str, number: int) -> float:
-    """Save one checkpoint, and return the seconds it took on this rank."""
+    """Save one checkpoint, and return the seconds on this rank."""
     model, optimizer = build(backend, size)
     folder: Path = backend.broadcast_object(Path(tempfile.mkdtemp(prefix="unitrain-")) if backend.rank == 0 else None)
     settings: dict[str, Any] = {"checkpoint_format": way, "async_checkpoints": False}

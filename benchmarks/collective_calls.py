@@ -1,4 +1,5 @@
-"""Collectives of unitrain's interface and of the underlying libraries, as the ranks of collectives.py call them."""
+"""Collectives through unitrain's interface and through the underlying libraries, called by the ranks of
+collectives.py."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from unitrain.backends.base import Backend
 
-# Bytes, and calls per turn.
+# Bytes per tensor, and calls per turn.
 SIZES = {"1 MB": (1 << 20, 20), "10 MB": (10 << 20, 4), "100 MB": (100 << 20, 1)}
 ALLREDUCE = "allreduce"
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds per call of a collective in one of WAYS. All ranks must call it."""
+    """Return the seconds per call of a collective in one of WAYS. All ranks must call this function."""
     length, calls = SIZES[size]
     tensor = torch.ones(length // 4 // backend.size * backend.size)
     call = WAYS[way]

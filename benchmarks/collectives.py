@@ -1,9 +1,9 @@
 """Time of reducescatter and allgather on unitrain's interface, compared with an allreduce of the same tensor.
 
-The output of the allgather has the same size as the input of the allreduce. For comparison, the same collectives of
-torch.distributed's process group (Gloo or Horovod) are called directly, without a consistency check. In each round all
-calls take turns in a random order, on the same ranks. The table shows the time relative to the allreduce of unitrain's
-interface in the same round.
+The output of the allgather has the same size as the input of the allreduce. For comparison, the same collectives are
+called directly on torch.distributed's process group (Gloo or Horovod), without a consistency check. In each round, all
+calls take turns in a random order on the same ranks. The table shows the time relative to the allreduce through
+unitrain's interface in the same round.
 
     python benchmarks/collectives.py          # starts the ranks; writes benchmarks/results/collectives.*
 """
@@ -30,7 +30,7 @@ TRANSPORTS = ("ddp, gloo", "horovod, gloo", "horovod, mpi")
 
 
 def start_ranks(transport: str, ranks: int) -> RankGroup:
-    """Return the ranks of a transport, such as "horovod, mpi"."""
+    """Start and return the ranks of a transport, for example "horovod, mpi"."""
     backend, controller = transport.split(", ")
     if controller == "gloo":
         return RankGroup(backend, ranks, spawn=True)
@@ -39,7 +39,7 @@ def start_ranks(transport: str, ranks: int) -> RankGroup:
 
 
 def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Seconds]:
-    """Return the seconds per call by size and way, round by round."""
+    """Return the seconds per call in each round, by size and way."""
     shuffled = random.Random(0)
     results: dict[str, Seconds] = {}
     for size in sizes:

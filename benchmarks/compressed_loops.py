@@ -1,4 +1,4 @@
-"""Training loops that differ in gradient compression, run in turns on the same ranks."""
+"""Training loops with different gradient compression, run in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train a few steps and return the seconds per step, from barrier to barrier. All ranks must call it."""
+    """Train a few steps and return the seconds per step, measured between barriers. All ranks must call this
+    function."""
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
     wrapped, optimizer = _prepared[way, model]

@@ -1,10 +1,10 @@
 """Effect of gradient compression on the step time, on both backends.
 
 Loops that differ only in `compression` take turns on the same ranks, in a new order in every round. Two of the loops
-are DDP with torch's communication hooks, which reduce in half precision, in an order that depends on the transport. The
-table shows the ratio of the step times with and without compression in the same round: below 1, compression is faster.
-Ranks on one host communicate through memory, so this measures the overhead of compression. The benefit of compression
-increases with slower networks.
+use DDP with torch's communication hooks, which reduce in half precision, in an order that depends on the transport. The
+table shows the ratio of the step times with and without compression in the same round. Below 1, compression is faster.
+Ranks on one host communicate through memory, so the benchmark measures the overhead of compression. Slower networks
+increase the benefit of compression.
 
     python benchmarks/compression.py            # starts its own ranks; writes benchmarks/results/compression.*
 """

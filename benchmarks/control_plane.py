@@ -1,10 +1,11 @@
-"""Coordination overhead against the number of ranks: per collective, at startup, and of the model check.
+"""Coordination overhead by the number of ranks: per collective, at start-up, and for the model check.
 
 One process runs one rank on a simulated process group, in which all other ranks immediately send the same values as
-this rank. The measurement therefore includes the computation of one rank in unitrain's code, and the number of bytes
-that it receives, but no network time. The exchange over the store is real: every rank is a thread with a separate
-connection to a TCPStore. Each result is compared with a baseline, in which every rank gathers a row of 1,160 bytes from
-every rank before each collective, reads every rank's key, and receives every rank's table of the model.
+this rank. Therefore, the measurement includes the computation of one rank in unitrain's code and the number of bytes
+that the rank receives, but not network time. The exchange over the store is real: each rank is a thread with a separate
+connection to a TCPStore. Each result is compared with a baseline. In the baseline, each rank gathers a row of 1,160
+bytes from all ranks before each collective, reads the keys of all ranks, and receives the tables of the model from all
+ranks.
 
     python benchmarks/control_plane.py            # writes benchmarks/results/control_plane.*
 """
@@ -38,9 +39,10 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.monitor import FailureMonitor
 
-SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank transfers the same number of bytes in a sum
-MAX_READING_RANKS = 256  # limit for reading every rank's key on every rank, which takes minutes with 1,024 threads
-# The widths of the 53 BatchNorms of a ResNet-50, each of which takes a collective in forward and one in backward.
+SIZES = (2, 64, 256, 1024)  # with powers of two, all ranks transfer the same number of bytes in a sum
+MAX_READING_RANKS = 256  # limit for reading all keys on all ranks, which takes minutes with 1,024 threads
+# The widths of the 53 BatchNorms of a ResNet-50. Each has one collective in the forward pass and one in the backward
+# pass.
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
 WIDTHS += [4 * base for base, _ in _STAGES]
@@ -68,7 +70,7 @@ class IdenticalRanks(dist.ProcessGroup):
         (tensor,) = tensors
         if opts.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
-        IdenticalRanks.received_bytes += 2 * tensor.nbytes  # as in a ring: first partial sums, then the sum
+        IdenticalRanks.received_bytes += 2 * tensor.nbytes  # like in a ring: first partial sums, then the sum
         return _Done()
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
@@ -96,7 +98,7 @@ class IdenticalRanks(dist.ProcessGroup):
 
 
 class SimulatedBackend(ProcessGroupBackend):
-    """Rank 0's collectives and consistency checks, over a group of IdenticalRanks."""
+    """Rank 0's collectives and consistency checks on a group of IdenticalRanks."""
 
     name = "identical"
 
@@ -109,7 +111,7 @@ class SimulatedBackend(ProcessGroupBackend):
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)
-        self._check_consistency._has_point_to_point = True  # as with Gloo
+        self._check_consistency._has_point_to_point = True  # like with Gloo
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class RowCall:
 
 
 def compare_rows(size: int) -> None:
-    """Compare the calls of all ranks as in the baseline."""
+    """Compare the calls of all ranks with the method of the baseline."""
     row = torch.zeros(ROW_LENGTH, dtype=torch.int64)
     row[:HEADER_LENGTH] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER_LENGTH - 8)])
     rows = torch.empty(size, ROW_LENGTH, dtype=torch.int64)
@@ -140,7 +142,7 @@ def compare_rows(size: int) -> None:
 
 
 def compare_tables(backend: SimulatedBackend, model: nn.Module) -> None:
-    """Compare the models of all ranks as in the baseline."""
+    """Compare the models of all ranks with the method of the baseline."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
     payload = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
@@ -152,7 +154,7 @@ def compare_tables(backend: SimulatedBackend, model: nn.Module) -> None:
 
 
 def exchange_keys(rendezvous: Rendezvous, key: str) -> list[Any]:
-    """Exchange values as in the baseline: every rank waits for every rank's key, and reads it."""
+    """Exchange values with the method of the baseline: each rank waits for the keys of all ranks, and reads them."""
     store, size = rendezvous.store, rendezvous.rank_info.size
     store.set(f"{key}/{rendezvous.rank_info.rank}", "1")
     missing = list(range(size))
@@ -174,7 +176,7 @@ def measure_cost(function: Callable[[], object], repeats: int) -> tuple[float, f
 
 
 def measure_simulated_rank(size: int, repeats: int) -> Costs:
-    """Return the seconds and bytes of one rank of `size` for each method."""
+    """Return the seconds and bytes of one of `size` ranks, for each method."""
     dist.init_process_group("identical", store=dist.HashStore(), rank=0, world_size=size)
     try:
         backend = SimulatedBackend(size)
@@ -203,7 +205,7 @@ def measure_simulated_rank(size: int, repeats: int) -> Costs:
 
 
 def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
-    """Return, for each method, the seconds from the start of an exchange on the first rank until its end on the last
+    """For each method, return the seconds from the start of an exchange on the first rank to its end on the last
     rank."""
     served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     rendezvous_by_rank = [

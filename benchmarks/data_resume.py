@@ -2,8 +2,8 @@
 
     python benchmarks/data_resume.py --pairs 20
 
-Both positions are measured in each pair, in alternating order, with a dataset of Hugging Face and with the same dataset
-without its state.
+Each pair measures both positions, in alternating order, with a Hugging Face dataset and with the same dataset without a
+state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save_states(workers: int) -> dict[str, Any]:
 
 
 def resume(state: dict[str, Any], workers: int, *, with_state: bool) -> float:
-    """Return the seconds to the first batch, which is checked."""
+    """Return the seconds until the first batch. Assert that the batch is correct."""
     data = open_data(workers)
     if with_state:
         data.resume_from(state)

@@ -1,4 +1,4 @@
-"""An allreduce through unitrain's interface and through the underlying libraries, run in turns."""
+"""Allreduces through unitrain's interface and through the underlying libraries, run in turns."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SIZES = {
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds of an allreduce of `size`, or of its concurrent allreduces, in one of WAYS. All ranks call
-    it."""
+    """Return the seconds of an allreduce, or of concurrent allreduces, of `size` in one of WAYS. All ranks must call
+    this function."""
     length, calls, at_once = SIZES[size]
     call: Callable[[], object]
     if at_once > 1:
@@ -53,7 +53,7 @@ def _interface(backend: Backend, tensor: Tensor) -> Tensor:
 
 
 def _torch(backend: Backend, tensor: Tensor) -> Tensor:
-    result = tensor.clone()  # because the other ways leave their argument unchanged too
+    result = tensor.clone()  # because the other ways also do not modify their argument
     dist.all_reduce(result)
     return result
 

@@ -23,7 +23,7 @@ ACCUMULATE = 4
 PLAIN, NORMALIZED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
 EXCHANGES = "BatchNorm and bare allreduces of the size of sync_batch_norm's"
 COMMUNICATING = "accumulate, communication after each micro-batch"
-SIDE = 8  # an image has the same number of pixels as the other inputs have features
+SIDE = 8  # images have as many pixels as other inputs have features
 
 
 def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -32,7 +32,7 @@ def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def build_normalized(hidden: list[int]) -> nn.Sequential:
-    """Return the network with a BatchNorm after each of its hidden layers."""
+    """Return the network with a BatchNorm after each hidden layer."""
     layers: list[nn.Module] = []
     for width, layer in zip([*hidden, CLASSES], network(hidden)[::2], strict=True):
         layers += [layer, nn.BatchNorm1d(width), nn.ReLU()]
@@ -40,7 +40,7 @@ def build_normalized(hidden: list[int]) -> nn.Sequential:
 
 
 class _Exchange(torch.autograd.Function):
-    """The identity, with an allreduce in forward and one in backward."""
+    """The identity function, with one allreduce in the forward pass and one in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _bare_allreduce(tensor: Tensor) -> None:
-    """Reduce `tensor` with torch.distributed only. Waiting without sleeping is faster for small tensors."""
+    """Reduce `tensor` with torch.distributed. Poll without sleeping, which is faster for small tensors."""
     work = dist.all_reduce(tensor, async_op=True)
     while type(work) is dist.Work and not work.is_completed():
         os.sched_yield()
@@ -70,7 +70,7 @@ class BatchNormWithExchanges(nn.BatchNorm1d):
 
 
 def build_with_exchanges(hidden: list[int]) -> nn.Sequential:
-    """Return the network with BatchNorm and the communication of a synchronized BatchNorm."""
+    """Return the network with BatchNorm over local samples and the communication of a synchronized BatchNorm."""
     model = build_normalized(hidden)
     for module in model:
         if isinstance(module, nn.BatchNorm1d):
@@ -79,7 +79,7 @@ def build_with_exchanges(hidden: list[int]) -> nn.Sequential:
 
 
 def build_convolutional(hidden: list[int]) -> nn.Sequential:
-    """Return a convolutional network with about the same step time as the hidden layers."""
+    """Return a convolutional network whose step time is similar to that of the hidden layers."""
     channels = [1, *(width // 16 for width in hidden)]
     layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
     for before, after in itertools.pairwise(channels):
@@ -90,7 +90,7 @@ def build_convolutional(hidden: list[int]) -> nn.Sequential:
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """Differences from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network. `against`
-    is the baseline, which differs only in the measured feature."""
+    is the name of the baseline, which differs only in the measured feature."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: Callable[[], dict[str, Any]] = dict
@@ -127,7 +127,8 @@ _prepared: dict[tuple[str, str], Turn] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train one epoch and return the seconds per micro-batch, from barrier to barrier. All ranks must call it."""
+    """Train one epoch and return the seconds per micro-batch, measured between barriers. All ranks must call this
+    function."""
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
     backend.barrier()

@@ -1,22 +1,22 @@
 """Goodput of a job on two hosts in which ranks are killed once per minute.
 
-A job trains `recovered_training.py` on two hosts (two sets of namespaces on this machine, tests/support/hosts.py;
-requires root) with one rank each, first without faults. Then it is repeated, and every minute, rank 1 or rank 0 is
-killed, in turn. The goodput is the number of different steps per second that all ranks have completed, relative to the
-job without faults. Steps that are repeated count once. The ways of restarting:
+A job runs `recovered_training.py` with one rank on each of two hosts, first without faults. The hosts are two sets of
+namespaces on this machine (tests/support/hosts.py; requires root). Then the job is repeated, and every minute, rank 1
+or rank 0 is killed in turn. The goodput is the number of different steps per second that all ranks have completed,
+relative to the job without faults. Repeated steps count once. The ways of restarting:
 
     torchrun   torchrun --max-restarts, with a checkpoint per epoch (ddp only)
     restart    unitrain launch --max-restarts, with a checkpoint per epoch
     standby    unitrain launch --max-restarts --standby, with a checkpoint in memory every few steps
 
-Each rank uses a core of this machine completely. On a machine with accelerators, the cores of a rank are idle for a
-part of each step, in which standby ranks can start and checkpoints can be written. The benchmark can therefore be
-repeated with steps that also wait for `--waiting-ms` milliseconds.
+Each rank fully uses one core of this machine. On a machine with accelerators, the cores are idle during a part of each
+step. Standby ranks can start and checkpoints can be written during this time. To simulate this, `--waiting-ms` makes
+each step wait for a number of milliseconds.
 
     python benchmarks/goodput.py
     python benchmarks/goodput.py --waiting-ms 100 --in-memory 5
 
-Each command writes benchmarks/results/goodput.md and .json, and keeps the figures of earlier commands.
+Each command writes benchmarks/results/goodput.md and .json, and keeps the results of earlier commands.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAULT_SECONDS = 60.0
 
 
 class Goodput(NamedTuple):
-    """Different steps per second that all ranks have completed without faults and with faults, and the recoveries."""
+    """Different steps per second that all ranks have completed, without and with faults, and the recoveries."""
 
     undisturbed: float
     disturbed: float
@@ -55,7 +55,7 @@ class Goodput(NamedTuple):
 
 
 def ways(in_memory: int, waiting_ms: float) -> dict[str, Way]:
-    """Return the ways of restarting by name. With "standby", every `in_memory`-th step is kept in memory."""
+    """Return the ways of restarting by name. With "standby", every `in_memory`-th step is saved in memory."""
     return {
         "torchrun": Way(backends=("ddp",), program="torchrun", waiting_ms=waiting_ms),
         "restart": Way(waiting_ms=waiting_ms),
@@ -64,7 +64,8 @@ def ways(in_memory: int, waiting_ms: float) -> dict[str, Way]:
 
 
 def steps_per_second(job: Job, began: float) -> float:
-    """Return the number of different steps per second that all ranks have completed since monotonic time `began`."""
+    """Return the number of different steps per second that all ranks have completed since the monotonic time
+    `began`."""
     numbers = [{step.step for step in completed(job.folder, rank) if step.time > began} for rank in range(job.size)]
     return min(map(len, numbers)) / (time.monotonic() - began)
 
@@ -116,7 +117,7 @@ def row_name(backend: str, way: str, waiting_ms: float, in_memory: int) -> str:
 
 
 def load_rows(output: Path) -> dict[str, list[Goodput]]:
-    """Return the saved figures by the first cells of their lines."""
+    """Return the saved results by the first cells of their lines."""
     path = output / "goodput.json"
     saved = json.loads(path.read_text())["rows"] if path.exists() else {}
     return {
@@ -151,11 +152,11 @@ def main(
         if name in names and backend in way.backends
     }
     found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
-    rows = load_rows(output)  # before the measurements, which take long
+    rows = load_rows(output)  # fail before the slow measurements
     with started_hosts(len(RANKS)) as both:
         for _ in range(rounds):
             for (backend, name, waiting_ms), way in chosen.items():
-                # Without faults, the job is the same for all ways, and has neither standby ranks nor copies in memory.
+                # Without faults, all ways use the same job, without standby ranks and checkpoints in memory.
                 plain_way = Way(backends=way.backends, program=way.program, waiting_ms=waiting_ms)
                 plain, _ = run(plain_way, backend, list(both), 60, has_faults=False)
                 rate, recoveries = run(way, backend, list(both), 60 * minutes, has_faults=True)

@@ -17,7 +17,7 @@ _groups: list[Any] = []
 
 
 def create_group(backend: Backend) -> float:
-    """Return the seconds that the creation of a group takes on this rank, and keep the group."""
+    """Create a group, and return the seconds on this rank. The group is kept for later calls."""
     dist.barrier()
     started = time.perf_counter()
     group = dist.new_group(MEMBERS)
@@ -29,7 +29,7 @@ def create_group(backend: Backend) -> float:
 
 
 def destroy_group(backend: Backend) -> None:
-    """Destroy the group, and return when its process set is removed."""
+    """Destroy the group, and wait until the process set is removed."""
     from horovod.torch.mpi_ops import _basics
 
     if _groups:
@@ -40,7 +40,7 @@ def destroy_group(backend: Backend) -> None:
 
 
 def reduce_in_default_group(backend: Backend, count: int) -> tuple[float, float]:
-    """Return the seconds per call, and the seconds of CPU time of all threads of this rank per call."""
+    """Return the seconds per call, and the CPU seconds of all threads of this rank per call."""
     values = torch.ones(count)
     dist.barrier()
     started = time.process_time()

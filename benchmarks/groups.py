@@ -1,11 +1,12 @@
 """Latency of subgroup collectives and point-to-point messages on Horovod's process group, compared with bare Horovod
 calls.
 
-The calls of each comparison take turns on the same ranks in every round. A message takes half of a round trip between
-ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce is
-measured in the group of these ranks and in the default group of all ranks: in the latter without other groups, after
-the group of ranks 0 and 1 was created and used, and again without other groups. The mean of the first and the last time
-is the base of the ratio, and their ratio shows the noise.
+The calls of each comparison take turns on the same ranks in every round. The time of a message is half of a round trip
+between ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An
+allreduce is measured in the group of these ranks and in the default group of all ranks. In the default group, it is
+measured three times: without other groups, after the group of ranks 0 and 1 has been created and used, and again
+without other groups. The second time is compared with the mean of the first and the last time. The ratio of the first
+and the last time shows the noise.
 
     python benchmarks/groups.py            # starts 4 ranks; writes benchmarks/results/groups.*
 """
@@ -38,7 +39,7 @@ SIZES = {"4 bytes": 1, "4 KB": 2**10, "4 MB": 2**20}
 
 
 def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each measured call, by size and round."""
+    """Return the seconds of each measured call, by size, in each round."""
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ("creation", *SIZES)}
     with RankGroup("horovod", ranks, spawn=True) as group:
         group.run(reduce_in_default_group, 1, timeout_seconds=300)  # starts the ranks

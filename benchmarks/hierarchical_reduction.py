@@ -1,7 +1,7 @@
 """Step time with the hierarchical allreduce of gradients, compared with an allreduce over all ranks.
 
-The ranks are on two hosts with a slow network, which are simulated as in slow_network.py. Both ways run in turns in the
-same processes. The benchmark needs root.
+The ranks run on two hosts with a slow network, which are simulated like in slow_network.py. Both ways take turns in the
+same processes. The benchmark requires root.
 
     python benchmarks/hierarchical_reduction.py      # writes benchmarks/results/hierarchical_reduction.md
 """
@@ -26,7 +26,7 @@ from tables import BACKENDS, RESULTS, ratio, save_results
 
 
 def measure(rate: str, backend: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the seconds and megabytes per step, by way and round, at a bandwidth of `rate`."""
+    """Return the seconds and megabytes per step at the bandwidth `rate`, by way and round."""
     with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder)) as both:
         for host in both:
             slow_down(host, rate)
@@ -37,7 +37,7 @@ def measure(rate: str, backend: str, ranks: int, rounds: int, steps: int) -> dic
         done = both[0].run([*launch, script, str(rounds), str(steps)], variables, 1000, fresh=True)
     if done.returncode:
         raise click.ClickException(done.stdout)
-    (line,) = [line for line in done.stdout.splitlines() if '{"seconds"' in line]  # the launcher may add a prefix
+    (line,) = [line for line in done.stdout.splitlines() if '{"seconds"' in line]  # the launcher may prefix lines
     measured: dict[str, Any] = json.loads(line[line.index("{") :])
     return measured
 

@@ -1,4 +1,4 @@
-"""Time steps with a plain and with a hierarchical allreduce, in turns; see hierarchical_reduction.py."""
+"""Time steps with a plain and a hierarchical allreduce, in turns. See hierarchical_reduction.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sent_bytes() -> int:
 
 
 def main(rounds: int, steps: int) -> None:
-    """Print the seconds and the megabytes sent by the first host per step, by way and round."""
+    """Print the seconds per step and the megabytes that the first host sends per step, by way and round."""
     with unitrain.init(device="cpu") as backend:
         models: dict[str, nn.Module] = {}
         optimizers = {}
@@ -51,7 +51,7 @@ def main(rounds: int, steps: int) -> None:
         seconds: dict[str, list[float]] = {way: [] for way in models}
         megabytes: dict[str, list[float]] = {way: [] for way in models}
         order = random.Random(0)
-        for turn in range(rounds + 1):  # the first is a warm-up
+        for turn in range(rounds + 1):  # the first turn is a warm-up
             for way in order.sample(list(models), len(models)):
                 backend.barrier()
                 sent, start = sent_bytes(), time.perf_counter()

@@ -1,7 +1,7 @@
-"""The training of `recovered_training.py` with Horovod's elastic API, for `recovery.py`.
+"""The training run of `recovered_training.py` with Horovod's elastic API, for `recovery.py`.
 
-python horovod_elastic_training.py FOLDER. Ranks that survive a failure keep their process and restore the state of the
-latest step from their memory.
+python horovod_elastic_training.py FOLDER. After a failure, the remaining ranks keep running and restore the state of
+the latest step from memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training whose memory `memory_limits.py` measures: a transformer with Adam in float32."""
+"""The training run that `memory_limits.py` measures: a transformer with Adam in float32."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unitrain.backends.base import Backend, ShardingMode
 from unitrain.memory.process_memory import HostMemory
 
 WIDTH, LENGTH, CLASSES, VOCABULARY = 128, 32, 64, 20_000
-STEPS = 2  # the first one creates the optimizer state
+STEPS = 2  # the first step creates the optimizer state
 _MMAP_THRESHOLD_OPTION = -3  # M_MMAP_THRESHOLD of mallopt(3)
 
 
 class TextClassifier(nn.Module):
-    """Maps tokens [n, LENGTH] to scores [n, CLASSES]."""
+    """Model that maps tokens of shape [n, LENGTH] to scores of shape [n, CLASSES]."""
 
     def __init__(self, blocks: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class TextClassifier(nn.Module):
 
 
 def peak_bytes(backend: Backend, shard: ShardingMode, checkpoints: bool, blocks: int, batch: int) -> int:
-    """Train STEPS steps. Return the peak of the memory in bytes above that of the process before."""
-    # Each larger tensor gets its own mapping, so that the system gets its memory back immediately.
+    """Train for STEPS steps. Return the peak memory in bytes, minus the memory of the process before."""
+    # Each large tensor gets its own mapping, so that its memory is returned to the system immediately.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD_OPTION, 65536)
-    _train(backend, TextClassifier(1, vocabulary=8), "none", 1)  # imports modules and starts threads
+    _train(backend, TextClassifier(1, vocabulary=8), "none", 1)  # import modules and start threads
     memory = HostMemory()
     memory.reset_peak()
     before = memory.current()

@@ -20,7 +20,7 @@ _prepared: dict[tuple[str, str], tuple[unitrain.Trainer, TensorDataset]] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train one epoch and return the seconds per step, from barrier to barrier. All ranks must call it."""
+    """Train one epoch and return the seconds per step, measured between barriers. All ranks must call this function."""
     steps = MODELS[model][1]
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)

@@ -1,8 +1,8 @@
-"""Step time with logical ranks, compared with the ordinary reduction at the same micro-batches.
+"""Step time with logical ranks, compared with ordinary reduction of the same micro-batches.
 
-The Trainers take turns on the same ranks, in a new order in every round. With as many logical ranks as processes, the
-micro-batches are the same as without logical ranks. With twice as many, a step has as many micro-batches as with two
-accumulated ones.
+The Trainers take turns on the same ranks, in a new order in every round. With one logical rank per process, the
+micro-batches are the same as without logical ranks. With two logical ranks per process, they are the same as with
+gradient accumulation over two micro-batches.
 
     python benchmarks/logical_ranks.py            # starts its own ranks; writes benchmarks/results/logical_ranks.*
 """

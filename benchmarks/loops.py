@@ -1,4 +1,4 @@
-"""The same training steps on a library directly, on unitrain's interface and with its Trainer, run in turns."""
+"""The same training steps with a library, with unitrain's interface and with the Trainer, run in turns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import unitrain
 from unitrain.backends.base import Backend
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
-# Hidden layers, and the number of steps per turn. The tiny model measures overhead, the large one communication;
-# `trial` is for tests of the benchmarks.
+# Hidden layers, and the number of steps per turn. The tiny model measures overhead, and the large model measures
+# communication. `trial` is for tests of the benchmarks.
 MODELS = {"tiny": ([64, 64], 600), "25M": ([2048, 3072, 3072, 2816], 10), "trial": ([32, 32], 8)}
 MEASURED = ("tiny", "25M")
 Turn = Callable[[int], float]
@@ -29,9 +29,10 @@ _prepared: dict[tuple[str, str], Turn] = {}
 
 
 def pin_to_core(backend: Backend) -> int:
-    """Bind this rank to one core, as launchers do, and return its process ID.
+    """Bind this rank to one core, like launchers do, and return the process ID.
 
-    If the scheduler moves ranks between cores, the variation between rounds exceeds the differences between the loops.
+    If the scheduler moved ranks between cores, the variation between rounds would exceed the differences between the
+    loops.
     """
     cores = sorted(os.sched_getaffinity(0))
     if backend.size <= len(cores):
@@ -41,7 +42,8 @@ def pin_to_core(backend: Backend) -> int:
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train one epoch in one of the WAYS and return seconds per step, from barrier to barrier. All ranks call it."""
+    """Train one epoch in one of the WAYS and return the seconds per step, measured between barriers. All ranks must
+    call this function."""
     steps = MODELS[model][1]
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
@@ -61,7 +63,7 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
 
 
 def network(hidden: list[int]) -> nn.Sequential:
-    """Return the network with these hidden layers."""
+    """Return a network with these hidden layers."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise([FEATURES, *hidden, CLASSES]):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -69,12 +71,13 @@ def network(hidden: list[int]) -> nn.Sequential:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer, which is the same in all loops."""
+    """Return the optimizer, which has the same settings in all loops."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset, backend: Backend, mean: Any) -> Turn:
-    """Return a plain loop over this rank's shard of the data, followed by the mean loss over ranks."""
+    """Return a function that runs a plain loop over this rank's shard of the data, and returns the mean loss over
+    ranks."""
     inputs, targets = data.tensors
 
     def turn(epoch: int) -> float:

@@ -2,16 +2,16 @@
 
 The losses of a method do not depend on the network or the backend, so they are measured with two ranks on this machine.
 The times and bytes are measured on two simulated hosts with one rank each (tests/support/hosts.py; requires root), with
-limited bandwidth and, optionally, a delay. The times are compared with the predictions of `unitrain bench predict`.
-The table and the chart combine both: the time until the validation loss is that of synchronous training is the number
-of steps multiplied by the time of a step. The methods with local steps begin with a warm-up of synchronous steps.
+limited bandwidth and, optionally, a delay. The times are compared with the predictions of `unitrain bench predict`. The
+table and the chart combine both: the time until a method reaches the validation loss of synchronous training is the
+number of steps multiplied by the time of a step. Methods with local steps start with a warm-up of synchronous steps.
 
     python benchmarks/low_communication.py losses            # 1,000 steps of each method, for three seeds
     python benchmarks/low_communication.py outer             # 400 steps of DiLoCo with each outer optimizer
     python benchmarks/low_communication.py speeds --rate 10mbit --rate 100mbit
     python benchmarks/low_communication.py speeds --rate 10mbit --delay 0.025
 
-Each command writes benchmarks/results/low_communication.md, .json and .svg, and keeps the figures of earlier commands.
+Each command writes benchmarks/results/low_communication.md, .json and .svg, and keeps the results of earlier commands.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
 
 def results_in(output: str) -> Any:
-    """Return the results that `low_communication_training.py` has printed."""
+    """Return the results that `low_communication_training.py` printed to `output`."""
     line = next(line for line in output.splitlines() if '{"results"' in line)
     return json.loads(line[line.index("{") :])["results"]
 
@@ -65,8 +65,8 @@ def results_in(output: str) -> Any:
 def measure_speeds(
     rate: str, delay: float, backend: str, arguments: dict[str, Any], timeout_seconds: float
 ) -> dict[str, Any]:
-    """Return the seconds and bytes per step of each method, and the network that is fitted to allreduces between the
-    hosts, as by `unitrain bench predict`."""
+    """Return the seconds and bytes per step of each method, and a network model that is fitted to allreduces between
+    the hosts, like in `unitrain bench predict`."""
     network = (delay, bits_per_second(rate)) if delay else None
     with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), network=network) as both:
         if not delay:
@@ -86,7 +86,7 @@ def measure_speeds(
 
 
 def bits_per_second(rate: str) -> float:
-    """Return a `rate` such as "100mbit" as a number."""
+    """Return a `rate` in tc notation, for example "100mbit", in bits per second."""
     return float(rate.removesuffix("bit")[:-1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate.removesuffix("bit")[-1]]
 
 
@@ -99,7 +99,7 @@ def predicted_seconds(method: Method, alone: float, network: Network, local_step
 
 
 def expected_bytes(method: Method) -> float | None:
-    """Return the number of bytes of a step that a rank sends, without headers. None for PowerSGD, and without
+    """Return the number of bytes that a rank sends per step, without headers. Return None for PowerSGD, and without
     communication."""
     if not method.communicates:
         return None
@@ -117,9 +117,9 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def train(names: list[str], local_steps: int, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Return the runs of each method with two ranks on this machine, and show the progress on standard error.
+    """Train with each method and two ranks on this machine, and return the runs. Show the progress on standard error.
 
-    `settings` are keyword arguments of `methods`, and `arguments` those of `losses_by_method`.
+    `settings` are keyword arguments of `methods`, and `arguments` are keyword arguments of `losses_by_method`.
     """
     given = {
         "measure": "losses",
@@ -276,12 +276,12 @@ def draw(cells: dict[str, Any], path: Path) -> None:
     panels[0].legend(fontsize="small")
     with rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": NAME}
-    ):  # text as text, and the same file for the same data
+    ):  # store text as text, and make the file reproducible
         figure.savefig(path, metadata={"Date": None})
 
 
 def save(output: Path, figures: dict[str, Any]) -> None:
-    """Write the tables, the figures and the chart."""
+    """Write the tables, the results in JSON and the chart."""
     settings = figures["settings"]
     lines = [
         "# Low-communication training on two hosts with a slow network",
@@ -301,11 +301,11 @@ def save(output: Path, figures: dict[str, Any]) -> None:
 
 
 def load(output: Path, command: str) -> dict[str, Any]:
-    """Return the saved figures, with `command` added to the list of commands."""
+    """Return the saved results, with `command` added to the list of commands."""
     path = output / f"{NAME}.json"
     empty: dict[str, Any] = {"losses": {}, "settings": {}, "outer": [], "speeds": {}, "commands": []}
     figures: dict[str, Any] = empty | (json.loads(path.read_text()) if path.exists() else {})
-    if command.startswith("losses"):  # the losses of earlier commands are replaced
+    if command.startswith("losses"):  # replace the losses of earlier commands
         figures["commands"] = [earlier for earlier in figures["commands"] if not earlier.startswith("losses")]
     figures["commands"] = list(dict.fromkeys([*figures["commands"], command]))
     return figures
@@ -319,7 +319,7 @@ output_option = click.option("--output", type=click.Path(path_type=Path), defaul
 
 @click.group()
 def main() -> None:
-    """Measure low-communication training."""
+    """Measure low-communication training in one of the subcommands."""
 
 
 @main.command("losses")
@@ -350,13 +350,13 @@ def losses_command(
     arguments = {"peak_lrs": list(peak_lrs), "seeds": seeds, "steps": steps, "evaluate_every": evaluate_every}
     settings = {**arguments, "local_steps": local_steps, "warmup_steps": warmup_steps, "target": target}
     saved = load(output, command)
-    if saved["settings"] != settings:  # the losses of other settings are replaced
+    if saved["settings"] != settings:  # replace the losses of other settings
         saved["losses"] = {}
     for name in dict.fromkeys([SYNCHRONOUS, *(name for name in names if name != ALONE)]):
         if name not in saved["losses"] or name in names:
             saved["losses"] |= train([name], local_steps, {"warmup_steps": warmup_steps}, arguments)
             saved["settings"] = settings
-            save(output, saved)  # the next method takes minutes
+            save(output, saved)  # save now, because the next method takes minutes
 
 
 @main.command("outer")
@@ -441,7 +441,7 @@ def speeds_command(
             cell = measure_speeds(rate, delay, backend, given, timeout_seconds)
             figures = load(output, command)
             figures["speeds"][f"{rate}{suffix}, {backend}"] = {**cell, "local_steps": local_steps}
-            save(output, figures)  # the next backend takes minutes and may fail
+            save(output, figures)  # save now, because the next backend takes minutes and may fail
 
 
 if __name__ == "__main__":

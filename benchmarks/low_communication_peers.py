@@ -1,8 +1,8 @@
 """Local SGD and DiLoCo of unitrain, compared with LocalSGD of Accelerate and DiLoCo of torchft.
 
-Two ranks on this machine train the GPT of `low_communication_training.py` from the same weights with the same texts,
-with each library in turn, in the same processes. The libraries should compute the same weights. Requires Accelerate and
-torchft:
+Two ranks on this machine train the GPT of `low_communication_training.py` from the same weights with the same texts.
+The libraries take turns in the same processes. They should compute the same weights. Accelerate and torchft are
+required:
 
     pip install accelerate torchft
     python benchmarks/low_communication_peers.py      # writes benchmarks/results/low_communication_peers.md
@@ -31,7 +31,7 @@ SCRIPT = str(HERE / "low_communication_peers_training.py")
 
 
 def measure(rounds: int, local_steps: int) -> dict[str, Any]:
-    """Return the figures that `low_communication_peers_training.py` prints."""
+    """Return the results that `low_communication_peers_training.py` prints."""
     launch = [sys.executable, "-m", "unitrain", "launch", "-np", "2", SCRIPT, str(rounds), str(local_steps)]
     done = subprocess.run(
         launch,

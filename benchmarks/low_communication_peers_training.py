@@ -1,4 +1,4 @@
-"""Train with local steps in unitrain, Accelerate and torchft, in turns; see low_communication_peers.py.
+"""Train with local steps in unitrain, Accelerate and torchft, in turns. See low_communication_peers.py.
 
 low_communication_peers_training.py TURNS LOCAL_STEPS
 """
@@ -30,7 +30,7 @@ DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 class PeerTraining(Training):
-    """Training without unitrain's synchronization."""
+    """Training that does not use unitrain's synchronization."""
 
     def __init__(self, backend: unitrain.Backend, steps: int) -> None:
         super().__init__(backend, Method(communicates=False), steps=steps, peak_lr=1e-3, seed=0)
@@ -71,7 +71,7 @@ class WithTorchft(PeerTraining):
             world_size=1,
             lighthouse_addr=lighthouse,
             hostname="127.0.0.1",
-            init_sync=False,  # the replicas have equal weights
+            init_sync=False,  # the replicas already have equal weights
             timeout=LIMIT,
             quorum_timeout=LIMIT,
             connect_timeout=LIMIT,

@@ -1,4 +1,4 @@
-"""Train the GPT of examples/gpt.py with each method of low-communication training; see low_communication.py."""
+"""Train the GPT of examples/gpt.py with each method of low-communication training. See low_communication.py."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["ALONE", "BATCH", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOU
 WIDTH, LAYERS, BATCH = 128, 3, 16  # samples per rank
 ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
-OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best that were tried, see the guide
-# Synchronous training is timed after `WARMUP_STEPS` steps, for a multiple of `MIN_STEPS` steps.
+OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see the guide
+# Timing starts after `WARMUP_STEPS` synchronous steps, and covers a multiple of `MIN_STEPS` steps.
 WARMUP_STEPS, MIN_STEPS = 4, 4
 
 
@@ -38,7 +38,8 @@ WARMUP_STEPS, MIN_STEPS = 4, 4
 class Method:
     """Synchronous training with gradient `compression`, or local steps.
 
-    `prediction` is the method's name in `unitrain bench predict`. Without communication, every rank trains alone.
+    `prediction` is the name of the method in `unitrain bench predict`. Without communication, every rank trains
+    separately.
     """
 
     compression: Any = "none"
@@ -50,9 +51,10 @@ class Method:
 def methods(
     steps: int, *, warmup_steps: int = 0, outer_lr: float = OUTER_LR, outer_momentum: float = OUTER_MOMENTUM
 ) -> dict[str, Method]:
-    """Return the methods by name, with `steps` local steps after `warmup_steps` synchronous steps.
+    """Return the methods by name. They have `steps` local steps between synchronizations, after `warmup_steps`
+    synchronous steps.
 
-    `outer_lr` and `outer_momentum` are those of DiLoCo.
+    `outer_lr` and `outer_momentum` are the settings of the outer optimizer of DiLoCo.
     """
     local = partial(_local, steps=steps, warmup_steps=warmup_steps)
     diloco = partial(local, outer_lr=outer_lr, outer_momentum=outer_momentum)
@@ -74,13 +76,13 @@ def _local(prediction: str, **settings: Any) -> Method:
 
 
 def build() -> nn.Module:
-    """Return the untrained model, equal for every method."""
+    """Return the untrained model, which is the same for every method."""
     torch.manual_seed(0)
     return GPT(width=WIDTH, layers=LAYERS)
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """Return the texts for training and validation, [texts, length + 1]."""
+    """Return the texts for training and validation, with shape [texts, length + 1]."""
     inputs, targets = paragraphs().tensors
     texts = torch.cat([inputs, targets[:, -1:]], dim=1)
     texts = texts[torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))]
@@ -118,7 +120,7 @@ class Training:
             chosen = torch.randint(len(self._texts), (BATCH,), generator=self._generator)
             mean_loss(self._distributed, self._texts[chosen]).backward()
             if self._local is not None:
-                self._local.reduce_gradients()  # in the warm-up only
+                self._local.reduce_gradients()  # only in the warm-up
             nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -126,7 +128,7 @@ class Training:
             self.after_step()
 
     def after_step(self) -> None:
-        """Count a step, and synchronize the weights of the ranks if it is due."""
+        """Count a step, and synchronize the weights of the ranks if a synchronization is due."""
         if self._local is not None:
             self._local.step()
 
@@ -137,7 +139,7 @@ class Training:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Return the loss of the mean of the weights over the ranks. All ranks evaluate the same texts."""
+        """Return the validation loss of the mean weights over all ranks. All ranks evaluate the same texts."""
         with nullcontext() if self._local is None else self._local.averaged_weights():
             losses = [mean_loss(self._model, part) for part in self._validation.split(100)]
         return float(torch.stack(losses).mean())
@@ -146,7 +148,7 @@ class Training:
 def losses(
     backend: unitrain.Backend, method: Method, *, steps: int, evaluate_every: int, peak_lr: float, seed: int
 ) -> list[tuple[int, float]]:
-    """Return the validation losses of a run of `steps` steps, as pairs of a step and a loss."""
+    """Train for `steps` steps, and return the validation losses as pairs (step, loss)."""
     training = Training(backend, method, steps=steps, peak_lr=peak_lr, seed=seed)
     curve = []
     for step in range(evaluate_every, steps + 1, evaluate_every):
@@ -166,7 +168,7 @@ def losses_by_method(
     steps: int,
     evaluate_every: int,
 ) -> dict[str, Any]:
-    """Return the runs of each method by its best peak learning rate, which is found with seed 0."""
+    """Return the runs of each method with the best peak learning rate, which is selected with seed 0."""
     found: dict[str, Any] = {}
     for name, method in chosen.items():
         run = partial(losses, backend, method, steps=steps, evaluate_every=evaluate_every)
@@ -182,9 +184,9 @@ def losses_by_method(
 def speeds(
     backend: unitrain.Backend, chosen: dict[str, Method], *, seconds: float, rounds: int, local_steps: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds and the bytes sent by this host per step, by method and round.
+    """Return the seconds per step and the bytes that this host sends per step, by method and round.
 
-    The methods run in turns of about `seconds`; a turn of low-communication training is a multiple of `local_steps`.
+    The methods run in turns of about `seconds`. A turn of low-communication training is a multiple of `local_steps`.
     """
     turns: dict[str, tuple[Training, int, int]] = {}
     for name, method in chosen.items():
@@ -193,7 +195,7 @@ def speeds(
         training = Training(backend, method, steps=10**6, peak_lr=1e-3, seed=0)
         warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local is None else (local_steps, local_steps)
         training.run(warmup)
-        _, per_step = timed(backend, training, unit)
+        _, per_step = measure_steps(backend, training, unit)
         turns[name] = training, warmup, unit * backend.broadcast_object(math.ceil(seconds / (per_step * unit)))
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in turns}
     order = random.Random(0)
@@ -201,8 +203,8 @@ def speeds(
         for name in order.sample(list(turns), len(turns)):
             training, warmup, steps = turns[name]
             training.run(warmup)
-            sent, per_step = timed(backend, training, steps)
-            training.synchronize()  # ends the transfers that overlap with the next steps
+            sent, per_step = measure_steps(backend, training, steps)
+            training.synchronize()  # completes transfers that overlap with the next steps
             found[name]["seconds"].append(per_step)
             found[name]["bytes"].append(sent)
         if backend.rank == 0:
@@ -210,12 +212,12 @@ def speeds(
     return found
 
 
-def timed(backend: unitrain.Backend, training: Training, steps: int) -> tuple[float, float]:
-    """Train for `steps` steps, and return the bytes that this host has sent and the seconds, per step."""
+def measure_steps(backend: unitrain.Backend, training: Training, steps: int) -> tuple[float, float]:
+    """Train for `steps` steps, and return the bytes sent by this host and the seconds, both per step."""
     backend.barrier()
     before, start = sent_bytes(), time.perf_counter()
     training.run(steps)
-    backend.barrier()  # afterwards, the other host has received the bytes that this host sent before
+    backend.barrier()  # waits until the other host has received all bytes
     return (sent_bytes() - before) / steps, (time.perf_counter() - start) / steps
 
 

@@ -1,9 +1,9 @@
 """The largest batch and the largest model under a memory limit per rank, for each setting that saves memory.
 
-Two ranks train a transformer with Adam in float32 for two steps. The limit applies to the peak of the resident memory
-of a rank minus that of the process before the model is built. A search finds the largest batch of a model, and the
-largest number of blocks with a small batch, whose peak is below the limit. A row takes about a minute. It is saved when
-it is complete, and rows of earlier runs with the same limit, backend and ranks are kept.
+Two ranks train a transformer with Adam in float32 for two steps. The limit applies to the peak resident memory of a
+rank, minus the resident memory before the model is built. A search finds the largest batch for a fixed model, and the
+largest number of blocks for a small batch, whose peak is below the limit. A row takes about a minute and is saved when
+it is complete. Rows of earlier runs with the same limit, backend and ranks are kept.
 
     python benchmarks/memory_limits.py            # starts its own ranks; writes benchmarks/results/memory_limits.*
     python benchmarks/memory_limits.py --shard state --checkpoint-activations none      # one row
@@ -28,7 +28,7 @@ from unitrain.backends.base import ShardingMode
 from unitrain.testing import RankGroup
 
 MB = 2**20
-BLOCKS, BATCH = 8, 4  # of the model with the largest batch, and of the batch with the largest model
+BLOCKS, BATCH = 8, 4  # fixed number of blocks and fixed batch size
 _SHARDS: tuple[str, ...] = get_args(ShardingMode)
 _ACTIVATIONS = ("none", "blocks")
 
@@ -36,8 +36,8 @@ _ACTIVATIONS = ("none", "blocks")
 def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> int:
     """Return the largest multiple of `step` whose peak is at most `limit`, or 0. The peak grows about linearly.
 
-    Starts with the sizes `first` and 2 * `first`, continues with linear interpolation, or up to twice the size, and
-    ends when a size fits and the next one does not.
+    The search starts with the sizes `first` and 2 * `first`. It continues with linear interpolation, at most to twice
+    the size, and ends when a size fits and the next size does not.
     """
     known: dict[int, int] = {}
 
@@ -48,7 +48,7 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
 
     fits(first)
     fits(2 * first)
-    low, high = 0, 0  # the largest size that fits, and the smallest that does not
+    low, high = 0, 0  # the largest size that fits, and the smallest size that does not fit
     while True:
         low = max((size for size, used in known.items() if used <= limit), default=0)
         high = min((size for size, used in known.items() if used > limit), default=0)
@@ -57,12 +57,12 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
         one, other = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
         slope = max((known[one] - known[other]) / (one - other), 1.0)
         guess = int((one + (limit - known[one]) / slope) // step * step)
-        # The peak of small sizes may not depend on the size, so the line is not extrapolated far.
+        # For small sizes, the peak may not depend on the size, so extrapolation is limited.
         fits(min(max(guess, low + step), high - step if high else 2 * max(known)))
 
 
 def measure(backend: str, shard: str, checkpoints: bool, ranks: int, limit: int) -> dict[str, Any]:
-    """Return a row with the largest batch, the largest number of blocks and its parameters."""
+    """Return a row with the largest batch, the largest number of blocks and the number of parameters of this model."""
 
     def peak(blocks: int, batch: int) -> int:
         with RankGroup(backend, ranks) as group:

@@ -1,10 +1,10 @@
 """Convert ten public training scripts with `unitrain migrate`, count the changed lines, and run the converted scripts.
 
     python benchmarks/migrate.py                    # downloads the scripts
-    python benchmarks/migrate.py --run              # runs them on CPUs, see `migrated_runs.py`
+    python benchmarks/migrate.py --run              # also runs the scripts on CPUs, see `migrated_runs.py`
     python benchmarks/migrate.py --folder scripts   # reads scripts/OWNER/REPOSITORY/PATH, for example from clones
 
-`--run` needs Horovod, and the packages that the scripts import:
+`--run` requires Horovod and the packages that the scripts import:
 pip install -c constraints.txt '.[examples,huggingface,migrate,peers,tensorboard]' diffusers evaluate timm
 """
 
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results" / "migrate.md"
 
 
 def describe(script: PublicScript, source: str, result: Migration) -> tuple[str, str, int | None]:
-    """Return the row of the table, its result, and the number of changed lines if the script was converted."""
+    """Return the row of the table, the result, and the number of changed lines if the script was converted."""
     lines = None
     if result.source is not None:
         compile(result.source, script.path, "exec")
@@ -53,7 +53,7 @@ def describe(script: PublicScript, source: str, result: Migration) -> tuple[str,
 @click.option("--run", "runs", is_flag=True, help="Run the converted scripts, about 15 minutes on two cores.")
 @click.option("--write", is_flag=True, help=f"Write the tables to {RESULTS.name}, with --run.")
 def main(folder: Path | None, runs: bool, write: bool) -> None:
-    """Print what `unitrain migrate` does with each script, and whether the converted scripts train correctly."""
+    """Print the result of `unitrain migrate` for each script, and whether the converted scripts train correctly."""
     if write and not runs:
         raise click.UsageError("--write without --run would remove the table of the runs. Add --run")
     rows, outcomes, counts = list[str](), list[str](), list[int]()

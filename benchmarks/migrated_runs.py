@@ -1,4 +1,4 @@
-"""Run the scripts that `unitrain migrate` converted, on CPUs and without a network, and compare the runs."""
+"""Run scripts that `unitrain migrate` converted, on CPUs and without a network, and compare the runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 600
 HEADER = ("script", "edited lines", "result", "steps", "difference from Horovod", "difference from the original")
 _RECORDER = Path(__file__).with_name("recorded_script.py")
 _MARKER = "MIGRATED_RUN"  # environment variable of the processes of a run
-_BACKENDS = {"Horovod": "horovod"}  # of the original scripts; the others use DDP
+_BACKENDS = {"Horovod": "horovod"}  # original scripts for Horovod; the other scripts use DDP
 
 
 class RunError(Exception):
@@ -35,8 +35,8 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """The steps of one run, as `recorded_script.py` wrote them: losses by rank, the norms of the gradients by step, and
-    the final parameters of each rank."""
+    """The records of one run, written by `recorded_script.py`: losses by rank, gradient norms by step, and the final
+    parameters of each rank."""
 
     losses: list[list[float]]
     norms: list[float]
@@ -44,7 +44,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path, ranks: int) -> Record:
-        """Return the record in `folder`. Raises RunError if the run did not train, or if the replicas differ."""
+        """Return the record in `folder`. Raise RunError if the run did not train or if the replicas differ."""
         files = [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
         record = cls([one["losses"] for one in files], files[0]["norms"], [one["parameters"] for one in files])
         if not any(record.norms) or not all(map(math.isfinite, [*record.norms, *chain(*record.losses)])):
@@ -55,7 +55,8 @@ class Record:
         return record
 
     def difference(self, other: Record) -> float:
-        """Return the largest relative difference of a loss, a gradient or a parameter, or infinity."""
+        """Return the largest relative difference of a loss, a gradient or a parameter. It is infinite if the runs
+        cannot be compared."""
         ones, others = ([*chain(*record.losses), *record.norms] for record in (self, other))
         if len(ones) != len(others) or len(self.parameters[0]) != len(other.parameters[0]):
             return math.inf
@@ -75,7 +76,7 @@ class Result:
 
 
 def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
-    """Run `script`, which `folder` or GitHub contains, in new folders in `work`."""
+    """Run `script` from `folder` or GitHub, in new folders in `work`."""
     source = script.read(folder)
     edited = apply_edits(script.edits, source)
     lines = num_changed_lines(source, edited)
@@ -99,7 +100,7 @@ def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
 
 
 def apply_edits(edits: Sequence[Edit], source: str) -> str:
-    """Return `source` with all replacements. Raises ValueError if one of them does not apply."""
+    """Return `source` with all replacements. Raise ValueError if a replacement does not apply."""
     for edit in edits:
         if edit.old not in source:
             raise ValueError(f"The script does not contain {edit.old!r}.")
@@ -108,8 +109,8 @@ def apply_edits(edits: Sequence[Edit], source: str) -> str:
 
 
 def _run_all(script: PublicScript, edited: str, folder: Path | None, work: Path) -> tuple[Record, Record, Record]:
-    """Run the converted script on one rank and on RANKS ranks of both backends, and the original on RANKS ranks. Return
-    the records of Horovod, DDP and the original."""
+    """Run the converted script on one rank and on RANKS ranks of both backends, and the original script on RANKS ranks.
+    Return the records of Horovod, DDP and the original script."""
     missing = [name for name in script.packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"not installed: {', '.join(missing)}")
@@ -129,7 +130,7 @@ def _run_all(script: PublicScript, edited: str, folder: Path | None, work: Path)
 
 
 def _run(script: PublicScript, source: str, backend: str, ranks: int, work: Path, name: str) -> Record:
-    """Run `source` in a copy of the folder with the data. Raises RunError if it fails."""
+    """Run `source` in a copy of the folder with the data. Raise RunError if the run fails."""
     folder = work / name
     shutil.copytree(work / "files", folder)
     _write(folder / script.path, source)

@@ -1,8 +1,8 @@
-"""Overlap of gradient reduction with the backward pass: allreduce time per bucket, and the time saved.
+"""Overlap of gradient reduction with the backward pass: allreduce time per bucket, and the saved time.
 
-Backward passes of the 25M model that reduce buckets as soon as they are full take turns with passes that reduce the
-same buckets after all gradients are computed. In addition to the table, the timeline of one step on every rank is
-saved. It can be opened in https://ui.perfetto.dev or chrome://tracing.
+Two kinds of backward passes of the 25M model take turns: one reduces buckets as soon as they are full, and the other
+one reduces the same buckets after all gradients are computed. In addition to the table, the timeline of one step on
+every rank is saved. It can be opened in https://ui.perfetto.dev or chrome://tracing.
 
     python benchmarks/overlap.py            # starts its own ranks; writes benchmarks/results/overlap.*
 """
@@ -26,11 +26,11 @@ from tables import BACKENDS, RESULTS, ratio, save_results
 
 from unitrain.testing import RankGroup
 
-_WARM_UP = 3  # steps: DDP rebuilds its buckets after the first one
+_WARM_UP = 3  # steps; DDP rebuilds its buckets after the first step
 
 
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
-    """Return the steps of all ranks by way, round by round."""
+    """Return the steps of all ranks in each round, by way."""
     shuffled = random.Random(0)
     steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:
@@ -73,7 +73,7 @@ def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: in
 
 
 def timeline(steps: list[Step]) -> dict[str, Any]:
-    """Return one step of every rank as trace events, in microseconds."""
+    """Return one step of every rank as trace events in microseconds."""
     events = []
     for rank, step in enumerate(steps):
         spans = [("backward", "compute", 0.0, step.computed)]

@@ -1,4 +1,4 @@
-"""Backward passes with overlapped or sequential gradient reduction, and the allreduce times per bucket."""
+"""Backward passes with overlapped or sequential gradient reduction, and allreduce times per bucket."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OVERLAPPED, SEQUENTIAL = "overlapped", "sequential"
 
 @dataclass(frozen=True)
 class Step:
-    """Times in seconds since the start of the backward pass on one rank: `computed` (local gradients computed), `whole`
-    (all gradients reduced), and per bucket the start and end of its allreduce and its bytes."""
+    """Times on one rank in seconds since the start of the backward pass: `computed` (local gradients computed), `whole`
+    (all gradients reduced), and for each bucket the start and end of the allreduce and the bytes."""
 
     computed: float
     whole: float
@@ -31,7 +31,7 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """Fraction of the communication time that had elapsed when the last gradient was computed."""
+        """The fraction of the communication time that had elapsed when the last gradient was computed."""
         moments = sorted({moment for begin, end, _ in self.buckets for moment in (begin, end)} | {self.computed})
         busy = [
             (begin, end)
@@ -45,7 +45,8 @@ _steppers: dict[str, _Stepper] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str) -> Step:
-    """Run one forward and backward of `model`, and return the times of the backward on this rank. All ranks call it."""
+    """Run one forward and backward pass of `model`, and return the times of the backward pass on this rank. All ranks
+    must call this function."""
     if model not in _steppers:
         _steppers[model] = _Stepper(backend, MODELS[model][0])
     return _steppers[model].step(way)
@@ -61,9 +62,9 @@ class _Stepper:
         self._arrived: dict[int, float] = {}
         self._options: Any = None
         self._computed = 0.0
-        first = next(self._model.parameters())  # its gradient is computed last
-        first.register_post_accumulate_grad_hook(self._note_computed)
-        # The process group in which DDP's reducer reduces its buckets, on both backends.
+        first = next(self._model.parameters())  # the last computed gradient
+        first.register_post_accumulate_grad_hook(self._record_computed)
+        # The process group in which DDP's reducer reduces the buckets, on both backends.
         group: Any = self._wrapped._reducer_group
         self._allreduce: Callable[..., dist.Work] = group.allreduce
         group.allreduce = self._send
@@ -103,5 +104,5 @@ class _Stepper:
         work.get_future().add_done_callback(lambda _: self._arrived.setdefault(place, time.perf_counter()))
         return work
 
-    def _note_computed(self, _: Tensor) -> None:
+    def _record_computed(self, _: Tensor) -> None:
         self._computed = time.perf_counter()

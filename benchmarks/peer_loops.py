@@ -1,4 +1,4 @@
-"""The same training step in comparable libraries, run in turns."""
+"""The same training steps in comparable libraries, run in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unitrain.backends.base import Backend
 
 @dataclass(frozen=True)
 class Epoch:
-    """The mean loss of an epoch, and its seconds if the function measures them itself to exclude the start of the
+    """The mean loss of an epoch. `seconds` is set if the loop measures the time itself, to exclude the start-up of the
     library."""
 
     loss: float
@@ -33,10 +33,11 @@ _prepared: dict[tuple[str, str], Turn] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> tuple[float, float]:
-    """Train one epoch in one of WAYS; return seconds per step, from barrier to barrier, and the mean loss over ranks.
+    """Train one epoch in one of WAYS. Return the seconds per step, measured between barriers, and the mean loss over
+    ranks.
 
-    All ranks call it. All ways take the same samples in each step, except unitrain's Trainer, which has another order
-    of samples.
+    All ranks must call this function. All ways use the same samples in each step, except unitrain's Trainer, which has
+    a different sample order.
     """
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
@@ -61,7 +62,7 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
 
 
 class Batches:
-    """This rank's shard of the data of an epoch, as in `loops`. It is passed to the libraries as a data loader."""
+    """This rank's shard of the data of an epoch, like in `loops`. It is passed to the libraries as a data loader."""
 
     def __init__(self, backend: Backend, data: TensorDataset) -> None:
         self.epoch = 0
@@ -126,7 +127,7 @@ def _lightning(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-        # Measured inside `fit`, because every call of `fit` wraps the model again.
+        # The time is measured inside `fit`, because every call of `fit` wraps the model again.
         def on_train_epoch_start(self) -> None:
             self.total.zero_()
             backend.barrier()
@@ -179,7 +180,7 @@ def _ignite(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     from ignite.engine import Engine, Events, create_supervised_trainer
 
     if backend.name == "horovod":
-        # By default it would use the torch.distributed group created by unitrain over Horovod.
+        # By default, Ignite would use the torch.distributed group that unitrain creates on Horovod.
         from ignite.distributed.comp_models.horovod import _HorovodDistModel
 
         idist.utils._set_model(_HorovodDistModel.create_from_context())

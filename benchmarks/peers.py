@@ -1,10 +1,10 @@
 """Step time of unitrain and of comparable libraries.
 
 All libraries train the same model on the same samples, with the same optimizer and number of ranks. Each library runs
-in separate processes, to isolate its settings. The libraries take turns, in a new order in every round; all other
-processes are suspended. All must reach the same loss, except the Trainer, which uses a different sample order. The
-table shows the step time relative to unitrain's Trainer on the same backend in the same round: above 1, the Trainer is
-faster.
+in separate processes, to isolate its settings. The libraries take turns, in a new order in every round. All other
+processes are suspended. All libraries must reach the same loss, except the Trainer, which uses a different sample
+order. The table shows the step time relative to unitrain's Trainer on the same backend in the same round. Above 1, the
+Trainer is faster.
 
     pip install '.[peers]'
     python benchmarks/peers.py            # starts the ranks; writes benchmarks/results/peers.*
@@ -48,7 +48,7 @@ OWNERS: dict[str, dict[str, str]] = {
         TRAINER: "unitrain",
     },
 }
-# Larger than rounding errors of a single operation, because the summation order differs.
+# The tolerance exceeds the rounding error of one operation, because the summation order differs.
 _TOLERANCE = 1e-3
 
 
@@ -58,7 +58,7 @@ def is_installed(owner: str) -> bool:
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each model, the seconds per step of each loop whose package is installed, round by round."""
+    """For each model, return the seconds per step in each round, for each loop whose package is installed."""
     ways = {way: owner for way, owner in OWNERS[backend].items() if is_installed(owner)}
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
@@ -79,14 +79,14 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
                     losses[way] = turn_results[0][1]
                     if number:
                         seconds[way].append(max(taken for taken, _ in turn_results))
-                _check_equal_losses(losses)
+                _require_equal_losses(losses)
             results[model] = seconds
     return results
 
 
-def _check_equal_losses(losses: dict[str, float]) -> None:
-    """Raise RuntimeError if the losses of the loops differ, which means that their computations differ. The Trainer is
-    not compared, because it has another order of samples."""
+def _require_equal_losses(losses: dict[str, float]) -> None:
+    """Raise RuntimeError if the losses of the loops differ, because then the computations differ. The Trainer is not
+    compared, because it has a different sample order."""
     compared = {way: loss for way, loss in losses.items() if way != TRAINER}
     least, most = min(compared.values()), max(compared.values())
     if not math.isclose(least, most, rel_tol=_TOLERANCE):
@@ -94,7 +94,7 @@ def _check_equal_losses(losses: dict[str, float]) -> None:
 
 
 def table(results: Results, ranks: int) -> list[str]:
-    """Return the table: a line for each loop on each backend, including libraries that are not installed."""
+    """Return the table, which has a line for each loop on each backend, including libraries that are not installed."""
     models = list(next(iter(results.values())))
     quoted = (
         "Time of a step, divided by that of the Trainer on the same backend in the same round; above 1, the Trainer is "

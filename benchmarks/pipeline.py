@@ -1,8 +1,8 @@
 """Peak memory and step time of pipeline stages, compared with plain torch in one process.
 
-The memory is the growth of the resident memory of a process above that before the model is built, measured in new
-processes. Step times are measured on ranks that stay alive, on which the ways take turns in a new order every round.
-Each measurement replaces its part of benchmarks/results/pipeline.*.
+The memory is the peak resident memory of a process, minus the resident memory before the model is built, measured in
+new processes. Step times are measured on ranks that stay alive, on which the ways take turns in a new order in every
+round. Each measurement replaces its part of benchmarks/results/pipeline.*.
 
     python benchmarks/pipeline.py                        # both measurements
     python benchmarks/pipeline.py --measure memory
@@ -29,7 +29,7 @@ MEGABYTE = 10**6
 
 
 def measure_memory() -> dict[str, dict[str, Any]]:
-    """Return, by model and way, the peak memory of each stage in bytes and the blocks per stage."""
+    """By model and way, return the peak memory of each stage in bytes and the blocks per stage."""
     results: dict[str, dict[str, Any]] = {}
     for model in SAMPLES:
         results[model] = {}
@@ -42,7 +42,7 @@ def measure_memory() -> dict[str, dict[str, Any]]:
 
 
 def measure_time(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return, by model and way, the seconds of a step on the slowest rank in each round."""
+    """By model and way, return the seconds of a step on the slowest rank in each round."""
     results: dict[str, dict[str, list[float]]] = {}
     shuffled = random.Random(0)
     with RankGroup("ddp", 2, spawn=True) as group:

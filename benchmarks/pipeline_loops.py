@@ -1,4 +1,4 @@
-"""The training loops that pipeline.py runs on ranks: plain torch in one process, and pipeline stages."""
+"""Training loops for pipeline.py: plain torch in one process, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HiddenLayer(nn.Sequential):
 
 
 def build(model: str) -> tuple[nn.Sequential, str, Tensor, Tensor]:
-    """Return a model, the class name of its blocks, a batch and its targets. Activations use most of the memory."""
+    """Return a model, the class name of its blocks, inputs and targets. Activations use most of the memory."""
     torch.manual_seed(0)
     samples = SAMPLES[model]
     targets = torch.randint(10, (samples,))
@@ -105,22 +105,22 @@ def prepare(backend: Backend, model_name: str, variant: TrainingVariant) -> tupl
 
 
 def resident_bytes(key: str) -> int:
-    """Return the current ("VmRSS") or highest ("VmHWM") resident memory of this process."""
+    """Return the current ("VmRSS") or peak ("VmHWM") resident memory of this process in bytes."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[int, list[int]]:
-    """Return the peak resident memory during two training steps, minus that before the model is built, and the number
-    of blocks per stage."""
+    """Return the peak resident memory during two training steps, minus the resident memory before the model is built,
+    and the number of blocks per stage."""
     if variant.stages:
-        importlib.import_module("torch.distributed.pipelining")  # its memory does not depend on the model
+        importlib.import_module("torch.distributed.pipelining")  # memory that does not depend on the model
     nn.Conv2d(3, 16, 3)(torch.randn(2, 3, 8, 8)).sum().backward()
     backend.barrier()
     before = resident_bytes("VmRSS")
     step, blocks = prepare(backend, model, variant)
-    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, which contains the measurement of the blocks
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, which includes the measurement of the blocks
     for _ in range(2):
         step()
     return resident_bytes("VmHWM") - before, blocks
@@ -130,8 +130,8 @@ _steps: dict[tuple[str, TrainingVariant], Callable[[], Any]] = {}
 
 
 def step_seconds(backend: Backend, model: str, variant: TrainingVariant) -> float:
-    """Return the seconds of one training step. If `variant` uses one process, rank 0
-    trains while the other rank waits."""
+    """Return the seconds of one training step. If `variant` uses one process, rank 0 trains and the other rank
+    waits."""
     if (model, variant) not in _steps:
         _steps[model, variant], _ = prepare(backend, model, variant)
         if variant.stages or backend.rank == 0:

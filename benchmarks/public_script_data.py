@@ -1,6 +1,6 @@
-"""Random data sets and models, in the formats that the scripts in `public_scripts.py` read.
+"""Random datasets and models in the formats that the scripts in `public_scripts.py` read.
 
-Each function writes to the folder in which a script runs. The contents are the same in every call.
+Each function writes to the folder in which a script runs. Every call writes the same contents.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SNAPSHOT = "0" * 40
 
 
 def write_image_folders(folder: Path) -> None:
-    """Write the training and validation images of two classes, as ImageFolder reads them."""
+    """Write training and validation images of two classes in the layout of ImageFolder."""
     for split, count in (("train", 4), ("val", 2)):
         for label in ("cat", "dog"):
             _write_images(folder / "data" / split / label, label, count)
 
 
 def write_image_tokens(folder: Path) -> None:
-    """Write training images, and a small autoencoder at the path with which DiT downloads its autoencoder."""
+    """Write training images, and a small autoencoder to the path that DiT uses as the name of its autoencoder."""
     from diffusers.models import AutoencoderKL
 
     write_image_folders(folder)
@@ -41,7 +41,7 @@ def write_image_tokens(folder: Path) -> None:
 
 
 def write_pets(folder: Path) -> None:
-    """Write images whose names contain their labels, and a ResNet in the cache of Hugging Face."""
+    """Write images whose names contain their labels, and a ResNet to the Hugging Face cache."""
     from safetensors.torch import save_file
     from timm import create_model
 
@@ -63,7 +63,7 @@ def _write_images(folder: Path, label: str, count: int) -> None:
 
 
 def write_mnist(folder: Path) -> None:
-    """Write random digits as the files of MNIST."""
+    """Write random images in the file format of MNIST."""
     raw = folder / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -77,13 +77,13 @@ def write_mnist(folder: Path) -> None:
 
 
 def write_fabric_mnist(folder: Path) -> None:
-    """Write random digits to the folder that Fabric's example expects."""
+    """Write random images to the folder that Fabric's example expects."""
     write_mnist(folder)
     shutil.move(folder / "data", folder / "Datasets")
 
 
 def write_text(folder: Path) -> None:
-    """Write random characters as the data set shakespeare_char of nanoGPT."""
+    """Write random characters in place of nanoGPT's dataset shakespeare_char."""
     data = folder / "data" / "shakespeare_char"
     data.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -93,7 +93,8 @@ def write_text(folder: Path) -> None:
 
 
 def write_sentence_pairs(folder: Path) -> None:
-    """Write random sentences as the data set MRPC of GLUE, a small BERT, and the metric at the path of its name."""
+    """Write random sentences in place of the dataset MRPC of GLUE, a small BERT, and the metric to the path of its
+    name."""
     from transformers import BertConfig, BertForSequenceClassification
 
     data = folder / "nyu-mll" / "glue"

@@ -13,14 +13,14 @@ from pathlib import Path
 import public_script_data as data
 
 TIMEOUT_SECONDS = 60
-# Reasons for edits of the original script. DURATION shortens the run; without the other edits, the script does not run
+# Reasons for edits of the original script. DURATION shortens the run. Without the other edits, the script does not run
 # or does not train on CPUs.
 REFUSED, GPU, OUTDATED, LOSS, DURATION = "refused calls", "GPU", "current torch", "constant loss", "duration"
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Text that is replaced wherever it occurs in the original script."""
+    """Text in the original script, of which all occurrences are replaced."""
 
     reason: str
     old: str
@@ -36,7 +36,7 @@ class PublicFile:
     path: str
 
     def read(self, folder: Path | None) -> str:
-        """Return the text, from `folder` or from GitHub."""
+        """Return the text of the file, from `folder` or from GitHub."""
         if folder is not None:
             return (folder / self.repository / self.path).read_text(encoding="utf-8")
         url = f"https://raw.githubusercontent.com/{self.repository}/{self.commit}/{self.path}"
@@ -47,11 +47,11 @@ class PublicFile:
 
 @dataclass(frozen=True, kw_only=True)
 class PublicScript(PublicFile):
-    """A training script, and what it needs to run on CPUs and without a network.
+    """A training script, with its requirements for a run on CPUs and without a network.
 
-    `modules` are other files of its repository, and `files` of other repositories. `write_data` writes data to the
-    folder in which the script runs. `environment` may contain {ranks} and {folder}. `original_edits` only apply to the
-    original script. `difference` states why the results of the original differ by design.
+    `modules` are other files of the same repository, and `files` are files of other repositories. `write_data` writes
+    data to the folder in which the script runs. `environment` may contain {ranks} and {folder}. `original_edits` apply
+    only to the original script. `difference` states why the results of the original differ by design.
     """
 
     library: str
@@ -66,7 +66,7 @@ class PublicScript(PublicFile):
     difference: str = ""
 
     def other_files(self) -> list[PublicFile]:
-        """Return the files that the script needs, apart from data."""
+        """Return the files that the script requires, except data."""
         return [*(PublicFile(self.repository, self.commit, path) for path in self.modules), *self.files]
 
 

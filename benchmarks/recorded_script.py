@@ -1,8 +1,9 @@
 """Run a training script, and record its steps: python recorded_script.py FOLDER SCRIPT [ARGUMENT ...]
 
-`migrated_runs.py` starts this program on each rank. It seeds all generators with 0, and at the end of the script writes
-FOLDER/rank-RANK.pt: the loss of each backward pass, the norm of all gradients at each optimizer step, and the final
-parameters. It does not import the script's libraries, so that it records original and converted scripts alike.
+`migrated_runs.py` starts this program on each rank. The program seeds all generators with 0 and runs the script. Then
+it writes the loss of each backward pass, the norm of all gradients at each optimizer step, and the final parameters to
+FOLDER/rank-RANK.pt. It does not import the libraries of the script, so it can record both original and converted
+scripts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Recorder:
     def __init__(self) -> None:
         self.losses = list[float]()
         self.parameters = list[Tensor]()
-        self._norms = dict[int, float]()  # by the number of backward passes so far
+        self._norms = dict[int, float]()  # by the number of previous backward passes
 
     def record_losses(self, backward: Callable[..., None]) -> Callable[..., None]:
         """Return a replacement of `Tensor.backward` that records the tensor."""
@@ -40,8 +41,8 @@ class Recorder:
         return recorded
 
     def record_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Record the gradients of a step. Steps before the first backward pass, such as that of
-        `hvd.broadcast_optimizer_state`, do not count, and Horovod's optimizer calls the hook twice per step."""
+        """Record the gradients of a step. Steps before the first backward pass are ignored, for example the step in
+        `hvd.broadcast_optimizer_state`. Horovod's optimizer calls the hook twice per step."""
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad.double().norm() for one in self.parameters if one.grad is not None]
         if self.losses and gradients:
@@ -54,7 +55,7 @@ class Recorder:
 
 
 def main() -> None:
-    """Run the script of the command line."""
+    """Run the script given on the command line."""
     folder, script, *_ = sys.argv[1:]
     rank = environment.detect().rank
     file = Path(folder).resolve() / f"rank-{rank}.pt"

@@ -2,9 +2,10 @@
 
     python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY [WAITING_MILLISECONDS]
 
-Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run keeps the state of every
-STEPS_IN_MEMORY-th step in memory; 0 keeps none. If STEPS_PER_CHECKPOINT is 0, checkpoints are written after epochs
-only. In each forward pass, the rank waits for WAITING_MILLISECONDS without using the CPU, as for an accelerator.
+Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run saves the state of every
+STEPS_IN_MEMORY-th step in memory, or of no step if STEPS_IN_MEMORY is 0. If STEPS_PER_CHECKPOINT is 0, checkpoints are
+written only after epochs. In each forward pass, the rank waits for WAITING_MILLISECONDS without using the CPU, which
+simulates an accelerator.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
 
 
 class StepFile:
-    """The file of a rank in one attempt. Each line contains a completed step, the host, the process ID and the number
-    of the attempt in this process, the monotonic time, and the number of ranks."""
+    """The file of a rank in one attempt. Each line contains a completed step, the host, the process ID, the number of
+    the attempt in this process, the monotonic time, and the number of ranks."""
 
     def __init__(self, folder: Path, rank: int, size: int, attempt: int = 0) -> None:
         self._file = (folder / f"steps-{rank}.txt").open("a", buffering=1)
@@ -46,7 +47,7 @@ class StepFile:
 
 
 class StepLog(unitrain.Callback):
-    """Writes a line per step."""
+    """Writes a line after each step."""
 
     def __init__(self, file: StepFile) -> None:
         self._file = file
@@ -56,7 +57,7 @@ class StepLog(unitrain.Callback):
 
 
 class Wait(nn.Module):
-    """Returns its input after `milliseconds`."""
+    """Module that returns its input after `milliseconds`."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()

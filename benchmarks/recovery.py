@@ -1,9 +1,10 @@
-"""Time from SIGKILL of ranks to the next completed step, and the number of steps that are repeated.
+"""Time from SIGKILL of ranks to the next completed step, and the number of repeated steps.
 
-A job trains `recovered_training.py`. On one host, it has two ranks: rank 1 is killed, and after the job has recovered,
-rank 0. On two hosts (two sets of namespaces on this machine, tests/support/hosts.py; requires root), it has one rank on
-the first host and two on the second: a rank of the second host, rank 0, and all ranks of the second host are killed.
-The time ends when all ranks have completed a step. The ways of restarting take turns in random order:
+A job runs `recovered_training.py`. On one host, the job has two ranks: rank 1 is killed and, after the job has
+recovered, rank 0 is killed. On two hosts (two sets of namespaces on this machine, tests/support/hosts.py; requires
+root), the job has one rank on the first host and two ranks on the second host: a rank of the second host, rank 0, and
+all ranks of the second host are killed in this order. The measured time ends when all ranks have completed a step. The
+ways of restarting take turns in random order:
 
     torchrun            torchrun --max-restarts, which restarts the ranks (ddp only)
     horovod elastic     horovodrun --min-np with Horovod's elastic API (horovod on two hosts only). Horovod excludes the
@@ -41,16 +42,16 @@ from unitrain.bootstrap import environment
 from unitrain.processes import kill_processes
 
 TIMEOUT_SECONDS = 300.0
-# A job is killed this long after its ranks have completed a step, or after its standby ranks are ready.
+# Delay of a kill after the ranks have completed a step, or after the standby ranks are ready.
 SETTLE_SECONDS = 2.0
 HERE = Path(__file__).parent
 SCRIPT, ELASTIC_SCRIPT = HERE / "recovered_training.py", HERE / "horovod_elastic_training.py"
 READY = "unitrain: the standby ranks are ready"
 PORT = 29600
 
-# The ranks on each host, and the kills, one after the other, by the number of hosts.
+# The number of ranks on each host, and the kills in order, by the number of hosts.
 RANKS = {1: (2,), 2: (1, 2)}
-A_RANK, RANK_0, A_HOST = "a rank", "rank 0", "a host's ranks"  # on two hosts, those of the second one
+A_RANK, RANK_0, A_HOST = "a rank", "rank 0", "a host's ranks"  # on two hosts, the ranks of the second host
 KILLS = {1: (A_RANK, RANK_0), 2: (A_RANK, RANK_0, A_HOST)}
 
 
@@ -77,8 +78,8 @@ class Way:
     def commands(
         self, ranks: Sequence[int], backend: str, folder: Path, steps: int, max_restarts: int
     ) -> list[list[str]]:
-        """Return the command of each host on which one must be started, beginning with the first. `ranks` is the number
-        of ranks on each host."""
+        """Return the commands to start, one per host, starting with the first host. `ranks` is the number of ranks on
+        each host."""
         num_hosts, restarts = len(ranks), ["--max-restarts", str(max_restarts)]
         named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
         script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory), str(self.waiting_ms)]
@@ -111,7 +112,7 @@ Row = tuple[int, str, str]  # number of hosts, backend, way
 
 
 class Recovery(NamedTuple):
-    """One kill: its kind, the time to the next step, and the number of completed steps that were repeated."""
+    """The kind of a kill, the time until the next step, and the number of completed steps that were repeated."""
 
     kill: str
     seconds: float
@@ -119,8 +120,8 @@ class Recovery(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A completed step of a rank, on a host in an attempt of a process. Horovod's elastic driver may place rank 0 on
-    any host."""
+    """A completed step of a rank, with the host, the process and its attempt. Horovod's elastic driver may place rank 0
+    on any host."""
 
     step: int
     host: str
@@ -135,7 +136,7 @@ class Step(NamedTuple):
 
 
 def completed(folder: Path, rank: int) -> list[Step]:
-    """Return the completed steps of a rank, without a line that is being written."""
+    """Return the completed steps of a rank. An incomplete line that is being written is ignored."""
     file = folder / f"steps-{rank}.txt"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [
@@ -145,7 +146,7 @@ def completed(folder: Path, rank: int) -> list[Step]:
 
 
 class Job:
-    """A job on `both` hosts, or on this machine if there are none. Its processes are killed at the end."""
+    """A job on `both` hosts, or on this machine if `both` is empty. The processes are killed at the end."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Job:
         name, value = "UNITRAIN_BENCHMARK", secrets.token_hex(8)
         self._tag = f"{name}={value}".encode()
         variables = environment.without_launcher_variables() | {name: value, "OMP_NUM_THREADS": "1"}
-        # Otherwise torchrun's restarted ranks read the addresses of the killed ones (pytorch#135712).
+        # Otherwise, ranks that torchrun restarts read the addresses of killed ranks (pytorch#135712).
         variables |= {"UNITRAIN_BACKEND": backend, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         with self._log.open("wb") as output:
@@ -185,7 +186,7 @@ class Job:
             host.kill_all()
 
     def wait_until(self, happens: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Raises RuntimeError if the job exits before, or after a timeout."""
+        """Wait until a condition holds. Raise RuntimeError if the job exits before, or after a timeout."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not happens():
             code = self._processes[0].poll()
@@ -203,7 +204,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
         def new_steps() -> list[Step]:
-            """Return the first new step of each rank, if all ranks have completed one."""
+            """Return the first new step of each rank if all ranks have completed a new step."""
             found = [
                 [step for step in completed(self.folder, rank) if step.process not in processes]
                 for rank in range(self.size)
@@ -217,7 +218,7 @@ class Job:
         done = min(
             max(step.step for step in completed(self.folder, rank) if step.process in processes)
             for rank in range(self.size)
-        )  # completed by all ranks when the job failed
+        )  # steps that all ranks had completed before the failure
         return Recovery(kill, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
 
     def _select(self, kill: str, names: Sequence[str]) -> list[int]:
@@ -243,7 +244,7 @@ class Job:
 def run_job(
     way: Way, backend: str, both: Sequence[Host], kills: Sequence[str], steps: int
 ) -> tuple[list[Recovery], float]:
-    """Run a job and kill its ranks. Return the recoveries, and the median time of a step."""
+    """Run a job and kill its ranks. Return the recoveries and the median time of a step."""
     with tempfile.TemporaryDirectory() as temporary:
         job = Job(way, backend, both, Path(temporary), steps)
         try:
@@ -267,7 +268,7 @@ def run_job(
 
 
 def run_jobs(row: Row, steps: int) -> tuple[list[Recovery], float]:
-    """Run one job, or one per kill, and return the recoveries, and the median time of a step."""
+    """Run one job, or one job per kill. Return the recoveries and the median time of a step."""
     num_hosts, backend, name = row
     way, kills = WAYS[name], KILLS[num_hosts]
     found, seconds = list[Recovery](), list[float]()
@@ -281,7 +282,7 @@ def run_jobs(row: Row, steps: int) -> tuple[list[Recovery], float]:
 
 @contextmanager
 def started_hosts(number: int) -> Iterator[Sequence[Host]]:
-    """Context manager that starts the hosts if there are several."""
+    """Context manager that starts the hosts if there is more than one."""
     with ExitStack() as cleanup:
         if number == 1:
             yield ()

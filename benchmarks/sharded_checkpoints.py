@@ -1,8 +1,8 @@
 """Time to save a checkpoint in the sharded format, compared with gathering the state on rank 0.
 
 The optimizer state is sharded in both cases. The formats take turns on the same ranks, in a new order in every round.
-The time is that of the slowest rank, from the call until the checkpoint is complete on disk. Results of earlier runs on
-other backends are kept.
+The time is measured on the slowest rank, from the call until the checkpoint is complete on disk. Results of earlier
+runs on other backends are kept.
 
     python benchmarks/sharded_checkpoints.py    # starts its own ranks; writes benchmarks/results/sharded_checkpoints.*
 """

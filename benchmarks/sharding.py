@@ -1,10 +1,10 @@
-"""Time and memory of Adam with sharded state, gradients and parameters, compared with replicas and torch's classes.
+"""Time and memory of Adam with sharded state, gradients or parameters, compared with replication and torch's classes.
 
-Each loop takes turns with replicated training on the same ranks, in a new order in every round; shard="state" and
+Each loop takes turns with replicated training on the same ranks, in a new order in every round. shard="state" and
 torch's ZeroRedundancyOptimizer, which save the same memory, also take turns with each other. The first table shows the
-step time relative to replicated training in the same round. The second table shows the memory of weights, gradients
-and optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other ways,
-backends and numbers of ranks are kept, so that each one can be measured separately.
+step time relative to replicated training in the same round. The second table shows the memory of weights, gradients and
+optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other ways,
+backends and numbers of ranks are kept, so that they can be measured separately.
 
     python benchmarks/sharding.py                 # starts its own ranks; writes benchmarks/results/sharding.*
     python benchmarks/sharding.py --measure time --backend ddp --way parameters
@@ -31,7 +31,7 @@ from unitrain.testing import RankGroup
 
 MEASURED = ("time", "memory")
 SIZES = (2, 3, 4)
-COMPARED = ("state", ZERO)  # are measured in the same rounds if both are selected
+COMPARED = ("state", ZERO)  # measured in the same rounds if both are selected
 NAMES = {
     REPLICATED: "replicated", "state": 'shard="state"', "gradients": 'shard="gradients"', ZERO: ZERO,
     "parameters": 'shard="parameters"', FULLY_SHARD: "torch's fully_shard",
@@ -39,7 +39,7 @@ NAMES = {
 
 
 def table(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of both tables. `figures` are the contents of sharding.json."""
+    """Return the lines of both tables. `figures` is the content of sharding.json."""
     lines = [
         "# Sharded optimizer state, gradients and parameters",
         "",

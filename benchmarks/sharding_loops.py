@@ -1,4 +1,4 @@
-"""Training loops with Adam that replicate everything, or shard state, gradients or parameters; run in turns."""
+"""Training loops with Adam, replicated or with sharded state, gradients or parameters, run in turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train some steps in one of WAYS and return seconds per step, from barrier to barrier. All ranks call it."""
+    """Train some steps in one of WAYS and return the seconds per step, measured between barriers. All ranks must call
+    this function."""
     distributed, optimizer = _prepare(backend, way, model)
     generator = torch.Generator().manual_seed(number * backend.size + backend.rank)
     inputs = torch.randn(BATCH, FEATURES, generator=generator)
@@ -45,9 +46,9 @@ def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
 
 
 def persistent_bytes(backend: Backend, way: str, model: str) -> tuple[float, float]:
-    """Return the bytes per parameter of weights, gradients and optimizer state on this rank, and those of the formula.
+    """Return the bytes per parameter of weights, gradients and optimizer state on this rank, and the expected value.
 
-    It trains one step and keeps its gradients. A view counts with all the memory that it keeps alive.
+    The function trains one step and keeps the gradients. For a view, the complete underlying storage counts.
     """
     distributed, optimizer = _prepare(backend, way, model)
     count = sum(parameter.numel() for parameter in distributed.parameters())
@@ -78,7 +79,7 @@ def _prepare(backend: Backend, way: str, model: str) -> tuple[nn.Module, torch.o
             for module in [*own.modules()][::-1]:
                 if isinstance(module, nn.Linear) or module is own:
                     fully_shard(module)
-                    module.set_force_sum_reduction_for_comms(True)  # Gloo has no average
+                    module.set_force_sum_reduction_for_comms(True)  # Gloo does not support AVG
             _prepared[way, model] = own, torch.optim.Adam(own.parameters(), lr=1e-4)
         elif way == ZERO:
             distributed = backend.distributed_model(own)
@@ -92,7 +93,7 @@ def _prepare(backend: Backend, way: str, model: str) -> tuple[nn.Module, torch.o
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory of `tensors` by address, without duplicates."""
+    """Return the bytes of the storages of `tensors` by address, without duplicates."""
     local = (one.local if isinstance(one, ShardedGradient) else getattr(one, "_local_tensor", one) for one in tensors)
     storages = (tensor.untyped_storage() for tensor in local)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

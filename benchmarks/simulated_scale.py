@@ -1,9 +1,9 @@
 """Start-up, failure propagation and idle costs of the control plane with many ranks, simulated on one host.
 
-Rank 0 and one other rank are separate processes. The remaining ranks are threads of a few processes, each with the
-stores, connections, watchdog and liveness check of a real rank. The stores and sockets are real; the ranks have no
-model and no process group. One rank is then killed, and every other rank records when it knows of the failure. The
-simulated ranks do not terminate after the failure, so that they can report their times.
+Rank 0 and one other rank are separate processes. The remaining ranks are threads in a few processes. Each thread has
+the stores, connections, watchdog and liveness check of a real rank. The stores and sockets are real, but the ranks have
+neither a model nor a process group. One rank is killed, and every other rank records the time at which it receives the
+failure report. The simulated ranks do not terminate after the failure, so that they can report their times.
 
     python benchmarks/simulated_scale.py            # writes benchmarks/results/simulated_scale.*
 """
@@ -44,11 +44,11 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.watchdog import Watchdog
 
 SIZES = (64, 256)  # 1,024 ranks need more than two CPU cores: --size 1024
-PROCESSES = 4  # processes that run the threads of all ranks except the first and the last
+PROCESSES = 4  # processes that run the threads of all ranks except the first and the last one
 IDLE_SECONDS = 10.0
 TIMEOUT_SECONDS = 120.0
 HOST = "127.0.0.1"
-fork = multiprocessing.get_context("fork")  # the processes share the modules that are already imported
+fork = multiprocessing.get_context("fork")  # forked processes share the imported modules
 
 
 class SimulatedWatchdog(Watchdog):
@@ -66,7 +66,7 @@ class SimulatedWatchdog(Watchdog):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Parameters that all processes share."""
+    """Parameters of a simulation, shared by all processes."""
 
     size: int
     port: int
@@ -80,8 +80,8 @@ def connect(simulation: Simulation, rank: int) -> SimulatedWatchdog:
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store = open_tcp_store(HOST, simulation.port, rank_info, timeout, is_server=rank == 0)
     rendezvous = Rendezvous(rank_info, dist.PrefixStore("simulated", store), HOST, timeout)
-    # Exchange the values of `node_positions` and `own_address`. The lock of a cached_property, which Python 3.11 shares
-    # among all objects of a class, would block the other threads of this process.
+    # Exchange the values of `node_positions` and `own_address` here. In Python 3.11, all objects of a class share the
+    # lock of a cached_property, so accessing these properties would block the other threads of this process.
     rendezvous.allgather("positions", [platform.node(), None, rank])
     rendezvous.allgather("address", local_address_for(HOST))
     watchdog = SimulatedWatchdog(rendezvous)
@@ -90,15 +90,16 @@ def connect(simulation: Simulation, rank: int) -> SimulatedWatchdog:
 
 
 def run_ranks(simulation: Simulation, ranks: Sequence[int], pipe: Connection) -> None:
-    """Run `ranks` as threads of this process. Send the start-up costs, the idle costs and the times of the failure."""
-    # Do not show the report of the failure, and torch's messages about connections that close at the end.
+    """Run `ranks` as threads of this process. Send the start-up costs, the idle costs and the failure times to
+    `pipe`."""
+    # Hide the failure report, and torch's messages about connections that are closed at the end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
         _run_ranks(simulation, ranks, pipe)
     except BaseException as error:
         pipe.send(error)
         raise
-    simulation.stop.wait()  # rank 0 serves the store until all ranks know of the failure
+    simulation.stop.wait()  # rank 0 serves the store until all ranks have received the failure report
     os._exit(0)
 
 
@@ -121,7 +122,7 @@ def _run_ranks(simulation: Simulation, ranks: Sequence[int], pipe: Connection) -
 
 
 def simulate(size: int, processes: int) -> dict[str, float]:
-    """Return the costs of one simulated job of `size` ranks."""
+    """Simulate a job with `size` ranks, and return the costs."""
     os.environ[environment.JOB_KEY_VARIABLE] = new_key()
     with listen(HOST, 0) as server:
         port = server.getsockname()[1]

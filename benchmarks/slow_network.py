@@ -1,9 +1,8 @@
-"""Settings found by `unitrain tune` for two hosts with a slow network.
+"""Settings that `unitrain tune` finds for two hosts with a slow network.
 
-The hosts are two sets of namespaces on this machine, each with an sshd (tests/support/hosts.py); the kernel limits the
-rate at which each of them sends. `unitrain tune` runs on the first host, as if a user had entered the command, and its
-output is the result: a gain is the median over pairs of runs, with the lowest and the highest value. The benchmark
-needs root.
+The hosts are two sets of namespaces on this machine, each with an sshd (tests/support/hosts.py). The kernel limits the
+send bandwidth of each host. `unitrain tune` runs on the first host like for a user, and the benchmark saves the output.
+A gain is the median over pairs of runs, with the lowest and the highest value. The benchmark requires root.
 
     python benchmarks/slow_network.py            # writes benchmarks/results/slow_network.md
 """
@@ -62,7 +61,10 @@ def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: 
     """Tune on each backend, and save the output."""
     outputs: dict[str, list[str]] = {}
     output = output.resolve()
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the tuned settings are saved in the current folder
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chdir(folder),
+    ):  # settings are saved in the current folder
         (Path(folder) / "hosts").mkdir()
         with hosts(2, Path(folder) / "hosts") as both:
             for host in both:

@@ -1,4 +1,4 @@
-"""A typical training script, for `unitrain tune`: see slow_network.py."""
+"""A typical training script for `unitrain tune`. See slow_network.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Slow ranks whose cause is reported correctly, and false alarms of runs without slowdowns.
+"""Fraction of slow ranks whose cause is reported correctly, and false alarms in runs without slowdowns.
 
-Two ranks on two hosts (sets of namespaces on this machine, see tests/support/hosts.py) train while one of them is
-slowed down: by a CPU quota, a slow `__getitem__`, a slow forward pass, a bandwidth limit on the link of its host, or
-busy processes on its core. A slowdown counts as correct if it is reported, and each report names its rank and its
+Two ranks on two hosts (sets of namespaces on this machine, see tests/support/hosts.py) train while one rank is slowed
+down: by a CPU quota, a slow `__getitem__`, a slow forward pass, a bandwidth limit on the link of the host, or busy
+processes on the same core. A slowdown is reported correctly if there is a report and each report names the rank and the
 cause. The ranks run in cgroups with a high weight, so that other processes of the machine hardly delay them. The
-benchmark needs root and cgroup version 1.
+benchmark requires root and cgroup version 1.
 
     python benchmarks/slow_ranks.py            # writes benchmarks/results/slow_ranks.md
 """
@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests" / "support"))
 from hosts import Host, hosts  # noqa: E402
 
-# The cause that must be reported, by the kind of the slowdown.
+# The expected cause in the report, by the kind of slowdown.
 CAUSES = {
     "quota": ("cpu_quota", "CPU quota"),
     "data": ("data_loading", "slow `__getitem__`"),
@@ -44,7 +44,7 @@ CAUSES = {
 }
 QUOTA_MICROSECONDS, RATE, NEIGHBORS = 25_000, "200mbit", 3
 SLOWDOWNS_PER_RUN = 10
-STEPS_PER_SYNC_POINT = 100  # steps of 20 ms, a sync point every two seconds
+STEPS_PER_SYNC_POINT = 100  # steps of 20 ms with a sync point every two seconds
 BUSY = "while :; do :; done"
 
 
@@ -59,13 +59,13 @@ def cgroups() -> Iterator[Path]:
     (parent / "busy" / "cpu.shares").write_text(str(1024 * NEIGHBORS))
     own = Path(f"/proc/{os.getpid()}/cgroup").read_text()
     (before,) = (line.split(":", 2)[2] for line in own.splitlines() if line.split(":")[1].split(",")[0] == "cpu")
-    (parent / "start" / "cgroup.procs").write_text("0")  # so that slowdowns begin immediately
+    (parent / "start" / "cgroup.procs").write_text("0")  # so that slowdowns start immediately
     try:
         yield parent
     finally:
         Path(f"/sys/fs/cgroup/cpu{before}/cgroup.procs").write_text("0")
         for group in reversed(groups):
-            for _ in range(600):  # until its last process has exited
+            for _ in range(600):  # retry until the last process has exited
                 with contextlib.suppress(OSError):
                     group.rmdir()
                     break
@@ -74,7 +74,7 @@ def cgroups() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def slowdown(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterator[None]:
-    """Context manager that slows down a rank. `name` is a kind and a rank, such as "quota-1"."""
+    """Context manager that slows down a rank. `name` contains the kind and the rank, for example "quota-1"."""
     kind, rank = name.split("-")
     group, host = groups / f"rank{rank}", both[int(rank)]
     network = ("nsenter", "-t", str(host.first), "--net", "tc", "qdisc")
@@ -105,7 +105,7 @@ def slowdown(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterato
 
 
 def train(plan: list[list[str]], backend: str, seconds: float) -> list[dict[str, Any]]:
-    """Train the runs of `plan`, lists of slowdowns, and return their results."""
+    """Train the runs of `plan`, which contains a list of slowdowns for each run, and return the results."""
     with tempfile.TemporaryDirectory() as name, cgroups() as groups:
         folder = Path(name)
         (folder / "hosts").mkdir()
@@ -137,8 +137,8 @@ def train(plan: list[list[str]], backend: str, seconds: float) -> list[dict[str,
             return found
 
 
-def judge(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the kind and the outcome of each slowdown of a run: "correct", "not reported", or the wrong report."""
+def classify_reports(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the kind and the outcome of each slowdown in a run: "correct", "not reported", or the incorrect report."""
     outcomes = []
     for name, first, last in result["periods"]:
         kind, rank = name.split("-")
@@ -161,13 +161,13 @@ def judge(result: dict[str, Any]) -> list[tuple[str, str]]:
 @click.option("--slowdowns", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=100, show_default=True, help="Runs without slowdowns.")
 def main(output: Path, backend: str, used: list[str], slowdowns: int, runs: int) -> None:
-    """Slow down ranks, and train runs without slowdowns."""
+    """Train runs with and without slowdowns, and save the table."""
     names = [f"{used[place % len(used)]}-{place // len(used) % 2}" for place in range(slowdowns)]
     random.Random(0).shuffle(names)
     plan = [names[first : first + SLOWDOWNS_PER_RUN] for first in range(0, slowdowns, SLOWDOWNS_PER_RUN)]
     slowed = train(plan, backend, 60 + 20 * slowdowns)
     undisturbed = train([[] for _ in range(runs)], backend, 60 + 20 * runs)
-    outcomes = [outcome for result in slowed for outcome in judge(result)]
+    outcomes = [outcome for result in slowed for outcome in classify_reports(result)]
     alarms = [result["slow"] for result in undisturbed if result["slow"]]
     results = [*slowed, *undisturbed]
     cost = statistics.median(result["cost_microseconds"] for result in results) / STEPS_PER_SYNC_POINT

@@ -1,7 +1,7 @@
-"""Training of `slow_ranks.py`: a rank of a job whose ranks are slowed down one after another.
+"""Training script of `slow_ranks.py`: runs one rank of a job whose ranks are slowed down one after another.
 
-The rank runs in its own cgroup, on one core. Rank 0 requests each slowdown by creating a file, which `slow_ranks.py`
-answers. This script itself delays the data and the forward pass.
+The rank runs in its own cgroup on one core. Rank 0 requests each slowdown from `slow_ranks.py` by creating a file. The
+script itself implements delays of the data and of the forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unitrain.progress.stopping import SyncPoint
 
 WIDTH, BATCH, DELAY_SECONDS = 400, 16, 0.025
 LOG_EVERY_N_STEPS = 10
-# Time before the first slowdown, duration of a slowdown, time between two, and duration of an undisturbed run.
+# Time before the first slowdown, duration of a slowdown, time between two slowdowns, and duration of a run without one.
 FIRST_SECONDS, SLOW_SECONDS, PAUSE_SECONDS, UNDISTURBED_SECONDS = 6.0, 5.0, 4.0, 6.0
 
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 class Schedule(unitrain.Callback):
-    """Requests the slowdowns by their times, on rank 0, and stops the run after the last one."""
+    """Requests the slowdowns at their times on rank 0, and stops the run after the last slowdown."""
 
     def __init__(self, folder: Path, names: list[str], seconds: float) -> None:
         self._folder, self._seconds = folder, seconds
@@ -86,7 +86,7 @@ class Schedule(unitrain.Callback):
 
 
 def run(backend: unitrain.Backend, folder: Path, names: list[str], number: int) -> None:
-    """Train with the slowdowns `names`, or without any, and write the result on rank 0."""
+    """Train with the slowdowns `names`, or without slowdowns if it is empty. Write the result on rank 0."""
     model = Model(folder / f"forward-{backend.rank}")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     output = folder / f"run-{number}"
@@ -115,7 +115,7 @@ def run(backend: unitrain.Backend, folder: Path, names: list[str], number: int) 
 
 
 def measure_cost(sync_point: SyncPoint, repetitions: int = 50) -> float:
-    """Return the CPU time of reading the evidence at a sync point and of evaluating it, in microseconds."""
+    """Return the CPU time in microseconds for reading and evaluating the evidence at a sync point."""
     evidence, detector = sync_point._evidence, sync_point._detector
     started = time.thread_time()
     for _ in range(repetitions):

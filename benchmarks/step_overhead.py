@@ -1,10 +1,10 @@
 """Step time with unitrain, compared with a hand-written loop on the same library.
 
 Three loops take turns, in a new order in every round: a hand-written loop with a library (torch's
-DistributedDataParallel, or Horovod's DistributedOptimizer, both with their defaults), a hand-written loop on unitrain's
-backend, and the Trainer. The loop without unitrain runs in separate processes, to isolate it from unitrain's settings;
-all other processes are suspended. All loops index the same tensors in the same way, so they differ only by unitrain's
-overhead and savings. The table shows the ratio of the step times without and with unitrain in the same round: above 1,
+DistributedDataParallel or Horovod's DistributedOptimizer, with default settings), a hand-written loop on unitrain's
+backend, and the Trainer. The loop without unitrain runs in separate processes, to isolate it from unitrain's settings.
+All other processes are suspended. All loops index the same tensors in the same way, so they differ only by unitrain's
+overhead and savings. The table shows the ratio of the step times without and with unitrain in the same round. Above 1,
 unitrain is faster.
 
     python benchmarks/step_overhead.py            # starts its own ranks; writes benchmarks/results/step_overhead.*
@@ -39,8 +39,7 @@ HOROVOD_DEFAULTS = {
 
 @dataclass
 class SuspendedRanks:
-    """Ranks that run during their turn and are suspended otherwise, because idle ranks of Horovod use CPU
-    time."""
+    """Ranks that are suspended except during their turn, because idle ranks of Horovod use CPU time."""
 
     group: RankGroup
 
@@ -53,7 +52,7 @@ class SuspendedRanks:
         return max(self.call(take_turn, loop, model, round_number))
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `function(backend, *args)` on every rank, as the turn of these ranks, and return the results."""
+        """Run `function(backend, *args)` on every rank during a turn of these ranks, and return the results."""
         self._signal(signal.SIGCONT)
         try:
             return self.group.run(function, *args, timeout_seconds=300)
@@ -69,7 +68,7 @@ class SuspendedRanks:
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each model, the seconds per step of each loop, round by round."""
+    """For each model, return the seconds per step of each loop in each round."""
     results: dict[str, Seconds] = {}
     with (
         RankGroup(backend, ranks, spawn=True, variables=HOROVOD_DEFAULTS) as plain,

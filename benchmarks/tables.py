@@ -1,4 +1,4 @@
-"""Functions for the tables of several benchmarks: options, headings, ratios per round, and output files."""
+"""Functions for the tables of benchmarks: options, headings, ratios per round, and output files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loops import BATCH, MEASURED, MODELS
 
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("ddp", "horovod")
-# Seconds by way and round; and the same by backend and model.
+# Seconds by way and round, and the same by backend and model.
 Seconds = dict[str, list[float]]
 Results = Mapping[str, Mapping[str, Seconds]]
 
@@ -42,7 +42,8 @@ def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Calla
 def header_lines(
     title: str, quoted: str, command: str, ranks: int, header: Sequence[str], optimizer: str = "SGD with momentum"
 ) -> list[str]:
-    """Return the lines above the rows. `quoted` explains the figures, and `command` reproduces them."""
+    """Return the lines above the rows. `quoted` explains the values, and `command` is the command that reproduces
+    them."""
     return [
         f"# {title}",
         "",
@@ -70,8 +71,8 @@ def columns(results: Results) -> dict[str, Seconds]:
 
 
 def rows(results: Results, against: Mapping[str, str]) -> list[str]:
-    """Return a line for each way in `against`, which maps it to its baseline: the ratio of the times, or the
-    milliseconds if a way is its own baseline."""
+    """Return a line for each way in `against`, which maps ways to their baselines. The line contains ratios of times,
+    or milliseconds if a way is its own baseline."""
     lines = []
     for way, base in against.items():
         shown = [
@@ -83,7 +84,7 @@ def rows(results: Results, against: Mapping[str, str]) -> list[str]:
 
 
 def save_results(lines: Sequence[str], name: str, output: Path, **figures: Any) -> None:
-    """Print the table, and write it to `name`.md, and the underlying `figures` to `name`.json."""
+    """Print the table. Write the table to `name`.md, and the underlying `figures` to `name`.json."""
     text = "\n".join(lines) + "\n"
     click.echo(text)
     output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Ways of training that take turns on the same ranks, so that system noise affects all of them equally."""
+"""Measures ways of training in turns on the same ranks, so that system noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Turn = Callable[[Backend, str, str, int], float]
 def measure(
     backend: str, models: Sequence[str], ways: Sequence[str], turn: Turn, rounds: int, ranks: int
 ) -> dict[str, Seconds]:
-    """Return, for each model, the seconds that `turn(backend, way, model, round)` took on the slowest rank, round by
-    round, in a new order every round."""
+    """For each model, return the seconds that `turn(backend, way, model, round)` returned on the slowest rank in each
+    round. The ways run in a new order in every round."""
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
     with RankGroup(backend, ranks, spawn=True) as group:

@@ -1,8 +1,8 @@
-"""A rank of `versions.py`: runs the loops of `loops.py` on the unitrain of one checkout, in turns.
+"""A rank of `versions.py`: runs the loops of `loops.py` with unitrain from one checkout, in turns.
 
-It reads a line "WAY|MODEL|NUMBER" from standard input for each turn, and writes the seconds per step to standard
-output. `PYTHONPATH` selects the checkout. Only the public interface of unitrain is used, which older checkouts also
-have.
+For each turn, the program reads a line "WAY|MODEL|NUMBER" from standard input, and writes the seconds per step to
+standard output. `PYTHONPATH` selects the checkout. The program uses only the public interface of unitrain, which older
+checkouts also have.
 """
 
 from __future__ import annotations

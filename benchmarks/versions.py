@@ -1,8 +1,8 @@
-"""Step time of this checkout compared with that of another checkout, such as a git worktree of an earlier commit.
+"""Step time of this checkout, compared with another checkout, for example a git worktree of an earlier commit.
 
-The same loops run in turns on both versions, in separate processes on the same cores; the processes of the other
-version are suspended. The table shows the ratio of the step times of the two versions in the same round: below 1, this
-checkout is faster. A hand-written loop with the library alone, which both checkouts run identically, shows the noise.
+The same loops run in turns with both versions, in separate processes on the same cores. The processes of the other
+version are suspended. The table shows the ratio of the step times of the two versions in the same round. Below 1, this
+checkout is faster. A hand-written loop without unitrain, which is identical for both checkouts, shows the noise.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/versions.py /tmp/before     # starts its own ranks; writes benchmarks/results/versions.*
@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class Version:
-    """Ranks that run the loops on the unitrain of `checkout`. They are suspended except in their turns."""
+    """Ranks that run the loops with unitrain from `checkout`. They are suspended except during their turns."""
 
     def __init__(self, checkout: Path, backend: str, ranks: int) -> None:
         variables = environment.without_launcher_variables() | {
@@ -53,7 +53,7 @@ class Version:
             )
             for rank in range(ranks)
         ]
-        for _, module in (answer.split(maxsplit=1) for answer in self._answers()):
+        for _, module in (answer.split(maxsplit=1) for answer in self._read_results()):
             assert Path(module).is_relative_to(checkout), f"the ranks import {module}, not {checkout}"
         self._signal(signal.SIGSTOP)
 
@@ -66,7 +66,7 @@ class Version:
         self._signal(signal.SIGCONT)
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()  # ends the rank; they shut down together
+            process.stdin.close()  # ranks exit at the end of input, and shut down together
             if error is not None:
                 process.kill()
         for process in self._processes:
@@ -78,11 +78,11 @@ class Version:
         for process in self._processes:
             assert process.stdin is not None
             print(f"{way}|{model}|{number}", file=process.stdin, flush=True)
-        seconds = max(map(float, self._answers()))
+        seconds = max(map(float, self._read_results()))
         self._signal(signal.SIGSTOP)
         return seconds
 
-    def _answers(self) -> list[str]:
+    def _read_results(self) -> list[str]:
         answers = [process.stdout.readline() for process in self._processes if process.stdout is not None]
         if not all(answers):
             raise click.ClickException("A rank ended before its turn. Its error is above.")
@@ -94,7 +94,7 @@ class Version:
 
 
 def measure(other: Path, backend: str, models: list[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each model, the seconds per step of each loop on each version, round by round."""
+    """For each model, return the seconds per step of each loop with each version in each round."""
     results: dict[str, Seconds] = {}
     with Version(HERE, backend, ranks) as this, Version(other, backend, ranks) as before:
         versions = {"this": this, "other": before}
@@ -138,7 +138,7 @@ def commit(checkout: Path) -> str:
 @click.argument("other", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
 @options(rounds=20, models=("tiny",))
 def main(other: Path, backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and save it. OTHER is the folder of the other checkout."""
+    """Measure, and print and save the table. OTHER is the folder of the other checkout."""
     results = {backend: measure(other, backend, models, rounds, ranks) for backend in backends}
     versions = [commit(HERE), commit(other)]
     save_results(table(results, versions, ranks), "versions", output, ranks=ranks, versions=versions, seconds=results)

@@ -1,9 +1,9 @@
 """Overhead of failure detection and of asynchronous checkpoints.
 
-Two ranks measure the time of the flight recorder, the failure monitor and the check for signals in a step of 5 ms;
-reductions with and without the watchdog take turns. Then a model of 100 MB is saved in the background, while the
-training waits only for a copy in memory. The time until `save` returns is compared with that of copying the same state
-directly, also in turns.
+Two ranks measure the time of the flight recorder, the failure monitor and the check for signals in a step of 5 ms.
+Reductions with and without the watchdog take turns. Then a model of 100 MB is saved in the background, while training
+waits only for a copy in memory. The time until `save` returns is compared with the time of a plain copy of the same
+state, also in turns.
 
     python benchmarks/watch_cost.py            # starts its own ranks; writes benchmarks/results/watch_cost.*
 """
@@ -35,7 +35,7 @@ _MODEL_BYTES = 100_000_000
 
 
 def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
-    """Return the microseconds per step of each of MEASURED, as the mean over ranks, round by round."""
+    """Return the microseconds per step of each of MEASURED in each round, as the mean over ranks."""
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(pin_to_core)
         costs_by_rank = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
@@ -44,7 +44,7 @@ def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
 
 
 def save(rounds: int) -> Seconds:
-    """Return the seconds until `save` returns, and the seconds of a plain copy of the same state, round by round."""
+    """Return the seconds until `save` returns, and the seconds of a plain copy of the same state, in each round."""
     model = nn.Linear(_MODEL_BYTES // 4 // 5000, 5000, bias=False)
     seconds: Seconds = {"save": [], "copy": []}
     shuffled = random.Random(0)

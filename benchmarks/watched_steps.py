@@ -1,4 +1,4 @@
-"""Cost of the flight recorder, the failure monitor and the check for signals, in microseconds per step; for
+"""Cost of the flight recorder, the failure monitor and the check for signals in microseconds per step, for
 `watch_cost.py`."""
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ _models: list[nn.Module] = []
 
 
 def microseconds(backend: Backend) -> dict[str, float]:
-    """Return the overhead of MEASURED per step of STEP_SECONDS in one round. All ranks must call it.
+    """Return the overhead of MEASURED per step of STEP_SECONDS in one round. All ranks must call this function.
 
-    gradients: the median difference between a step that reduces buckets through the monitored group and the adjacent
-        step that does not.
-    flight recorder: recording one collective; a step of the Trainer calls less than one on average.
-    heartbeat: the two requests of the failure monitor to the store, twice per second.
-    signals: checking whether a sync point is due, and a sync point every two seconds.
+    - gradients: the median difference between adjacent steps with and without the monitored group for buckets.
+    - flight recorder: recording one collective. A step of the Trainer calls less than one collective on average.
+    - heartbeat: the two requests to the store that the failure monitor sends twice per second.
+    - signals: checking whether a sync point is due in each step, and a sync point every two seconds.
     """
     if not _models:
         _models.extend([_wrapped(backend, watched=False), _wrapped(backend, watched=True)])

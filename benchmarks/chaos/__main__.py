@@ -1,15 +1,14 @@
 """Fault injection: killed runs that resume on other ranks, and corrupt checkpoints.
 
-Small runs are killed with SIGKILL, on one rank or all ranks, at random times or while a checkpoint is written, and are
-resumed with another backend and number of ranks until they are complete. Each epoch must then have used every sample
-exactly once, and the weights must equal those of an uninterrupted run. In the second part, copies of a run are damaged.
-Each must resume from the newest valid checkpoint, or be rejected.
+In the first part, one rank or all ranks of small runs are killed with SIGKILL, at random times or while a checkpoint is
+written. The runs are resumed with another backend and number of ranks until they are complete. Each epoch must have
+used every sample exactly once, and the weights must equal those of an uninterrupted run. In the second part, copies of
+a run are damaged. Each copy must resume from the newest valid checkpoint, or be rejected.
 
     python benchmarks/chaos                # writes benchmarks/results/chaos.*
     python benchmarks/chaos --runs 1000
 
-The random choices depend on the seed only, but the progress of a run when it is killed after a time is not
-reproducible.
+The random choices depend only on the seed. The progress of a run that is killed after some time is not reproducible.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def kill(folder: Path, runs: int, seed: int) -> Tally:
-    """Run and kill this number of runs, and return the results."""
+    """Kill and resume `runs` runs, and return the results."""
     chaos = Chaos(folder, seed)
-    # No other thread may run during a fork, so the progress bar must not use one.
+    # Other threads must not run during a fork, so the progress bar must not use a thread.
     with click.progressbar(range(runs), label="kills", file=sys.stderr) as numbers:
         for number in numbers:
             chaos.run(number)
@@ -43,7 +42,7 @@ def kill(folder: Path, runs: int, seed: int) -> Tally:
 
 
 def corrupt(folder: Path, count: int, seed: int) -> Corruptions:
-    """Damage and resume this number of copies, and return the results."""
+    """Damage and resume `count` copies of a run, and return the results."""
     corruptions = Corruptions(folder, seed)
     with click.progressbar(range(count), label="corruptions", file=sys.stderr) as numbers:
         for number in numbers:
@@ -103,14 +102,14 @@ def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(runs: int, copies: int, seed: int, output: Path) -> None:
-    """Kill and damage runs, print the tables and save them. Exit with status 1 if there are failures."""
+    """Kill and damage runs, and print and save the tables. Exit with status 1 if there are failures."""
     torch.set_num_threads(1)
     text, kept, failures = heading(runs, copies, seed), {"seed": seed}, []
-    # In memory if there is such a folder: writes that the kernel has accepted survive SIGKILL, and a disk would take
-    # most of the time.
+    # Use a folder in memory if possible. Writes that the kernel has accepted survive SIGKILL, and a disk would be much
+    # slower.
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-", dir=memory if os.access(memory, os.W_OK) else None))
-    folder.chmod(0o755)  # to allow access for the user nobody
+    folder.chmod(0o755)  # so that the user nobody can access the folder
     click.echo(f"seed {seed}, in {folder}", err=True)
     if runs:
         began = time.monotonic()

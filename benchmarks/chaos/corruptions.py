@@ -1,7 +1,7 @@
-"""Resume runs from corrupt checkpoints, as after a disk failure, a full disk or a user error.
+"""Resume runs from corrupt checkpoints, which simulate a disk failure, a full disk or a user error.
 
-A run must resume from the newest valid checkpoint, with the weights and the optimizer state of that step, and finish
-with the same weights as an undamaged run, or raise a CheckpointError. Any other outcome is wrong.
+A run must resume from the newest valid checkpoint with the weights and optimizer state of that step, and finish with
+the weights of an undamaged run. Alternatively, it may raise a CheckpointError. Any other outcome is wrong.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ OUTCOMES = (NEWEST, OLDER, REJECTED, SKIPPED, WRONG)
 
 
 def truncate(folder: Path, checkpoint: Path, chance: Random) -> None:
-    path = _any_file(checkpoint, chance)
+    path = _choose_file(checkpoint, chance)
     os.truncate(path, chance.randrange(path.stat().st_size))
 
 
-def flip_a_bit(folder: Path, checkpoint: Path, chance: Random) -> None:
-    path = _any_file(checkpoint, chance)
+def flip_bit(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = _choose_file(checkpoint, chance)
     content = bytearray(path.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     path.write_bytes(content)
 
 
-def remove_a_file(folder: Path, checkpoint: Path, chance: Random) -> None:
-    _any_file(checkpoint, chance).unlink()
+def remove_file(folder: Path, checkpoint: Path, chance: Random) -> None:
+    _choose_file(checkpoint, chance).unlink()
 
 
-def remove_it(folder: Path, checkpoint: Path, chance: Random) -> None:
+def remove_checkpoint(folder: Path, checkpoint: Path, chance: Random) -> None:
     shutil.rmtree(checkpoint)
 
 
 def add_bytes(folder: Path, checkpoint: Path, chance: Random) -> None:
-    with _any_file(checkpoint, chance).open("ab") as file:
+    with _choose_file(checkpoint, chance).open("ab") as file:
         file.write(chance.randbytes(chance.randint(1, 5000)))
 
 
-def half_a_manifest(folder: Path, checkpoint: Path, chance: Random) -> None:
+def truncate_manifest(folder: Path, checkpoint: Path, chance: Random) -> None:
     path = checkpoint / MANIFEST
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty_a_file(folder: Path, checkpoint: Path, chance: Random) -> None:
-    os.truncate(_any_file(checkpoint, chance), 0)
+def empty_file(folder: Path, checkpoint: Path, chance: Random) -> None:
+    os.truncate(_choose_file(checkpoint, chance), 0)
 
 
-def zero_a_block(folder: Path, checkpoint: Path, chance: Random) -> None:
+def zero_block(folder: Path, checkpoint: Path, chance: Random) -> None:
     path = checkpoint / chance.choice([MODEL, TRAINING])
     content = bytearray(path.read_bytes())
     start = chance.randrange(len(content))
@@ -88,14 +88,14 @@ def swap_checkpoints(folder: Path, checkpoint: Path, chance: Random) -> None:
     _swap(checkpoint, chance.choice([path for path in files.list_checkpoints(folder) if path != checkpoint]))
 
 
-def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
+def leave_checkpoint_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.unfinished"))
 
 
-def tear_the_history(folder: Path, checkpoint: Path, chance: Random) -> None:
+def truncate_history(folder: Path, checkpoint: Path, chance: Random) -> None:
     path = folder / chance.choice(["history.jsonl", "run.jsonl"])
     text = path.read_text()
-    if text.endswith("\n"):  # at most one row is written at once
+    if text.endswith("\n"):  # rows are written one at a time
         last = text.splitlines()[-1]
         path.write_text(text[: -chance.randint(1, len(last) + 1)])
 
@@ -103,17 +103,17 @@ def tear_the_history(folder: Path, checkpoint: Path, chance: Random) -> None:
 READ_ONLY, FULL = "read-only folder", "full disk"
 DAMAGES: dict[str, Callable[[Path, Path, Random], None]] = {
     "a file truncated": truncate,
-    "a bit flipped": flip_a_bit,
-    "a file removed": remove_a_file,
-    "a checkpoint removed": remove_it,
+    "a bit flipped": flip_bit,
+    "a file removed": remove_file,
+    "a checkpoint removed": remove_checkpoint,
     "bytes added": add_bytes,
-    "half a manifest": half_a_manifest,
-    "a file emptied": empty_a_file,
-    "512 bytes zeroed": zero_a_block,
+    "half a manifest": truncate_manifest,
+    "a file emptied": empty_file,
+    "512 bytes zeroed": zero_block,
     "files swapped between checkpoints": swap_files,
     "checkpoints swapped": swap_checkpoints,
-    "left unfinished": leave_it_unfinished,
-    "the history torn": tear_the_history,
+    "left unfinished": leave_checkpoint_unfinished,
+    "the history torn": truncate_history,
 }
 KINDS = (*DAMAGES, READ_ONLY, FULL)
 
@@ -156,7 +156,7 @@ class Corruptions:
             return self._resume_on_full_disk(case, chance)
         shutil.copytree(self._base, case)
         found = files.list_checkpoints(case)
-        # Usually damage a few of the newest checkpoints, and sometimes all of them.
+        # Usually damage a few of the newest checkpoints, sometimes all checkpoints.
         count = chance.choice([1, 1, 2, 3, len(found)])
         for checkpoint in found[:count]:
             if checkpoint.exists():
@@ -164,7 +164,8 @@ class Corruptions:
         return self._resume(case, chance, self._undamaged_steps(case))
 
     def _resume(self, case: Path, chance: Random, valid_steps: list[int]) -> str:
-        """Resume a copy with these `valid_steps`, and return the outcome. Raises AssertionError for a wrong outcome."""
+        """Resume a copy whose valid checkpoints are those of `valid_steps`, and return the outcome. Raise
+        AssertionError for a wrong outcome."""
         newest = max(valid_steps, default=0)
         settings = Settings(asynchronous=chance.random() < 0.5, keep_last=chance.choice([None, 1, 2]))
         with _backend() as backend:
@@ -172,7 +173,8 @@ class Corruptions:
                 trainer = create_trainer(backend, case, settings)
             except CheckpointError as error:
                 _check_message(error)
-                # A flipped bit in the manifest may result in a newer format, which must not be skipped.
+                # A flipped bit in the manifest may change the format to a newer version. Such checkpoints must not be
+                # skipped.
                 if newest and os.access(case, os.W_OK, effective_ids=True) and "newer unitrain" not in str(error):
                     raise AssertionError(
                         f"rejected, although the checkpoint of step {newest} is valid: {error}"
@@ -194,7 +196,7 @@ class Corruptions:
         return NEWEST if step == max(self._content_by_step) else OLDER
 
     def _undamaged_steps(self, case: Path) -> list[int]:
-        """Return the steps whose files in the copy are all byte-identical to the original files."""
+        """Return the steps of checkpoints whose files are all byte-identical to the original files."""
         return [
             step for step, content in self._content_by_step.items() if _content(case / f"step-{step:09d}") == content
         ]
@@ -245,7 +247,7 @@ class Corruptions:
         return [_step(path) for path in files.list_checkpoints(run) if files.find_corruption(path) is None]
 
 
-def _any_file(checkpoint: Path, chance: Random) -> Path:
+def _choose_file(checkpoint: Path, chance: Random) -> Path:
     return chance.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
 
 
@@ -267,7 +269,7 @@ def _content(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _saved_state(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return the weights and the state of the optimizer, read with torch and safetensors only."""
+    """Read the weights and the optimizer state with torch and safetensors only."""
     return load_file(checkpoint / MODEL), torch.load(checkpoint / TRAINING, weights_only=True)["optimizer"]
 
 
@@ -291,7 +293,7 @@ def _backend() -> Iterator[Backend]:
 
 @contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Drop the privileges of root, who can write to read-only folders."""
+    """Drop root privileges, because root can write to read-only folders."""
     if os.geteuid() != 0:
         yield
         return
@@ -304,7 +306,7 @@ def _as_nobody() -> Iterator[None]:
 
 @contextmanager
 def _small_disk(place: Path, size: str) -> Iterator[bool]:
-    """Mount a file system of this size, and yield whether this process has permission to do so."""
+    """Mount a file system of this size. Yield False if this process does not have permission to mount."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     mounted = False
     with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
-"""Runs that are killed with SIGKILL and resumed with other ranks, until they are complete.
+"""Kills runs with SIGKILL, and resumes them with another number of ranks until they are complete.
 
-Each rank is forked from a process that has already imported torch, so a start takes a fraction of a second. A rank
-kills itself at a point that depends on the seed, inside a step or at a file operation in the folder of the run, or the
-parent kills it after some time. The other ranks are killed at the same time, or get a short time to raise their errors.
+Each rank is forked from a process that has already imported torch, so it starts in a fraction of a second. A rank kills
+itself at a point that depends on the seed: inside a step, or at a file operation in the folder of the run.
+Alternatively, the parent kills it after some time. The other ranks are killed at the same time, or have a short time to
+raise errors.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import reserve_port
 from unitrain.checkpoint import files
 
-# The triggers of a kill. File operations of checkpoints are the most frequent trigger.
+# Triggers of kills. The most frequent trigger is a file operation of a checkpoint.
 WAYS = ("step", "file", "file", "time")
 PLACES = [("local", 1), ("ddp", 1), ("horovod", 1), *((name, size) for name in ("ddp", "horovod") for size in (2, 3))]
 MOMENTS = ("on_micro_batch_end", "on_before_optimizer_step", "on_step_end")
-# Approximate number of audited file operations for a checkpoint, its history and the removal of an older checkpoint.
+# Approximate number of audited file operations for saving a checkpoint and its history row, and removing an older one.
 _OPERATIONS = 24
 _TIMEOUT_SECONDS = 90.0
 _POLL_SECONDS = 0.001
@@ -43,7 +44,7 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Kill:
-    """The time and the target of a kill. `moment`, from 0 to 1, is a fraction of the remaining work of the attempt.
+    """The time and the target of a kill. `moment` is a fraction of the remaining work of the attempt, from 0 to 1.
     `victim` is a rank, or None for all ranks."""
 
     way: str
@@ -63,7 +64,7 @@ class Kill:
 
 @dataclass
 class Tally:
-    """Counts of events, which are printed."""
+    """Counts of events for the tables."""
 
     starts: dict[str, int] = field(default_factory=dict)
     kills: dict[str, int] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Tally:
 
 
 class KillAtStep(Callback):
-    """Kills this process in the hook of `kill`, at its fraction of the `left` steps."""
+    """Kills this process in the hook given by `kill`, after the fraction `kill.moment` of the `left` steps."""
 
     def __init__(self, kill: Kill, left: int) -> None:
         self._hook, self._countdown = kill.hook, int(kill.moment * left)
@@ -143,7 +144,7 @@ def run_rank(attempt: Attempt, rank: int) -> None:
         environment.export({name: str(value) for name, value in place.items()} | rendezvous)
     kill, folder = attempt.kill, attempt.run / "output"
     hooks: list[Callback] = [SampleLog(attempt.run / "notes", attempt.number, rank, attempt.size)]
-    # If all ranks are to be killed, rank 0 kills itself and the parent immediately kills the other ranks.
+    # To kill all ranks, rank 0 kills itself, and the parent immediately kills the other ranks.
     if kill is not None and rank == (kill.victim or 0):
         if kill.way == "step":
             hooks.append(KillAtStep(kill, attempt.left))
@@ -155,7 +156,7 @@ def run_rank(attempt: Attempt, rank: int) -> None:
 
 
 class Chaos:
-    """Starts runs in `folder`, kills them and resumes them. `tally` has the results."""
+    """Starts, kills and resumes runs in `folder`. `tally` contains the results."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
@@ -188,7 +189,7 @@ class Chaos:
             self._check(run, settings)
         except AssertionError as error:
             self.tally.failures.append(f"run {number} of seed {self._seed}, attempt {attempts}: {error}")
-            return  # its folder is kept for inspection
+            return  # keep the folder of a failed run
         shutil.rmtree(run)
 
     def _check(self, run: Path, settings: Settings) -> None:
@@ -222,7 +223,7 @@ class Chaos:
         return Attempt(run, number, backend, size, settings, port, kill, left)
 
     def _run_attempt(self, attempt: Attempt) -> bool:
-        """Start the attempt and wait for its end. Return whether it ended without being killed."""
+        """Start the attempt and wait until it ends. Return whether it ended without being killed."""
         place, kill = f"{attempt.backend} {attempt.size}", attempt.kill
         self.tally.starts[place] = self.tally.starts.get(place, 0) + 1
         ranks: list[BaseProcess] = [
@@ -252,8 +253,8 @@ class Chaos:
         return True
 
     def _await_end(self, ranks: list[BaseProcess], kill: Kill | None) -> bool:
-        """Wait until all ranks have ended, or until the grace period after a kill is over. Return whether a rank was
-        killed."""
+        """Wait until all ranks have ended, or until the grace period after a kill has expired. Return whether a rank
+        was killed."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         waiting = {rank.sentinel: rank for rank in ranks}
         killed = False
@@ -270,7 +271,7 @@ class Chaos:
         return killed
 
     def _kill_after_time(self, attempt: Attempt, ranks: list[BaseProcess]) -> None:
-        """Kill a rank some time after it begins to train, and sometimes before."""
+        """Kill a rank some time after it starts to train, and sometimes before."""
         kill, key = attempt.kill, (attempt.backend, attempt.size)
         assert kill is not None
         notes = attempt.run / "notes" / f"{attempt.number:03d}-0-of-{attempt.size}.jsonl"

@@ -1,4 +1,4 @@
-"""The small training run for fault injection, and the record of the samples trained on per rank."""
+"""The small training run for fault injection, with a record of the samples that each rank used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.backends.base import Backend
 from unitrain.checkpoint import files
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 12, 4
-STEPS_PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # the last step has 2 samples, too few for 3 ranks
+STEPS_PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # the last step has 2 samples, fewer than 3 ranks
 STEPS = EPOCHS * STEPS_PER_EPOCH
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -35,8 +35,8 @@ class Settings:
 
 
 def create_trainer(backend: Backend, folder: Path, settings: Settings, *callbacks: Callback) -> Trainer:
-    """Return the run in `folder`, which resumes if there is a checkpoint. It uses double precision, so rounding is far
-    below 1e-6."""
+    """Return a Trainer for the run in `folder`, which resumes if there is a checkpoint. The run uses float64, so
+    rounding errors are much smaller than 1e-6."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     if settings.optimizer == "sgd":
@@ -57,7 +57,7 @@ def create_trainer(backend: Backend, folder: Path, settings: Settings, *callback
 
 
 def data() -> TensorDataset:
-    """Return samples whose target is a pair: the value to learn, and the index of the sample."""
+    """Return samples whose target is a pair (value to learn, index of the sample)."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     numbers = torch.arange(SAMPLES, dtype=torch.float64)
@@ -69,8 +69,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class SampleLog(Callback):
-    """Writes the samples on which this rank trained in each step. Each line is passed to the kernel before the next
-    step."""
+    """Writes the samples that this rank used in each step. Each line is passed to the kernel before the next step."""
 
     def __init__(self, folder: Path, attempt: int, rank: int, size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +93,7 @@ class SampleLog(Callback):
 
 @dataclass(frozen=True)
 class Audit:
-    """The numbers of samples of the complete run that no retained step trained on, and of samples that were
-    repeated."""
+    """The number of lost samples, which no effective step used, and the number of repeated samples."""
 
     lost: int
     repeated: int
@@ -103,8 +101,7 @@ class Audit:
 
 
 def audit(notes: Path) -> Audit:
-    """Return the audit of the notes of all attempts. An attempt replaces the steps after the one from which it was
-    resumed."""
+    """Audit the sample logs of all attempts. An attempt replaces all steps after the step from which it resumed."""
     attempts: dict[str, list[Path]] = {}
     for path in sorted(notes.glob("*.jsonl")):
         attempts.setdefault(path.name.split("-")[0], []).append(path)
@@ -114,7 +111,7 @@ def audit(notes: Path) -> Audit:
         lines = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.endswith("}")]
         starts = {line["start"] for line in lines if "start" in line}
         if not starts:
-            continue  # killed before the training began
+            continue  # killed before training started
         if len(starts) > 1:
             raise AssertionError(f"The ranks of one attempt started from steps {sorted(starts)}, in {notes}.")
         (start,) = starts
@@ -135,7 +132,7 @@ def audit(notes: Path) -> Audit:
 def final_weights(folder: Path) -> dict[str, Tensor]:
     """Return the final weights of the complete run in `folder`.
 
-    Raises AssertionError if its last checkpoint or its history is not valid.
+    Raises AssertionError if the last checkpoint or the history is not valid.
     """
     path = files.checkpoint_path(folder, STEPS)
     newest = files.list_checkpoints(folder)[:1]

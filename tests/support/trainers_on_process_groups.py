@@ -33,7 +33,7 @@ def network() -> nn.Module:
 
 
 def report(model: nn.Module, backend: str, loss: float) -> None:
-    """Print the parameters on rank 0. All ranks call it."""
+    """Print the parameters on rank 0. All ranks must call this function."""
     assert dist.get_backend() == backend, dist.get_backend()
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     gathered = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
