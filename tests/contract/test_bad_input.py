@@ -633,7 +633,7 @@ def test_the_timeout_error_names_the_parameter_that_is_unfrozen_on_one_rank(grou
         assert "Missing: rank 1. Parameter '0.weight' was unfrozen on rank 0, but not on the missing ranks." in message
 
 
-def test_every_case_is_run() -> None:
+def test_every_case_of_this_file_is_run() -> None:
     takes_a_backend = {
         name
         for name, function in globals().items()

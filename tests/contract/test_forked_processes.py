@@ -46,7 +46,7 @@ def collectives_in_forked_process(backend: Backend) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_collectives_of_a_forked_process_are_rejected_and_its_end_is_ignored(backend: str) -> None:
+def test_collectives_of_a_forked_process_are_rejected_and_its_exit_is_ignored(backend: str) -> None:
     with RankGroup(backend, 2) as group:
         (none, first_total), (texts, last_total) = group.run(collectives_in_forked_process)
     assert none == []

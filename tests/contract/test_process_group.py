@@ -280,7 +280,7 @@ def group_in_another_order(backend: Backend) -> str:
     return ""
 
 
-def test_groups_in_another_order_raise_unsupported_error() -> None:
+def test_groups_with_ranks_in_another_order_raise_unsupported_error() -> None:
     with RankGroup("horovod", 2) as group:
         for text in group.run(group_in_another_order):
             assert text.startswith("UnsupportedError: A group of the ranks [1, 0] was requested, but the ranks of a ")

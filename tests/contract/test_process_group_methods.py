@@ -199,7 +199,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_results_equal_those_of_gloo(groups: Any, case: Callable[[Backend], list[Any]]) -> None:
+def test_results_equal_the_results_of_gloo(groups: Any, case: Callable[[Backend], list[Any]]) -> None:
     horovod, gloo = groups
     for found, expected in zip(horovod.run(case), gloo.run(case), strict=True):
         assert len(found) == len(expected)

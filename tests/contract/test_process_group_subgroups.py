@@ -292,7 +292,7 @@ def mesh_of_two_dimensions(backend: Backend) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, *nightly(4)])
-def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
+def test_a_mesh_of_two_dimensions_has_the_results_of_gloo(size: int) -> None:
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size) as horovod:
         assert_equal(horovod.run(mesh_of_two_dimensions), gloo.run(mesh_of_two_dimensions))
 

@@ -359,7 +359,7 @@ def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, step
     assert "aten::" in table
 
 
-def test_the_profiler_takes_activities(tmp_path: Path) -> None:
+def test_profiler_records_the_selected_activities(tmp_path: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     make(LOCAL, [Profiler(skip=1, steps=1, activities=activities)], output_dir=tmp_path).fit(data())
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == 1

@@ -148,7 +148,7 @@ def test_restarted_run_resumes_from_disk_without_a_valid_newer_checkpoint_in_mem
         assert parameters == undisturbed
 
 
-def test_corrupt_checkpoints_on_disk_do_not_hide_one_in_memory(
+def test_corrupt_checkpoints_on_disk_do_not_hide_a_checkpoint_in_memory(
     group: RankGroup, undisturbed: list[str], tmp_path: Path
 ) -> None:
     group.run(partial(run, kill_after=ON_DISK_EVERY, checkpoint_format="sharded"), str(tmp_path))

@@ -254,7 +254,7 @@ def test_folder_without_a_name_is_rejected(folder: str) -> None:
         PredictionWriter(folder)
 
 
-def test_exception_within_a_prediction_leaves_no_files(tmp_path: Path) -> None:
+def test_files_are_removed_after_an_exception_in_a_prediction(tmp_path: Path) -> None:
     def failing(model: nn.Module, batch: Any) -> Any:
         if 20 in batch[1]:
             raise RuntimeError("sample 20 is broken")

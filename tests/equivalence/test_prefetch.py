@@ -115,7 +115,7 @@ def test_leaving_the_loop_closes_the_loader() -> None:
     assert "load 3" not in log
 
 
-def test_prefetch_keeps_no_reference_to_yielded_batches() -> None:
+def test_prefetch_does_not_keep_references_to_yielded_batches() -> None:
     alive = set[int]()
 
     class Batch:

@@ -120,7 +120,7 @@ def test_changed_settings_of_the_optimizer_are_named_and_not_used(
 
 
 @pytest.mark.parametrize("scheduler", [step_lr, exponential, plateau])
-def test_learning_rate_changed_by_a_scheduler_causes_no_warning(
+def test_learning_rate_changed_by_a_scheduler_does_not_cause_a_warning(
     scheduler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with init("local") as backend:

@@ -207,7 +207,7 @@ def read_by_other_programs(checkpoint: Path, folder: Path) -> None:
         assert torch.equal(value, expected.state_dict()[name]), name
 
 
-def test_fewer_parameters_than_ranks(tmp_path: Path) -> None:
+def test_checkpoint_can_have_fewer_parameters_than_ranks(tmp_path: Path) -> None:
     with RankGroup("ddp", 3) as group:
         group.run(write_one_parameter, str(tmp_path))
     model = nn.Linear(1, 1, bias=False)

@@ -183,7 +183,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         ("hugging face shared", 0, False, 1, "weight"),
     ],
 )
-def test_a_stateful_dataset_resumes_with_the_remaining_samples_and_reads_no_others(
+def test_a_stateful_dataset_resumes_and_reads_only_the_remaining_samples(
     group: RankGroup, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
 ) -> None:
     ranks = group.run(compare_remainders, kind, workers, persistent, accumulate, uneven)
@@ -426,7 +426,7 @@ class Outer(IterableDataset[int]):
         self.inner.load_state_dict(state)
 
 
-def test_a_snapshot_can_be_loaded_several_times_and_changes_no_part_of_the_dataset(tmp_path: Path) -> None:
+def test_a_snapshot_can_be_loaded_several_times_and_does_not_change_the_dataset(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
         dataset, other = Outer(Wrapped(6, file)), Outer(Wrapped(6, file))
         expected = list(dataset)

@@ -347,7 +347,7 @@ def test_limit_val_batches_limits_validation_but_not_evaluate() -> None:
     assert counted == [10, 10], "the batch size of a DataLoader must be used"
 
 
-def test_dry_run_trains_one_step_and_writes_no_file(tmp_path: Path) -> None:
+def test_dry_run_trains_one_step_and_does_not_write_files(tmp_path: Path) -> None:
     kept = RecordingLogger()
     settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
     made = trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)

@@ -118,7 +118,7 @@ def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeyp
     )
 
 
-def test_no_file_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_records_are_not_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     write_flight_record(FlightRecorder(), 0, 2)

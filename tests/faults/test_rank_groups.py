@@ -59,7 +59,7 @@ def test_a_result_that_cannot_be_pickled_is_reported() -> None:
         group.run(return_function)
 
 
-def test_a_failed_rank_leaves_no_file() -> None:
+def test_files_of_a_failed_rank_are_removed() -> None:
     with RankGroup("local", 1) as group:
         group.run(process_id)
         file = group._ranks[0].stacks_file

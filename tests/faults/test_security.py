@@ -127,7 +127,7 @@ def check_secret(
 
 
 @pytest.mark.parametrize("options", LAUNCHERS)
-def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script: str, tmp_path: Path) -> None:
+def test_command_lines_do_not_show_variables_on_one_host(options: list[str], script: str, tmp_path: Path) -> None:
     secrets = {"WANDB_API_KEY": SECRET, "NOTES": SECRET}
     with (
         command_lines() as lines,
@@ -142,7 +142,7 @@ def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script
 
 @needs_hosts
 @pytest.mark.parametrize("options", LAUNCHERS)
-def test_no_command_line_shows_a_variable_on_two_hosts(
+def test_command_lines_do_not_show_variables_on_two_hosts(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
     command = [*LAUNCH, *options, "-H", "h1:1,h2:1", "-x", "WANDB_API_KEY", script, str(tmp_path)]
