@@ -161,7 +161,7 @@ class Script:
         func = call.func
         if isinstance(func, cst.Name):
             for node in self.nodes:
-                if isinstance(node, cst.FunctionDef) and node.name.value == func.value and not self._is_method(node):
+                if isinstance(node, cst.FunctionDef) and node.name.value == func.value and not self.is_method(node):
                     return node, 0
                 if isinstance(node, cst.ClassDef) and node.name.value == func.value:
                     method = _method(node, "__init__")
@@ -172,7 +172,8 @@ class Script:
             return None if method is None else (method, 1)
         return None
 
-    def _is_method(self, node: cst.FunctionDef) -> bool:
+    def is_method(self, node: cst.FunctionDef) -> bool:
+        """Return whether `node` is defined directly in a class."""
         block = self.parent(node)
         return block is not None and isinstance(self.parent(block), cst.ClassDef)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from unitrain.migrate.edits import Edits, Statement, parse_statement
+from unitrain.migrate.execution import ends_process, nodes_before_start
 from unitrain.migrate.script import Block, Script, assigned_value
 
 # Functions and methods of multiprocessing, torch.multiprocessing and concurrent.futures.
@@ -56,22 +57,21 @@ def convert(edits: Edits, startup: Startup) -> None:
     if _refuse_processes(edits, startup.call):
         return
     function = script.function(statement)
-    other_uses = [node for node in edits.backend_uses if node is not startup.call]
-    early = [node for node in other_uses if _runs_before(script, node, statement)]
+    early = _find_early(edits, startup, statement)
     if function is None:
         if early:
             _refuse_early(edits, early)
         else:
             _start_in_place(edits, startup, statement, statement)
         return
-    block = script.block(statement)
-    lines = [script.statement(node) for node in early]
-    can_move = all(line is not None and script.block(line) is block for line in lines)
-    if startup.shutdown_calls and can_move and not startup.is_kept:
-        first = min((line for line in lines if line is not None), key=script.position, default=statement)
-        _start_in_place(edits, startup, statement, first)
-    else:
-        _wrap_main(edits, startup, statement, function)
+    if startup.shutdown_calls and not startup.is_kept:
+        block = script.block(statement)
+        lines = [line for node in early if (line := script.statement(node)) is not None and script.block(line) is block]
+        first = min(lines, key=script.position, default=statement)
+        if not _find_early(edits, startup, first):
+            _start_in_place(edits, startup, statement, first)
+            return
+    _start_in_main_block(edits, startup, statement, function)
 
 
 def _refuse_processes(edits: Edits, start: cst.Call) -> bool:
@@ -99,29 +99,24 @@ def _refuse_processes(edits: Edits, start: cst.Call) -> bool:
     return is_found
 
 
-def _runs_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
-    """Return whether `node` runs before `statement`: earlier in its function, or at the top level of the module."""
-    function = script.function(node)
-    is_earlier = script.position(node) < script.position(statement)
-    if function is None and script.function(statement) is not None:
-        return _find_main_guard(script, node) is None
-    return is_earlier and function is script.function(statement)
-
-
-def _find_main_guard(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
-    """Return the statement `if __name__ == "__main__":` around `node`, or None."""
-    return next((ancestor for ancestor in script.ancestors(node) if script.is_main_guard(ancestor)), None)
+def _find_early(edits: Edits, startup: Startup, start: cst.CSTNode) -> list[cst.CSTNode]:
+    """Return the uses of the backend that may run before the statement `start`, or without it."""
+    uses = [node for node in edits.backend_uses if node is not startup.call]
+    return nodes_before_start(edits.script, start, [*uses, *startup.shutdown_calls])
 
 
 def _refuse_early(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
     for node in nodes:
-        edits.refuse(node, "It is read before the ranks are started. Move it after the start")
+        edits.refuse(
+            node,
+            "It may run before the ranks are started. Move it after the start, and start the ranks without a condition",
+        )
 
 
 def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor: Statement) -> None:
     """Insert the statement that assigns the backend before `anchor`, and remove `statement` unless it is kept."""
     script, backend = edits.script, edits.backend
-    function = script.function(statement)
+    function = script.function(anchor)
     outside = [
         node for node in (*edits.backend_uses, *startup.shutdown_calls) if not _is_inside(script, node, function)
     ]
@@ -133,13 +128,16 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
         edits.insert_before(anchor, new)
         if not startup.is_kept:
             edits.remove_statement(statement)
+            if script.function(statement) is not function:
+                edits.explain(anchor, "starts the backend, because the following lines use it")
+                _remove_empty_function(edits, statement)
     edits.converted.add(startup.call)
     edits.explain(startup.call, "starts the backend that the launcher or UNITRAIN_BACKEND selects")
     for call in startup.shutdown_calls:
         edits.replace(call, f"{backend}.shutdown()", uses_backend=False)
         edits.converted.add(call)
         edits.explain(call, "shuts down the backend and its process group")
-    block = script.block(statement)
+    block = script.block(anchor)
     if not startup.shutdown_calls and block is not None:
         _append_shutdown(edits, block, parse_statement(f"{backend}.shutdown()"))
 
@@ -161,10 +159,7 @@ def _is_exit(script: Script, statement: Statement) -> bool:
     """Return whether no statement after `statement` is executed."""
     if not isinstance(statement, cst.SimpleStatementLine):
         return False
-    call = assigned_value(statement)
-    if isinstance(call, cst.Call) and (
-        script.called_name(call) in ("sys.exit", "os._exit") or script.text(call.func) in ("exit", "quit")
-    ):
+    if ends_process(script, assigned_value(statement)):
         return True
     return isinstance(statement.body[-1], cst.Raise | cst.Return)
 
@@ -173,12 +168,14 @@ def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | No
     return function is None or any(ancestor is function for ancestor in script.ancestors(node))
 
 
-def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: cst.FunctionDef) -> None:
-    """Move the statement that calls `function`, directly or indirectly, into a `with` block."""
+def _start_in_main_block(edits: Edits, startup: Startup, statement: Statement, function: cst.FunctionDef) -> None:
+    """Start the backend for the statement that calls `function`, directly or indirectly: in a `with` block, or before
+    earlier statements under `if __name__ == "__main__":` that use the backend."""
     script = edits.script
+    block = script.main_block()
     statements = [
         child
-        for child in script.main_block().body
+        for child in block.body
         if not isinstance(child, cst.FunctionDef | cst.ClassDef)
         and any(_reaches(script, call, function, set()) for call in script.calls_in(child))
     ]
@@ -189,14 +186,26 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
         )
         return
     main = statements[0]
-    early = [
-        node
-        for node in edits.backend_uses
-        if script.function(node) is None and script.position(node) < script.position(main)
-    ]
-    if early:
-        _refuse_early(edits, early)
+    early = _find_early(edits, startup, main)
+    if not early:
+        _wrap_main(edits, startup, main, function)
         return
+    lines = [child for child in block.body if any(child in (node, *script.ancestors(node)) for node in early)]
+    first = lines[0] if lines else None
+    if (
+        isinstance(block, cst.IndentedBlock)
+        and isinstance(first, Statement)
+        and not startup.is_kept
+        and not _find_early(edits, startup, first)
+    ):
+        _start_in_place(edits, startup, statement, first)
+    else:
+        _refuse_early(edits, early)
+
+
+def _wrap_main(edits: Edits, startup: Startup, main: Statement, function: cst.FunctionDef) -> None:
+    """Move the statement `main`, which calls `function`, into a `with` block."""
+    script = edits.script
     functions = {script.function(node) for node in edits.backend_uses}
     late = [
         node
