@@ -6,6 +6,7 @@ torch.distributed and DistributedSampler therefore remain in the script.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import libcst as cst
@@ -33,18 +34,30 @@ KEPT_NAMES = {
     "monitored_barrier",
 }  # fmt: skip
 _NEEDS_NO_GROUP = ("torch.distributed.is_available", "torch.distributed.is_initialized")
-_INIT_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options")
+_INIT_PARAMETERS = (
+    "backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options", "device_id",
+)  # fmt: skip
+_CONVERTED_INIT_ARGUMENTS = ("backend", "init_method", "timeout", "world_size", "rank", "device_id")
+_GPU_NAMES = re.compile("cuda|gpu|device|accelerator", re.IGNORECASE)
 _PARAMETERS = ("module", "device_ids", "output_device", "dim", "broadcast_buffers")
 _KEPT_ARGUMENTS = ("find_unused_parameters", "broadcast_buffers")
-# Arguments that are removed, because they do not affect the result.
-_REMOVED_ARGUMENTS = (
-    "device_ids",
-    "output_device",
-    "dim",
-    "bucket_cap_mb",
-    "check_reduction",
-    "gradient_as_bucket_view",
-)
+# Arguments that are removed, because they do not affect the numbers, and what replaces them.
+_REMOVED_ARGUMENTS = {
+    "device_ids": "move the inputs to {backend}.device: DDP with device_ids moves them, the backend may not",
+    "output_device": "",
+    "dim": "",
+    "check_reduction": "",
+    "bucket_cap_mb": "the backend chooses the size of the buckets, or reads it from the variable UNITRAIN_BUCKETS_MB",
+    "gradient_as_bucket_view": "gradients of the backend are views of the buckets by default, or copies with "
+    "UNITRAIN_BUCKET_VIEW=0",
+}
+_REFUSED_ARGUMENTS = {
+    "static_graph": "Remove it. If some parameters are unused in a backward pass, pass find_unused_parameters=True "
+    "instead",
+    "process_group": "The backend reduces gradients over all ranks: remove this argument",
+    "init_sync": "The backend always broadcasts the parameters from rank 0: remove this argument",
+    "mixed_precision": "Use torch.autocast in the training loop: remove this argument",
+}
 
 
 def is_kept(name: str) -> bool:
@@ -56,7 +69,7 @@ def is_kept(name: str) -> bool:
 def convert(edits: Edits) -> None:
     """Convert DistributedDataParallel, synchronized BatchNorm, and reads of the members of distributed models."""
     script = edits.script
-    wrapped = list[cst.CSTNode]()
+    wrapped, wrapper_calls = list[cst.CSTNode](), list[cst.CSTNode]()
     for node in script.nodes:
         name = script.called_name(node)
         if not isinstance(node, cst.Call):
@@ -67,11 +80,21 @@ def convert(edits: Edits) -> None:
             if statement is not None and len(statement.body) > 1:
                 edits.refuse(node, "Write each statement on a line of its own")
             wrapped += targets(statement) if statement is not None else ()
+            wrapper_calls.append(node)
         elif name == _SYNC_BATCH_NORM:
             _convert_sync_batch_norm(edits, node)
-    if wrapped:
-        variables = distributed_variables(script, wrapped)
-        convert_reads(edits, variables, was_wrapped=True, is_kept=_needs_process_group(script))
+    if wrapper_calls:
+        variables = distributed_variables(script, wrapped, wrapper_calls)
+        is_kept = _needs_process_group(script)
+        convert_reads(edits, variables, was_wrapped=True, is_kept=is_kept)
+        for call in wrapper_calls if not is_kept else ():
+            statement = script.statement(call)
+            if statement is None or any(script.binding(target) is None for target in targets(statement)):
+                edits.explain(
+                    call,
+                    "reads of .module and calls of .no_sync() of this model are not converted, because it is not "
+                    f"assigned to a variable: use {edits.backend}.unwrap(model) and {edits.backend}.no_sync(model)",
+                )
 
 
 def _needs_process_group(script: Script) -> bool:
@@ -95,19 +118,24 @@ def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
     if ddp_arguments is None or "module" not in ddp_arguments:
         edits.refuse(call, f"Use {edits.backend}.distributed_model(model)")
         return
+    removed = list[str]()
     for name, argument in ddp_arguments.items():
-        if name in ("module", *_KEPT_ARGUMENTS, *_REMOVED_ARGUMENTS) or (
-            name == "static_graph" and literal(argument) is False
-        ):
+        if name == "module" or (name in _KEPT_ARGUMENTS and literal(argument) is not None):
             continue
-        edits.refuse(
-            argument, f"{edits.backend}.distributed_model does not support this argument: remove it", name=name
-        )
+        if literal(argument) is None or (literal(argument) is False and name in ("static_graph", *_REMOVED_ARGUMENTS)):
+            removed.append(name)  # the default
+        elif name in _REMOVED_ARGUMENTS:
+            removed.append(name)
+            if hint := _REMOVED_ARGUMENTS[name].format(backend=edits.backend):
+                edits.explain(argument, f"{name} is removed: {hint}")
+        else:
+            fix = f"{edits.backend}.distributed_model does not support this argument: remove it"
+            edits.refuse(argument, _REFUSED_ARGUMENTS.get(name, fix), name=name)
 
     def build(updated: cst.CSTNode) -> cst.BaseExpression:
         assert isinstance(updated, cst.Call)
         values = {name: updated.args[call.args.index(argument)].value for name, argument in ddp_arguments.items()}
-        keywords = {name: values[name] for name in _KEPT_ARGUMENTS if name in ddp_arguments}
+        keywords = {name: values[name] for name in _KEPT_ARGUMENTS if name in set(ddp_arguments) - set(removed)}
         return build_call(f"{edits.backend}.distributed_model", [values["module"]], **keywords)
 
     edits.replace(call, build)
@@ -148,9 +176,13 @@ def convert_init_arguments(edits: Edits, call: cst.Call) -> str:
     method = literal(call_arguments.get("init_method"))
     if method is not None and (method is ... or not str(method).startswith("env://")):
         edits.refuse(call, "The launcher defines the rendezvous: remove init_method", name="init_method")
-    for name in ("store", "group_name", "pg_options"):
-        if name in call_arguments:
+    for name, argument in call_arguments.items():
+        if name not in _CONVERTED_INIT_ARGUMENTS and literal(argument) is not None:
             edits.refuse(call, f"unitrain.init does not support {name}: remove it", name=name)
+    if literal(call_arguments.get("device_id")) is not None:
+        edits.explain(
+            call_arguments["device_id"], f"device_id is removed: the backend selects the GPU, {edits.backend}.device"
+        )
     ignored = [name for name in ("rank", "world_size") if name in call_arguments]
     for name in ignored:
         attribute = {"rank": "rank", "world_size": "size"}[name]
@@ -165,12 +197,70 @@ def convert_init_arguments(edits: Edits, call: cst.Call) -> str:
     text = "unitrain selects the transport by the device, and the backend by the launcher or UNITRAIN_BACKEND"
     if ignored:
         text += f"; the launcher defines {_join(ignored)}"
+    device = _convert_transport(edits, call_arguments.get("backend"))
     timeout = call_arguments.get("timeout")
     if timeout is None or literal(timeout) is None:
         edits.explain(call, f"{text}; the timeout is 300 s")
-        return ""
+        return device
     edits.explain(call, text)
-    return f"timeout_seconds=({script.text(timeout.value)}).total_seconds()"
+    return ", ".join(filter(None, [device, f"timeout_seconds=({script.text(timeout.value)}).total_seconds()"]))
+
+
+def _convert_transport(edits: Edits, transport: cst.Arg | None) -> str:
+    """Return the argument of `unitrain.init` for a script that trains on CPUs with Gloo, also on hosts with GPUs.
+    Return "" for other scripts, and explain which transport is selected if it may differ from that of the script."""
+    script = edits.script
+    if transport is None or literal(transport) is None or _selects_default_transport(script, transport.value):
+        return ""
+    name = literal(transport)
+    if name == "gloo" and not _may_use_gpus(script):
+        edits.explain(
+            transport, 'the script trains on CPUs; without device="cpu", unitrain selects a GPU if there is one'
+        )
+        return 'device="cpu"'
+    if name == "gloo":
+        edits.explain(
+            transport,
+            "unitrain selects a GPU and NCCL if there is a GPU. To train on CPUs, use "
+            'unitrain.init(device="cpu"); to train on GPUs with Gloo, set UNITRAIN_TRANSPORT=gloo',
+        )
+    elif name is ...:
+        edits.explain(
+            transport,
+            f"{script.text(transport.value)} no longer selects the transport: set UNITRAIN_TRANSPORT, or use "
+            'unitrain.init(device="cpu") to train on CPUs of a host with GPUs',
+        )
+    else:
+        edits.explain(
+            transport,
+            f"{name} is not selected: unitrain selects NCCL for GPUs and Gloo for CPUs. To select another transport, set "
+            "UNITRAIN_TRANSPORT",
+        )
+    return ""
+
+
+def _selects_default_transport(script: Script, value: cst.BaseExpression) -> bool:
+    """Return whether `value` selects NCCL, with Gloo for CPU tensors or hosts without GPUs, as unitrain does."""
+    if isinstance(value, cst.IfExp):
+        branches = {literal(cst.Arg(value.body)), literal(cst.Arg(value.orelse))}
+        return script.called_name(value.test) == "torch.cuda.is_available" and branches == {"nccl", "gloo"}
+    return literal(cst.Arg(value)) in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")
+
+
+def _may_use_gpus(script: Script) -> bool:
+    """Return whether the script may use GPUs: it contains a name or string that refers to them, or moves tensors to a
+    device other than the CPU."""
+    for node in script.nodes:
+        if isinstance(node, cst.Name) and _GPU_NAMES.search(node.value):
+            return True
+        if isinstance(node, cst.SimpleString) and not isinstance(script.parent(node), cst.Expr):
+            if _GPU_NAMES.search(node.value):
+                return True
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "to":
+            values = [argument.value for argument in node.args if argument.keyword is None]
+            if any(literal(cst.Arg(value)) != "cpu" and script.imported_name(value) is None for value in values):
+                return True
+    return False
 
 
 def _is_used_elsewhere(script: Script, value: cst.CSTNode, call: cst.Call, seen: set[str]) -> bool:

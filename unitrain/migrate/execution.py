@@ -129,9 +129,8 @@ class _Execution:
         if statement.orelse is not None and result is not None:
             result = self._block(statement.orelse.body.body, result)
         results = [result]
-        for handler in statement.handlers:
-            if self._block(handler.body.body, after_body) is not None:
-                results.append(state)
+        handled = [self._block(handler.body.body, after_body) for handler in statement.handlers]
+        results += [state for end in handled if end is not None]
         merged = _merge(results)
         if statement.finalbody is not None:
             final = self._block(statement.finalbody.body.body, after_body)
@@ -222,7 +221,9 @@ def _condition(test: cst.BaseExpression, *, is_true: bool) -> str:
 
 def _functions_by_name(script: Script) -> dict[str, cst.FunctionDef]:
     return {
-        node.name.value: node for node in script.nodes if isinstance(node, cst.FunctionDef) and not script.is_method(node)
+        node.name.value: node
+        for node in script.nodes
+        if isinstance(node, cst.FunctionDef) and not script.is_method(node)
     }
 
 

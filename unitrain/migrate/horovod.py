@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from unitrain.migrate.aliases import find_use_of_other_variable, missing_declaration
 from unitrain.migrate.calls import arguments, build_call, is_repeatable, literal, unused_quotation_mark
 from unitrain.migrate.edits import Edits, Statement, parse_statement
 from unitrain.migrate.models import convert_reads, distributed_variables, variables_with_other_values
-from unitrain.migrate.script import Script, assigned_value, targets
+from unitrain.migrate.script import Script, assigned_value, flat_targets, targets
 
 MODULE = "horovod.torch"
 INIT, SHUTDOWN = f"{MODULE}.init", f"{MODULE}.shutdown"
@@ -34,6 +35,12 @@ _OPTIMIZER_PARAMETERS = (
     "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor",
     "num_groups", "groups", "sparse_as_dense", "process_set",
 )  # fmt: skip
+
+_REMOVED_ARGUMENTS = {
+    "gradient_predivide_factor": "unitrain divides the sum by the number of ranks, which can round differently",
+    "num_groups": "unitrain reduces gradients in buckets, whose size UNITRAIN_BUCKETS_MB sets",
+    "groups": "unitrain reduces gradients in buckets, whose size UNITRAIN_BUCKETS_MB sets",
+}
 
 
 def convert(edits: Edits) -> None:
@@ -147,7 +154,8 @@ class _OptimizerWrapping:
     statement: Statement
     arguments: dict[str, cst.Arg]
     target: cst.BaseExpression  # the variable of the wrapped optimizer
-    model: str  # the expression of the model
+    model_node: cst.BaseExpression
+    model: str  # the source of `model_node`
 
     def converted_optimizer(self, statement: Statement) -> cst.BaseExpression:
         """Return the optimizer that is passed in `statement`, which is `self.statement` with converted children."""
@@ -183,7 +191,9 @@ def _convert_optimizer(edits: Edits) -> None:
         return
     problems = len(edits.problems)
     names = {edits.script.text(wrapping.target), script.text(wrapping.arguments["optimizer"].value)}
-    parameters = _keep_last_broadcast(edits, calls["broadcast_parameters"], wrapping, _state_predicate(wrapping.model))
+    parameters = _keep_last_broadcast(
+        edits, calls["broadcast_parameters"], wrapping, lambda node: _is_state(script, node, wrapping.model)
+    )
     state = _keep_last_broadcast(
         edits, calls["broadcast_optimizer_state"], wrapping, lambda node: script.text(node) in names
     )
@@ -207,14 +217,14 @@ def _parse_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
     if assigned_value(statement) is not call or not is_repeatable(target[0]):
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
         return None
-    model = _find_model(script, optimizer_arguments)
+    model = _find_model(script, call, optimizer_arguments)
     if model is None:
         edits.refuse(
             call, "Pass the parameters of the model: named_parameters=model.named_parameters()", name="named_parameters"
         )
         return None
     return (
-        _OptimizerWrapping(call, statement, optimizer_arguments, target[0], model)
+        _OptimizerWrapping(call, statement, optimizer_arguments, target[0], model, script.text(model))
         if _check_settings(edits, call, optimizer_arguments)
         else None
     )
@@ -244,6 +254,8 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
                 "each backward pass reduces its gradients, and the sum over the passes is the same; "
                 "to reduce them once, run the other passes in backend.no_sync(model)",
             )
+        elif name in _REMOVED_ARGUMENTS and literal(argument) is not None:
+            edits.explain(argument, f"{name} is removed: {_REMOVED_ARGUMENTS[name]}")
         elif name not in _OPTIMIZER_PARAMETERS:
             edits.refuse(argument, "Unknown argument of DistributedOptimizer: remove it", name=name)
             is_valid = False
@@ -256,17 +268,18 @@ def _descendants(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
         yield from _descendants(child)
 
 
-def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str | None:
-    """Return the source of the model whose parameters are passed as `named_parameters`, or with whose parameters the
-    optimizer was created; None if the model is unknown."""
+def _find_model(script: Script, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> cst.BaseExpression | None:
+    """Return the model whose parameters are passed as `named_parameters`, or with whose parameters the optimizer was
+    created in the same function; None if the model is unknown."""
     if "named_parameters" in optimizer_arguments:
         return _owner(optimizer_arguments["named_parameters"].value, "named_parameters")
     value: cst.CSTNode = optimizer_arguments["optimizer"].value
     if not isinstance(value, cst.Call):
         name = script.text(value)
-        created = [node for node in script.nodes if name in [script.text(target) for target in targets(node)]]
+        created = [node for node in script.nodes if name in [script.text(target) for target in flat_targets(node)]]
         created = [node for node in created if not _calls(script, assigned_value(node) or node, "DistributedOptimizer")]
-        if len(created) != 1:
+        # A variable of another function with the same name is a different optimizer.
+        if len(created) != 1 or script.function(created[0]) is not script.function(call):
             return None
         value = assigned_value(created[0]) or value
     if isinstance(value, cst.Call) and value.args:
@@ -274,17 +287,18 @@ def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str 
     return None
 
 
-def _owner(node: cst.CSTNode, method: str) -> str | None:
-    """Return the source of `model` if `node` is `model.method()`, and None for other expressions, or if `model` cannot
-    be evaluated several times."""
+def _owner(node: cst.CSTNode, method: str) -> cst.BaseExpression | None:
+    """Return `model` if `node` is `model.method()`, and None for other expressions, or if `model` cannot be evaluated
+    several times."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == method:
-        return cst.Module([]).code_for_node(node.func.value) if is_repeatable(node.func.value) else None
+        return node.func.value if is_repeatable(node.func.value) else None
     return None
 
 
-def _state_predicate(model: str) -> Callable[[cst.CSTNode], bool]:
-    """Return a function that returns whether a node is the state or the named parameters of `model`."""
-    return lambda node: model in (_owner(node, "state_dict"), _owner(node, "named_parameters"))
+def _is_state(script: Script, node: cst.CSTNode, model: str) -> bool:
+    """Return whether `node` is the state or the named parameters of `model`."""
+    owners = [_owner(node, method) for method in ("state_dict", "named_parameters")]
+    return model in [script.text(owner) for owner in owners if owner is not None]
 
 
 def _keep_last_broadcast(
@@ -337,6 +351,8 @@ def _wrap_model_and_optimizer(
     optimizer_at = max(present, key=script.position)
     # The expression of the compression may be undefined where the parameters are broadcast.
     model_at = parameters if parameters is not None and compression is None else optimizer_at
+    if not _check_variable_of_model(edits, wrapping, model_at):
+        return
 
     is_in_place = optimizer_at is wrapping.statement
     lines = dict[cst.CSTNode, list[Callable[[str], str]]]()  # each function receives the optimizer that is wrapped
@@ -370,6 +386,11 @@ def _wrap_model_and_optimizer(
     edits.converted |= {node for node in wrapping.call.args if node is not wrapping.arguments["optimizer"]}
     edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(
+        model_at,
+        "if a backward pass does not use all parameters, add find_unused_parameters=True to distributed_model: Horovod "
+        "reduces zeros for unused parameters, the backend raises ModelError",
+    )
+    edits.explain(
         optimizer_at,
         "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
         "hvd.broadcast_optimizer_state, which applies weight decay",
@@ -386,6 +407,36 @@ def _wrap_model_and_optimizer(
         and script.function(node) is function
     ]
     convert_reads(edits, distributed_variables(script, names), was_wrapped=False, starts_after=model_at)
+
+
+def _check_variable_of_model(edits: Edits, wrapping: _OptimizerWrapping, model_at: Statement) -> bool:
+    """Return whether the script can use the distributed model that is assigned to its variable at `model_at`. Refuse
+    the call of DistributedOptimizer otherwise."""
+    script = edits.script
+    declaration = missing_declaration(script, wrapping.model_node, model_at)
+    if declaration is not None:
+        edits.refuse(
+            wrapping.call,
+            f"The distributed model is assigned to {wrapping.model}. Add the statement `{declaration}` to the start of "
+            "this function",
+        )
+        return False
+    use = find_use_of_other_variable(script, wrapping.model_node, model_at)
+    if use is not None:
+        edits.refuse(
+            wrapping.call,
+            f"The distributed model is assigned to {wrapping.model} here, but line {script.line(use)} uses "
+            f"{script.text(use)}, which holds the model without communication. Move the call to the function that "
+            "creates the model, before other variables or objects receive the model",
+        )
+        return False
+    if script.binding(wrapping.model_node) is None:
+        edits.explain(
+            model_at,
+            f"uses of {wrapping.model} and of other variables of this model are not checked: all must use the "
+            f"distributed model, and {edits.backend}.unwrap({wrapping.model}) for names of parameters",
+        )
+    return True
 
 
 def _convert_synchronize(edits: Edits) -> None:

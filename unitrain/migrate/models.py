@@ -7,7 +7,7 @@ and Accelerators are tracked in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 import libcst as cst
@@ -26,10 +26,12 @@ _NOT_SUPPORTED = {
 }
 
 
-def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set[Binding]:
+def distributed_variables(
+    script: Script, wrapped: Iterable[cst.CSTNode], calls: Collection[cst.CSTNode] = ()
+) -> set[Binding]:
     """Return the variables that hold a distributed model. `wrapped` are the names or attributes to which wrapped models
-    are assigned."""
-    return _follow(script, {binding for node in wrapped if (binding := script.binding(node)) is not None})
+    are assigned, and `calls` are calls that return wrapped models."""
+    return _follow(script, {binding for node in wrapped if (binding := script.binding(node)) is not None}, calls)
 
 
 def variables_with_other_values(script: Script, variables: set[Binding]) -> set[Binding]:
@@ -43,35 +45,61 @@ def variables_with_other_values(script: Script, variables: set[Binding]) -> set[
     return _follow(script, mixed)
 
 
-def _follow(script: Script, bindings: set[Binding]) -> set[Binding]:
-    """Return `bindings` and the variables to which they are assigned or passed, directly or indirectly."""
+def _follow(script: Script, bindings: set[Binding], calls: Collection[cst.CSTNode] = ()) -> set[Binding]:
+    """Return `bindings`, and the variables to which they or the results of `calls` are assigned or passed, directly or
+    indirectly."""
     bindings = set(bindings)
-    passed = list(passed_arguments(script))
+    pairs = list(passed_arguments(script))
+    for node in script.nodes:
+        value = assigned_value(node)
+        if value is not None:
+            assigned = [pair for target in targets(node) for pair in _pairs(script, target, value)]
+            pairs += [(binding, part) for target, part in assigned if (binding := script.binding(target)) is not None]
     while True:
-        added = {binding for binding, value in passed if _holds_model(script, value, bindings)}
-        for node in script.nodes:
-            value = assigned_value(node)
-            if value is not None and _holds_model(script, value, bindings):
-                added |= {binding for target in targets(node) if (binding := script.binding(target)) is not None}
+        added = {binding for binding, value in pairs if _holds_model(script, value, bindings, calls)}
         if added <= bindings:
             return bindings
         bindings |= added
 
 
-def _holds_model(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
-    """Return whether `value` is one of `variables`, or a call of a function of the script that returns one of them."""
-    if script.binding(value) in variables:
+def _pairs(
+    script: Script, target: cst.BaseExpression, value: cst.BaseExpression
+) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Yield (target, value) for each variable that an assignment of `value` to `target` sets, where the value is
+    known."""
+    if not isinstance(target, cst.Tuple | cst.List):
+        yield target, value
+        return
+    for returned in [value, *_returned_values(script, value)]:
+        if isinstance(returned, cst.Tuple | cst.List) and len(returned.elements) == len(target.elements):
+            for part, element in zip(target.elements, returned.elements, strict=True):
+                yield from _pairs(script, part.value, element.value)
+
+
+def _holds_model(
+    script: Script, value: cst.CSTNode, variables: set[Binding], calls: Collection[cst.CSTNode] = ()
+) -> bool:
+    """Return whether `value` is one of `variables` or `calls`, a conditional expression with one of them, or a call of
+    a function of the script that returns one of them."""
+    if value in calls or script.binding(value) in variables:
         return True
-    callee = script.called_function(value) if isinstance(value, cst.Call) else None
-    if callee is None or callee[1]:
-        return False
+    if isinstance(value, cst.IfExp):
+        return any(_holds_model(script, branch, variables, calls) for branch in (value.body, value.orelse))
     return any(
-        isinstance(node, cst.Return)
-        and node.value is not None
-        and script.function(node) is callee[0]
-        and script.binding(node.value) in variables
-        for node in script.nodes
+        returned in calls or script.binding(returned) in variables for returned in _returned_values(script, value)
     )
+
+
+def _returned_values(script: Script, call: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Return the values in the return statements of the function of the script that `call` calls."""
+    callee = script.called_function(call) if isinstance(call, cst.Call) else None
+    if callee is None or callee[0].name.value == "__init__":
+        return []
+    return [
+        node.value
+        for node in script.nodes
+        if isinstance(node, cst.Return) and node.value is not None and script.function(node) is callee[0]
+    ]
 
 
 def passed_arguments(script: Script) -> Iterator[tuple[Binding, cst.BaseExpression]]:

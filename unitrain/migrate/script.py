@@ -143,6 +143,10 @@ class Script:
         scope = self._scopes.get(node)
         return None if scope is None else self._binding_in(scope, node.value)
 
+    def scope(self, node: cst.FunctionDef | cst.Module) -> Any:
+        """Return the scope of the variables of a function or of the module."""
+        return self._scopes.get(node.body if isinstance(node, cst.FunctionDef) else node)
+
     def parameter(self, function: cst.FunctionDef, name: str) -> Binding | None:
         """Return the variable of the parameter `name` of `function`."""
         scope = self._scopes.get(function.body)
@@ -200,6 +204,18 @@ def targets(statement: cst.CSTNode) -> Sequence[cst.BaseExpression]:
     if isinstance(assignment, cst.Assign):
         return [target.target for target in assignment.targets]
     return [assignment.target] if isinstance(assignment, cst.AnnAssign) else ()
+
+
+def flat_targets(statement: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Return the targets of an assignment, with the elements of tuples and lists instead of these."""
+    pending, flat = list(targets(statement)), list[cst.BaseExpression]()
+    while pending:
+        target = pending.pop()
+        if isinstance(target, cst.Tuple | cst.List):
+            pending += [element.value for element in target.elements]
+        else:
+            flat.append(target)
+    return flat
 
 
 def assigned_value(statement: cst.CSTNode) -> cst.BaseExpression | None:
