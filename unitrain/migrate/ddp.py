@@ -15,7 +15,7 @@ from unitrain.migrate.calls import arguments, build_call, literal
 from unitrain.migrate.edits import Edits
 from unitrain.migrate.environment_variables import reads_rank
 from unitrain.migrate.models import convert_reads, distributed_variables, passed_arguments
-from unitrain.migrate.script import Script, assigned_value, targets
+from unitrain.migrate.script import Binding, Script, assigned_value, targets
 
 INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
 SHUTDOWN = ("torch.distributed.destroy_process_group", "torch.distributed.distributed_c10d.destroy_process_group")
@@ -87,14 +87,21 @@ def convert(edits: Edits) -> None:
         variables = distributed_variables(script, wrapped, wrapper_calls)
         is_kept = _needs_process_group(script)
         convert_reads(edits, variables, was_wrapped=True, is_kept=is_kept)
-        for call in wrapper_calls if not is_kept else ():
-            statement = script.statement(call)
-            if statement is None or any(script.binding(target) is None for target in targets(statement)):
-                edits.explain(
-                    call,
-                    "reads of .module and calls of .no_sync() of this model are not converted, because it is not "
-                    f"assigned to a variable: use {edits.backend}.unwrap(model) and {edits.backend}.no_sync(model)",
-                )
+        if not is_kept:
+            _explain_other_members(edits, variables)
+
+
+def _explain_other_members(edits: Edits, variables: set[Binding]) -> None:
+    """Mention reads of the members of DDP models that may be distributed models, but are not in `variables`."""
+    script, backend = edits.script, edits.backend
+    for node in script.nodes:
+        if not isinstance(node, cst.Attribute) or script.imported_name(node) is not None:
+            continue
+        if node.attr.value not in ("module", "no_sync") or script.binding(node.value) in variables:
+            continue
+        value = script.text(node.value)
+        use = f"{backend}.unwrap({value})" if node.attr.value == "module" else f"{backend}.no_sync({value})"
+        edits.explain(node, f"unchanged: if {value} is a distributed model, use {use}")
 
 
 def _needs_process_group(script: Script) -> bool:
@@ -213,10 +220,8 @@ def _convert_transport(edits: Edits, transport: cst.Arg | None) -> str:
     if transport is None or literal(transport) is None or _selects_default_transport(script, transport.value):
         return ""
     name = literal(transport)
-    if name == "gloo" and not _may_use_gpus(script):
-        edits.explain(
-            transport, 'the script trains on CPUs; without device="cpu", unitrain selects a GPU if there is one'
-        )
+    if name == "gloo" and not may_use_gpus(script):
+        edits.explain(transport, 'the script trains on CPUs: without device="cpu", unitrain would select a GPU')
         return 'device="cpu"'
     if name == "gloo":
         edits.explain(
@@ -233,8 +238,8 @@ def _convert_transport(edits: Edits, transport: cst.Arg | None) -> str:
     else:
         edits.explain(
             transport,
-            f"{name} is not selected: unitrain selects NCCL for GPUs and Gloo for CPUs. To select another transport, set "
-            "UNITRAIN_TRANSPORT",
+            f"{name} is not selected: unitrain selects NCCL for GPUs and Gloo for CPUs. Set UNITRAIN_TRANSPORT to use "
+            "another transport",
         )
     return ""
 
@@ -247,15 +252,15 @@ def _selects_default_transport(script: Script, value: cst.BaseExpression) -> boo
     return literal(cst.Arg(value)) in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")
 
 
-def _may_use_gpus(script: Script) -> bool:
+def may_use_gpus(script: Script) -> bool:
     """Return whether the script may use GPUs: it contains a name or string that refers to them, or moves tensors to a
     device other than the CPU."""
     for node in script.nodes:
         if isinstance(node, cst.Name) and _GPU_NAMES.search(node.value):
             return True
-        if isinstance(node, cst.SimpleString) and not isinstance(script.parent(node), cst.Expr):
-            if _GPU_NAMES.search(node.value):
-                return True
+        is_string = isinstance(node, cst.SimpleString) and not isinstance(script.parent(node), cst.Expr)
+        if is_string and _GPU_NAMES.search(script.text(node)):
+            return True
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "to":
             values = [argument.value for argument in node.args if argument.keyword is None]
             if any(literal(cst.Arg(value)) != "cpu" and script.imported_name(value) is None for value in values):

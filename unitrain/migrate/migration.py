@@ -176,6 +176,9 @@ def _convert_startup(edits: Edits, libraries: list[str]) -> None:
     text = ""
     if script.called_name(call) in ddp.INIT:
         text = ddp.convert_init_arguments(edits, call)
-    elif not is_kept and call.args:
-        edits.refuse(call, "unitrain.init uses all ranks of the launcher: remove the arguments")
+    elif not is_kept:
+        if call.args:
+            edits.refuse(call, "unitrain.init uses all ranks of the launcher: remove the arguments")
+        if not ddp.may_use_gpus(script):
+            edits.explain(call, 'to train on CPUs of hosts with GPUs, use unitrain.init(device="cpu")')
     startup.convert(edits, startup.Startup(call, shutdown_calls, f"unitrain.init({text})", is_kept))
