@@ -283,3 +283,305 @@ def test_reasons_mention_broadcast_buffers_if_ddp_broadcasts_buffers(argument: s
     assert result.source is not None
     texts = [reason.text for reason in result.reasons if reason.line == 6]
     assert any("unitrain.broadcast_buffers(model, backend)" in text for text in texts) is is_mentioned
+
+
+STARTED_IN_SETUP = """\
+import os
+import sys
+import torch.distributed as dist
+def setup():
+    dist.init_process_group()
+def rank():
+    return int(os.environ["RANK"])
+def main():
+{body}
+    dist.destroy_process_group()
+if __name__ == "__main__":
+{call}
+"""
+
+
+def started_in_setup(body: str, call: str = "main()") -> str:
+    lines = ("\n".join(f"    {line}" for line in text.split("\n")) for text in (body, call))
+    return STARTED_IN_SETUP.format(body=next(lines), call=next(lines))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "print(int(os.environ['RANK']))\nsetup()",
+        "print(rank())\nsetup()",
+        "if len(sys.argv) > 1:\n    setup()\nprint(rank())",
+        "if len(sys.argv) > 1:\n    setup()\nelse:\n    print('one rank')",
+        "for _ in sys.argv[1:]:\n    setup()\nprint(rank())",
+        "try:\n    setup()\nexcept RuntimeError:\n    pass\nprint(rank())",
+        "print(*map(rank, [])); setup()",
+    ],
+)
+def test_backend_is_started_around_the_main_function_if_it_is_used_before_the_start(body: str) -> None:
+    converted = convert(started_in_setup(body))
+    assert "    with unitrain.init() as backend:\n        main()\n" in converted
+    assert converted.count("unitrain.init") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "setup()\nprint(rank())",
+        "print('start')\nif len(sys.argv) > 9:\n    sys.exit(1)\nsetup()\nprint(rank())",
+        "if sys.argv:\n    setup()\nelse:\n    raise SystemExit\nprint(rank())",
+        "if sys.argv: setup()\nis_first = not sys.argv or rank() == 0\nif not sys.argv: return print(is_first)",
+        "try:\n    setup()\n    print(rank())\nfinally:\n    print(rank())",
+        "show = lambda: print(rank())\nsetup()\nshow()",
+    ],
+)
+def test_backend_is_started_in_place_if_each_use_follows_the_start(body: str) -> None:
+    converted = convert(started_in_setup(body))
+    assert "def setup():\n    global backend\n    backend = unitrain.init()\n" in converted
+    assert "    backend.shutdown()\n" in converted
+
+
+def test_backend_is_started_under_the_main_guard_if_it_is_used_there() -> None:
+    converted = convert(started_in_setup("setup()", 'size = int(os.environ["WORLD_SIZE"])\nmain()\nprint(size)'))
+    assert converted.endswith(
+        "def main():\n    backend.shutdown()\n"
+        'if __name__ == "__main__":\n    backend = unitrain.init()\n    size = backend.size\n'
+        "    main()\n    print(size)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("import torch.distributed as dist\n{}log()\ndist.init_process_group()\nx = 1\n", 4),
+        ("import horovod.torch as hvd\n{}def main():\n    hvd.init()\n    log()\nlog()\nmain()\n", 4),
+        ("import horovod.torch as hvd\n{}def main():\n    hvd.init()\ndef show(f=log()): pass\nmain()\n", 4),
+        (
+            "import torch.distributed as dist\n{}class Loop:\n    def __init__(self):\n        log()\n"
+            "loop = Loop()\ndist.init_process_group()\nx = 1\n",
+            4,
+        ),
+        (
+            "import torch.distributed as dist\n{}class Loop:\n    def run(self):\n        log()\n"
+            "loop = Loop()\nloop.run()\ndist.init_process_group()\nx = 1\n",
+            4,
+        ),
+    ],
+)
+def test_function_that_uses_the_backend_before_the_start_is_refused(script: str, line: int) -> None:
+    log = 'import os\ndef log():\n    print(int(os.environ["RANK"]))\n'
+    assert problems(script.format(log)) == {line: 'int(os.environ["RANK"])'}
+
+
+@pytest.mark.parametrize("line", ["atexit.register(dist.destroy_process_group)", "stop = dist.destroy_process_group"])
+def test_shutdown_that_is_not_called_is_refused(line: str) -> None:
+    assert problems(in_ddp(f"{line}\nlast = 1", "import atexit")) == {6: "dist.destroy_process_group"}
+
+
+WRAP = "    opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
+WRAP_IN_FUNCTION = f"""\
+import torch
+import horovod.torch as hvd
+def wrap(net, opt):
+{WRAP}    return opt
+class Loop:
+    def __init__(self, model):
+        self.model = model
+    def step(self):
+        self.model(1)
+def main():
+    hvd.init()
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=1)
+    opt = wrap(model, opt)
+    model(1)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "used"),
+    [
+        (WRAP_IN_FUNCTION, "line 16 uses model,"),
+        (WRAP_IN_FUNCTION.replace("model(1)\nmain", "evaluate(model)\nmain"), "line 16 uses model,"),
+        (
+            WRAP_IN_FUNCTION.replace("wrap(model, opt)\n    model(1)", "wrap(opt=opt, net=model)\n    model.train()"),
+            "line 16 uses model,",
+        ),
+        (in_horovod("model = net = Net()\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"), "line 8"),
+        (
+            in_horovod("net = Net()\nmodel = net\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+            "line 9",
+        ),
+        (
+            in_horovod("model = Net()\nnet = model\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+            "line 9",
+        ),
+    ],
+)
+def test_model_that_is_also_used_through_another_variable_is_refused(script: str, used: str) -> None:
+    result = migrate(script)
+    assert result.source is None
+    (problem,) = result.problems
+    assert problem.name == WRAP.strip()[6:]
+    assert used in problem.fix
+
+
+def test_object_that_stores_the_model_before_it_is_wrapped_is_refused() -> None:
+    script = WRAP_IN_FUNCTION.replace("    opt = torch", "    loop = Loop(model)\n    opt = torch")
+    script = script.replace("opt = wrap(model, opt)\n    model(1)", WRAP.strip().replace("net.", "model."))
+    (problem,) = migrate(script.replace(f"def wrap(net, opt):\n{WRAP}    return opt\n", "")).problems
+    assert "line 7 uses self.model" in problem.fix
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        WRAP_IN_FUNCTION.replace("model(1)\nmain", "torch.save(model.state_dict(), 'm')\nmain"),
+        WRAP_IN_FUNCTION.replace("opt = wrap(", "model, opt = wrap(").replace("return opt", "return net, opt"),
+        WRAP_IN_FUNCTION.replace("wrap(model, opt)", "wrap(Net(), opt)"),
+        in_horovod("net = Net()\nmodel = copy(net)\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+    ],
+)
+def test_model_is_wrapped_if_no_other_variable_is_used_for_training(script: str) -> None:
+    assert "net = backend.distributed_model(net)\n" in convert(script)
+
+
+def test_members_of_a_model_that_a_function_returns_with_others_are_converted() -> None:
+    script = WRAP_IN_FUNCTION.replace("opt = wrap(", "model, opt = wrap(").replace("return opt", "return net, opt")
+    script = script.replace("model(1)\nmain", "print(model.state_dict())\nmain")
+    assert "    print(backend.unwrap(model).state_dict())\n" in convert(script)
+
+
+@pytest.mark.parametrize("scope", ["global", "nonlocal"])
+def test_variable_of_the_model_must_be_declared_in_the_function_that_wraps_it(scope: str) -> None:
+    indent = "    " if scope == "nonlocal" else ""
+    start = "def main():\n" if indent else ""
+    wrap = f"net = Net()\ndef wrap(opt):\n{WRAP}    return opt\nopt = wrap(SGD())\nnet(1)\n"
+    script = f"import horovod.torch as hvd\nhvd.init()\n{start}" + "".join(
+        indent + line for line in wrap.splitlines(keepends=True)
+    )
+    script += "main()\nx = 1\n" if indent else "x = 1\n"
+    (problem,) = migrate(script).problems
+    assert f"Add the statement `{scope} net` to the start of this function" in problem.fix
+    assert "net = backend.distributed_model(net)" in convert(
+        script.replace("(opt):\n", f"(opt):\n{indent}    {scope} net\n")
+    )
+
+
+def test_optimizer_of_another_function_does_not_determine_the_model() -> None:
+    script = (
+        "import horovod.torch as hvd\nhvd.init()\ndef other():\n    opt = SGD(net.parameters())\n    return opt\n"
+        "def main(opt):\n    opt = hvd.DistributedOptimizer(opt)\nmain(other())\nx = 1\n"
+    )
+    assert problems(script) == {7: "named_parameters"}
+
+
+def texts_of_line(script: str, line: int) -> str:
+    result = migrate(script)
+    assert result.source is not None, result.problems
+    return "\n".join(reason.text for reason in result.reasons if reason.line == line)
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("device_ids=[0]", "device_ids is removed: move the inputs to backend.device"),
+        ("bucket_cap_mb=50", "UNITRAIN_BUCKETS_MB"),
+        ("gradient_as_bucket_view=True", "UNITRAIN_BUCKET_VIEW=0"),
+    ],
+)
+def test_removed_arguments_of_ddp_are_mentioned(argument: str, hint: str) -> None:
+    script = in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")
+    assert hint in texts_of_line(script, 6)
+    name = argument.partition("=")[0]
+    assert name not in texts_of_line(script.replace(argument, f"{name}=None"), 6)
+
+
+@pytest.mark.parametrize(
+    ("argument", "fix"),
+    [
+        ("static_graph=True", "find_unused_parameters=True"),
+        ("forward_sync_buffers=False", "Rename it to broadcast_buffers"),
+        ("**options", "with find_unused_parameters and broadcast_buffers by name"),
+        ("process_group=g", "over all ranks"),
+    ],
+)
+def test_refused_arguments_of_ddp_have_an_equivalent(argument: str, fix: str) -> None:
+    (problem,) = migrate(in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")).problems
+    assert fix in problem.fix
+
+
+def test_defaults_of_ddp_are_removed() -> None:
+    options = "process_group=None, static_graph=False, broadcast_buffers=None, find_unused_parameters=True"
+    line = f"net = torch.nn.parallel.DistributedDataParallel(net, {options})"
+    assert "net = backend.distributed_model(net, find_unused_parameters=True)\n" in convert(in_ddp(f"{line}\nlast = 1"))
+
+
+def test_differences_from_the_optimizer_of_horovod_are_mentioned() -> None:
+    script = in_horovod(f"{OPTIMIZER[:-2]}, gradient_predivide_factor=2.0, num_groups=3)\nlast = 1")
+    texts = texts_of_line(script, 7)
+    for text in ("find_unused_parameters=True", "gradient_predivide_factor is removed", "num_groups is removed"):
+        assert text in texts
+
+
+def test_members_of_a_model_in_a_container_are_mentioned() -> None:
+    script = in_ddp("nets = {0: torch.nn.parallel.DistributedDataParallel(net)}\nnets[0].module.save()\nlast = 1")
+    assert "if nets[0] is a distributed model, use backend.unwrap(nets[0])" in texts_of_line(script, 7)
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        ("return torch.nn.parallel.DistributedDataParallel(net)", "model = wrap()"),
+        ("return 1, torch.nn.parallel.DistributedDataParallel(net)", "x, model = wrap()"),
+        ("pass", "model = torch.nn.parallel.DistributedDataParallel(net) if x else net"),
+    ],
+)
+def test_members_of_ddp_models_are_converted_for_each_form_of_assignment(function: str, use: str) -> None:
+    script = in_ddp(f"def wrap():\n    {function}\n{use}\nprint(model.module)\nlast = 1")
+    assert "print(backend.unwrap(model))\n" in convert(script)
+
+
+GLOO = "import torch\nimport torch.distributed as dist\ndist.init_process_group({})\n{}\nlast = 1\n"
+
+
+@pytest.mark.parametrize("line", ["x = 1", "model = Net().to('cpu')", "x = y.to(torch.float64)", "x = 'a'"])
+def test_script_for_cpus_remains_on_cpus(line: str) -> None:
+    assert 'backend = unitrain.init(device="cpu")\n' in convert(GLOO.format("'gloo'", line))
+    timeout = convert(GLOO.format("'gloo', timeout=t", line))
+    assert 'backend = unitrain.init(device="cpu", timeout_seconds=(t).total_seconds())\n' in timeout
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["model = Net().cuda()", "model = Net().to(rank)", "device = args.device", "x = y.to('cuda:0')", "n = args.gpu"],
+)
+def test_gloo_is_mentioned_if_the_script_may_use_gpus(line: str) -> None:
+    script = GLOO.format("backend='gloo'", line)
+    assert "backend = unitrain.init()\n" in convert(script)
+    assert "UNITRAIN_TRANSPORT=gloo" in texts_of_line(script, 3)
+    assert 'unitrain.init(device="cpu")' in texts_of_line(script, 3)
+
+
+@pytest.mark.parametrize(
+    ("transport", "hint"),
+    [
+        ("args.backend", "args.backend no longer selects the transport"),
+        ("'mpi'", "mpi is not selected"),
+        ("'gloo' if torch.cuda.is_available() else 'nccl'", "no longer selects the transport"),
+        ("'nccl'", None),
+        ("None", None),
+        ("'nccl' if torch.cuda.is_available() else 'gloo'", None),
+        ("'cpu:gloo,cuda:nccl'", None),
+    ],
+)
+def test_transport_of_the_script_is_mentioned_unless_unitrain_selects_it(transport: str, hint: str | None) -> None:
+    texts = texts_of_line(GLOO.format(transport, "x = 1"), 3)
+    assert ("UNITRAIN_TRANSPORT" in texts) is (hint is not None)
+    assert hint is None or hint in texts
+
+
+def test_device_of_init_process_group_is_mentioned() -> None:
+    assert "device_id is removed" in texts_of_line(GLOO.format("'nccl', device_id=device", "x = 1"), 3)
+    assert problems(GLOO.format("'nccl', _ranks=[0]", "x = 1")) == {3: "_ranks"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unitrain.migrate.models import passed_arguments
-from unitrain.migrate.script import Binding, Script, assigned_value, flat_targets
+from unitrain.migrate.script import Binding, Script, assigned_value, flat_targets, targets
 
 # Members that return the same result for the user's model and for the distributed model.
 _SAFE_MEMBERS = {
@@ -83,8 +83,9 @@ def _other_variables(script: Script, binding: Binding, statement: cst.CSTNode) -
                 found += [(target, node) for target, value, node in assignments if script.binding(value) == parameter]
         for target, value, node in assignments:
             if target == variable:
-                other = script.binding(value)
-                found.append((other, after if script.function(node) is script.function(after) else node))
+                since = after if script.function(node) is script.function(after) else node
+                # In `a = b = model`, all three variables hold the model.
+                found += [(script.binding(other), since) for other in (value, *targets(node))]
             elif script.binding(value) == variable and _runs_until(script, node, after, function):
                 found.append((target, after))
         for other, node in found:

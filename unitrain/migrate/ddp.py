@@ -54,6 +54,7 @@ _REMOVED_ARGUMENTS = {
 _REFUSED_ARGUMENTS = {
     "static_graph": "Remove it. If some parameters are unused in a backward pass, pass find_unused_parameters=True "
     "instead",
+    "forward_sync_buffers": "Rename it to broadcast_buffers, which the backend supports",
     "process_group": "The backend reduces gradients over all ranks: remove this argument",
     "init_sync": "The backend always broadcasts the parameters from rank 0: remove this argument",
     "mixed_precision": "Use torch.autocast in the training loop: remove this argument",
@@ -123,7 +124,10 @@ def _needs_process_group(script: Script) -> bool:
 def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
     ddp_arguments = arguments(call, _PARAMETERS)
     if ddp_arguments is None or "module" not in ddp_arguments:
-        edits.refuse(call, f"Use {edits.backend}.distributed_model(model)")
+        edits.refuse(
+            call,
+            f"Use {edits.backend}.distributed_model(model), with find_unused_parameters and broadcast_buffers by name",
+        )
         return
     removed = list[str]()
     for name, argument in ddp_arguments.items():
@@ -247,8 +251,8 @@ def _convert_transport(edits: Edits, transport: cst.Arg | None) -> str:
 def _selects_default_transport(script: Script, value: cst.BaseExpression) -> bool:
     """Return whether `value` selects NCCL, with Gloo for CPU tensors or hosts without GPUs, as unitrain does."""
     if isinstance(value, cst.IfExp):
-        branches = {literal(cst.Arg(value.body)), literal(cst.Arg(value.orelse))}
-        return script.called_name(value.test) == "torch.cuda.is_available" and branches == {"nccl", "gloo"}
+        branches = literal(cst.Arg(value.body)), literal(cst.Arg(value.orelse))
+        return script.called_name(value.test) == "torch.cuda.is_available" and branches == ("nccl", "gloo")
     return literal(cst.Arg(value)) in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")
 
 

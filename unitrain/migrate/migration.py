@@ -144,7 +144,9 @@ def _refuse_unknown(edits: Edits) -> None:
         elif (fix := find_fix(name, LINES)) is not None:
             edits.refuse(node, fix.replace("backend.", f"{edits.backend}."))
         elif name in (horovod.INIT, horovod.SHUTDOWN, *ddp.INIT, *ddp.SHUTDOWN):
-            continue
+            parent = script.parent(node)
+            if not (isinstance(parent, cst.Call) and parent.func is node):
+                edits.refuse(node, "Call it in a statement of its own instead of passing or assigning the function")
         elif is_of_library(name) and not ddp.is_kept(name) and not _is_inside_refused(edits, node):
             edits.refuse(node, "unitrain migrate does not know this name. Replace it, then migrate the script")
 
