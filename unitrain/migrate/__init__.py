@@ -5,8 +5,10 @@ script          a parsed script: the names that its expressions refer to, positi
 edits           replacements of expressions and statements, and the source that results
 diff            the unified diff, and the number of changed lines
 startup         placement of the `unitrain.init` call and of the shutdown of the backend
+execution       the order in which the statements of a script run, to find uses of the backend before its start
 calls           arguments of a call by parameter name
 models          the variables that hold distributed models
+aliases         other variables of the model that is wrapped
 environment_variables  reads of RANK, WORLD_SIZE and others
 imports         imports that are added and removed
 horovod, ddp, trainers  the rules of each library; `trainers` is for Accelerate and Fabric

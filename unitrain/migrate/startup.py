@@ -2,7 +2,9 @@
 
 `unitrain.init` replaces the call that starts the ranks if this call is at the top level of the module, or if the script
 shuts down its process group. If that call is in a function, `unitrain.init` is placed before the first read of the rank
-in the same block. In other scripts, the call of the main function is moved into `with unitrain.init() as backend:`.
+in the same block. In other scripts, and if this function may run after a read of the rank or not at all, the call of
+the main function is moved into `with unitrain.init() as backend:`. If statements before that call under
+`if __name__ == "__main__":` read the rank, `unitrain.init` is placed before them.
 """
 
 from __future__ import annotations
