@@ -45,7 +45,7 @@ def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
     )
     trainer.fit(data)
     assert trainer.averaged_model is not None
-    found = [parameter.detach().clone() for parameter in model.parameters()]
+    found = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     changed = [not torch.equal(one, other) for one, other in zip(found, before, strict=True)]
     return [*found, *trainer.averaged_model.parameters()], changed
 

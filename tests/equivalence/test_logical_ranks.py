@@ -47,7 +47,7 @@ GROUPS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 1), ("ddp", 2), ("horovod
 def train_in_own_loop(backend: Backend) -> Digests:
     """Train in a loop with gradient accumulation, without the Trainer. Return the digests of all results."""
     model, optimizer, _, data = build("plain")
-    wrapped = backend.distributed_model(model, logical_ranks=LOGICAL_RANKS)
+    wrapped = backend.distributed_model(model.to(backend.device), logical_ranks=LOGICAL_RANKS)
     optimizer = backend.distributed_optimizer(optimizer, wrapped)
     loader = unitrain.ShardedLoader(
         data, backend, batch_size=BATCH, gradient_accumulation_steps=2, logical_ranks=LOGICAL_RANKS
@@ -163,7 +163,7 @@ def check_errors(backend: Backend, folder: str) -> None:
     model, optimizer, _, data = build("plain")
 
     def distribute(**settings: Any) -> Any:
-        return backend.distributed_model(model, **{"logical_ranks": LOGICAL_RANKS, **settings})
+        return backend.distributed_model(model.to(backend.device), **{"logical_ranks": LOGICAL_RANKS, **settings})
 
     def fit(data: Any, **settings: Any) -> None:
         config = TrainConfig(**{"max_steps": 1, "logical_ranks": LOGICAL_RANKS, "progress": "off", **settings})
@@ -214,7 +214,7 @@ def test_unsupported_combinations_are_rejected(group: RankGroup, tmp_path: Path)
 def misuse(backend: Backend) -> None:
     """Assert that a loop that reduces or steps too early, and an unused parameter, raise ModelError on every rank."""
     model, optimizer, _, data = build("unused")
-    wrapped = backend.distributed_model(model, logical_ranks=LOGICAL_RANKS)
+    wrapped = backend.distributed_model(model.to(backend.device), logical_ranks=LOGICAL_RANKS)
     backend.distributed_optimizer(optimizer, wrapped)
     loader = unitrain.ShardedLoader(data, backend, batch_size=BATCH, logical_ranks=LOGICAL_RANKS)
 
@@ -229,7 +229,7 @@ def misuse(backend: Backend) -> None:
         inputs, targets = next(batches)
         raises(ModelError, "the batch belongs to one of 7 logical ranks", lambda: wrapped(inputs))
         ordinary, optimizer_of_ordinary, *_ = build("plain")
-        ordinary = backend.distributed_model(ordinary)
+        ordinary = backend.distributed_model(ordinary.to(backend.device))
         backend.distributed_optimizer(optimizer_of_ordinary, ordinary)
         cross_entropy(ordinary(inputs), targets).backward()
         raises(ModelError, "but the model was distributed without them", optimizer_of_ordinary.step)
@@ -254,7 +254,7 @@ def non_finite(backend: Backend) -> list[bytes]:
     """Return the pickled gradients of a step in which one logical rank has an infinite input."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    wrapped = backend.distributed_model(model, logical_ranks=LOGICAL_RANKS)
+    wrapped = backend.distributed_model(model.to(backend.device), logical_ranks=LOGICAL_RANKS)
     data = TensorDataset(torch.tensor([[1.0, 2.0]] * 3 + [[float("inf"), 1.0]]), torch.zeros(4, dtype=torch.long))
     loader = unitrain.ShardedLoader(DataLoader(data, 1), backend, logical_ranks=LOGICAL_RANKS)
     for inputs, targets in loader:

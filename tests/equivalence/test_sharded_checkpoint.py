@@ -267,11 +267,11 @@ def load_after_a_step(backend: Backend, folder: str) -> str | None:
     """Load a sharded optimizer state in the process that saved it, with and without an error on one rank."""
     model: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model = backend.distributed_model(model, shard="parameters")
+    model = backend.distributed_model(model.to(backend.device), shard="parameters")
     backend.distributed_optimizer(optimizer, model, shard="parameters")
 
     def step() -> None:
-        model(torch.ones(2, 7)).sum().backward()
+        model(torch.ones(2, 7, device=backend.device)).sum().backward()
         optimizer.step()
 
     def moments() -> list[Tensor]:

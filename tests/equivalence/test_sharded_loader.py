@@ -42,7 +42,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def parameters(model: nn.Module) -> Params:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
 
 def train_plain(order: Any, global_batch: int, length: int, epochs: range = range(EPOCHS)) -> Params:
@@ -60,7 +60,7 @@ def train_plain(order: Any, global_batch: int, length: int, epochs: range = rang
 def train(backend: Backend, loader: unitrain.ShardedLoader, epochs: int = EPOCHS) -> tuple[Params, list[int]]:
     """Train like the first example of the README. Return the parameters and the number of batches in each epoch."""
     model, optimizer = build()
-    model = backend.distributed_model(model)
+    model = backend.distributed_model(model.to(backend.device))
     optimizer = backend.distributed_optimizer(optimizer, model)
     batches = []
     for epoch in range(epochs):
@@ -250,7 +250,7 @@ def train_until(backend: Backend, state: dict[str, Any] | None, steps: int | Non
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
-    wrapped = backend.distributed_model(model)
+    wrapped = backend.distributed_model(model.to(backend.device))
     backend.distributed_optimizer(optimizer, wrapped)
     done = 0
     while loader.epoch < EPOCHS and done != steps:

@@ -129,8 +129,8 @@ def test_settings_that_do_not_support_sharded_parameters_raise(settings: dict[st
 
 def fail_on_last_rank(backend: Backend) -> str:
     """Raise an exception on the last rank between forward and backward. Return the error of the other ranks."""
-    model = backend.distributed_model(build(), shard="parameters")
-    loss = model(torch.ones(2, INPUTS).double()).sum()
+    model = backend.distributed_model(build().to(backend.device), shard="parameters")
+    loss = model(torch.ones(2, INPUTS, device=backend.device).double()).sum()
     if backend.rank == backend.size - 1:
         error = ValueError("broken sample")
         backend.report_failure(error)

@@ -121,7 +121,7 @@ class RankGroup:
         self.stop()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-        """Call `function(backend, *args)` on every rank and return the results in rank order.
+        """Call `function(backend, *args)` on every rank and return the results in rank order, with tensors on the CPU.
 
         The function must be importable by name. Raises RankError if a rank fails or is still busy after
         `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. After an

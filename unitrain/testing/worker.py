@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import time
 import traceback
 from contextlib import closing
 from multiprocessing.connection import Client, Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unitrain.bootstrap import environment
 
@@ -52,7 +53,7 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
                 backend = unitrain.init(backend_name, device=device, timeout_seconds=timeout_seconds)
             function, args = pickle.loads(message)
             # parent.send would pass tensors in shared memory, which this process frees when it exits.
-            answer = pickle.dumps((True, function(backend, *args)))
+            answer = _pickle_on_cpu((True, function(backend, *args)))
             failed = False
         except BaseException as error:
             # The time identifies the rank that failed first. The first report to arrive often comes from a rank that
@@ -67,6 +68,21 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             os._exit(1)
     if backend is not None:
         backend.shutdown()
+
+
+def _pickle_on_cpu(value: object) -> bytes:
+    """Pickle `value`, with copies of its GPU tensors in CPU memory."""
+    import torch
+
+    class CPUPickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
+                return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+            return NotImplemented
+
+    file = io.BytesIO()
+    CPUPickler(file).dump(value)
+    return file.getvalue()
 
 
 def exit_process() -> NoReturn:
