@@ -32,22 +32,56 @@ def test_prediction_of_synchronous_training_equals_predict_step() -> None:
     assert predict("synchronous") == pytest.approx((step.seconds, 2 * 3 / 4 * 4e6))
 
 
-def test_bf16_halves_the_bytes_of_every_bucket() -> None:
-    step = predict_step(MODEL.work(), lambda size: ring_allreduce(4, size / 2, NETWORK))
-    assert predict("bf16") == pytest.approx((step.seconds, 2 * 3 / 4 * 2e6))
+def test_bf16_exchanges_buckets_during_the_backward_pass_and_gathers_them_afterwards() -> None:
+    """On a fast network, the exchange of a bucket overlaps with the backward pass, and only that of the last bucket and
+    the allgathers of all buckets are exposed. Each collective sends 3 messages per bucket."""
+    network = Network(alpha=1e-6, beta=1e-9)
+    buckets: list[float] = []
+
+    def exchange(size: float) -> float:
+        buckets.append(size)
+        return 3 * (network.alpha + size / 8 * network.beta)
+
+    step = predict_step(MODEL.work(), exchange)
+    assert len(buckets) == 2
+    found = predict_method("bf16", MODEL, 4, network, local_steps=25)
+    assert found.sent_bytes == pytest.approx(2 * 3 / 4 * 2e6)
+    assert found.seconds == pytest.approx(step.seconds + 6 * network.alpha + 3 / 8 * 4e6 * network.beta)
+
+
+def test_bf16_on_two_ranks_takes_one_allgather_per_bucket() -> None:
+    step = predict_step(MODEL.work(), lambda size: 1e-3 + size / 2 * NETWORK.beta)
+    assert predict("bf16", 2) == pytest.approx((step.seconds, 2e6))
 
 
 def test_bf16_does_not_reduce_the_bytes_of_bf16_gradients() -> None:
     model = replace(MODEL, bytes_per_parameter=2)
     found, synchronous = (predict_method(name, model, 4, NETWORK, local_steps=25) for name in ("bf16", "synchronous"))
-    assert found == synchronous
-    assert found.sent_bytes == pytest.approx(2 * 3 / 4 * 2e6)
+    assert found.sent_bytes == synchronous.sent_bytes == pytest.approx(2 * 3 / 4 * 2e6)
 
 
 def test_synchronization_is_divided_by_the_number_of_local_steps() -> None:
     # A synchronization sends 6 messages of 1 MB, each of which takes 80 ms at 100 Mbit/s.
     assert predict("local-sgd") == pytest.approx((0.1 + 6 * (1e-3 + 0.08) / 25, 6e6 / 25))
     assert predict("local-sgd", local_steps=1) == pytest.approx((0.1 + 6 * (1e-3 + 0.08), 6e6))
+
+
+@pytest.mark.parametrize(("bytes_per_parameter", "sent"), [(2, 6e6), (4, 6e6), (8, 12e6)])
+def test_weights_are_communicated_in_the_dtype_of_the_computation(bytes_per_parameter: int, sent: float) -> None:
+    """Local SGD computes with weights in half precision in float32."""
+    model = replace(MODEL, bytes_per_parameter=bytes_per_parameter)
+    found = predict_method("local-sgd", model, 4, NETWORK, local_steps=1)
+    assert found.sent_bytes == pytest.approx(sent)
+    assert found.exposed_seconds == pytest.approx(6 * 1e-3 + sent * NETWORK.beta)
+    hosts = HostLayout(ranks_per_host=2, network=Network(alpha=0, beta=1e-9))
+    found = predict_method("local-sgd-hosts", model, 2, NETWORK, local_steps=1, hosts=hosts)
+    size = sent / 1.5
+    assert found.exposed_seconds == pytest.approx(2 * size * 1e-9)  # an allreduce of the gradients, and a broadcast
+
+
+def test_each_bucket_of_a_large_model_takes_messages() -> None:
+    found = predict_method("local-sgd", replace(MODEL, parameters=20e6), 4, NETWORK, local_steps=1)  # 3 buckets
+    assert found.exposed_seconds == pytest.approx(3 * 6 * 1e-3 + 120e6 * NETWORK.beta)
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("local-sgd-bf16", 1 / 2), ("local-sgd-int8", 1 / 4)])
@@ -66,12 +100,24 @@ def test_streaming_has_no_cost_if_the_steps_take_longer_than_the_transfer() -> N
     assert found.seconds == pytest.approx(0.1 + found.exposed_seconds)
 
 
+@pytest.mark.parametrize(("local_steps", "fragments"), [(4, 4), (10, 5), (24, 5)])
+def test_streaming_with_few_local_steps_waits_for_transfers_in_progress(local_steps: int, fragments: int) -> None:
+    """The transfers of an interval overlap with its steps, even if each transfer may take 5 steps."""
+    slow = Network(alpha=1e-3, beta=8 / 30e6)
+    transfer_seconds = 6 * (1e-3 + 1e6 / fragments * slow.beta)
+    expected = max(0.0, fragments * transfer_seconds - local_steps * 0.1)
+    found = predict_method("streaming", MODEL, 4, slow, local_steps=local_steps)
+    assert found.exposed_seconds == pytest.approx(expected / local_steps)
+    assert (expected > 0) == (local_steps < 24)
+
+
 def test_one_rank_per_host_synchronizes_with_other_hosts() -> None:
     hosts = HostLayout(ranks_per_host=2, network=Network(alpha=1e-5, beta=1e-9))
     within = 2 * (1e-5 + 2e6 * 1e-9)  # an allreduce of 4 MB over 2 ranks
     between = 2 * (1e-3 + 2e6 * 8 / 100e6) + 1e-5 + 4e6 * 1e-9  # between 2 hosts, then a broadcast
     assert predict("local-sgd-hosts", hosts=hosts) == pytest.approx((0.1 + within + between / 25, 4e6 / 25))
-    assert predict("local-sgd-hosts", 2, hosts=hosts) == pytest.approx((0.1 + within, 0))
+    broadcast = 1e-5 + 4e6 * 1e-9  # also on one host
+    assert predict("local-sgd-hosts", 2, hosts=hosts) == pytest.approx((0.1 + within + broadcast / 25, 0))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "local-sgd-hosts"])

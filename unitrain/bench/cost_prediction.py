@@ -89,6 +89,7 @@ def predict_step(
     work: StepWork,
     allreduce: Callable[[float], float],
     *,
+    second_collective: Callable[[float], float] | None = None,
     bucket_bytes: float = BUCKET_BYTES,
     first_bucket_bytes: float = FIRST_BUCKET_BYTES,
 ) -> PredictedStep:
@@ -96,16 +97,21 @@ def predict_step(
     seconds.
 
     The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
-    complete. The optimizer waits for the last bucket.
+    complete. The optimizer waits for the last bucket. With `second_collective`, reducing a bucket of n bytes takes
+    another collective of `second_collective(n)` seconds, which starts after the backward pass and after the first
+    collectives of all buckets.
     """
     clock, reduced_at, filled_bytes, limit_bytes = work.before, 0.0, 0.0, first_bucket_bytes
+    seconds_after_backward = 0.0
     for number, layer in enumerate(work.layers, 1):
         clock += layer.seconds
         filled_bytes += layer.size
         if filled_bytes and (filled_bytes >= limit_bytes or number == len(work.layers)):
             reduced_at = max(reduced_at, clock) + allreduce(filled_bytes)
+            if second_collective is not None:
+                seconds_after_backward += second_collective(filled_bytes)
             filled_bytes, limit_bytes = 0.0, bucket_bytes
-    exposed = max(0.0, reduced_at - clock)
+    exposed = max(0.0, reduced_at - clock) + seconds_after_backward
     return PredictedStep(work.seconds + exposed, exposed)
 
 

@@ -1,29 +1,34 @@
 """Predict the step time and the network traffic of gradient compression and low-communication training.
 
 The predictions use the cost of a ring (`cost_model.py`). A compressed reduction is an all-to-all and an allgather, with
-as many messages and bytes as a reducescatter and an allgather in a ring.
+as many messages and bytes as a reducescatter and an allgather in a ring. With `bf16`, the allgathers start after the
+backward pass; on two ranks, one allgather during the backward pass replaces both collectives
+(`backends/gradients/compression.py`). Transfers that are in progress at the same time share the bandwidth.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unitrain import __version__
 from unitrain.backends.local_sgd_config import LocalSGDConfig, OuterCompression
-from unitrain.bench.cost_model import Network, ring_allreduce, tree_broadcast
+from unitrain.bench.cost_model import Network, ring_allgather, ring_allreduce, ring_reducescatter, tree_broadcast
 from unitrain.bench.cost_prediction import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     FittedNetwork,
     HostLayout,
     Model,
+    PredictedStep,
     describe_networks,
     predict_step,
 )
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.optim.outer_gradient import bytes_per_synchronization
+from unitrain.optim.parameter_bucket import BUCKET_ELEMENTS
 
 SYNCHRONOUS = "synchronous"
 # Local SGD and DiLoCo communicate in the same way.
@@ -33,6 +38,7 @@ BF16 = "bf16"
 METHODS = (SYNCHRONOUS, BF16, LOCAL, LOCAL_BF16, LOCAL_INT8, STREAMING, HOSTS)
 _FRAGMENTS, _OVERLAP_STEPS = 5, 5
 _BF16_BYTES = 2
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +104,13 @@ def predict_method(
 ) -> PredictedMethod:
     """Return the predicted step of the method `name`. The time of the outer optimizer is not included.
 
-    The allreduces of synchronous methods overlap with the backward pass. Local SGD waits for each synchronization; with
-    streaming, the transfer of a fragment overlaps with the next steps.
+    The allreduces of synchronous methods overlap with the backward pass, except for the allgathers of `bf16` on more
+    than two ranks. Local SGD waits for each synchronization; with streaming, the transfer of a fragment overlaps with
+    the next steps.
     """
     if name in (SYNCHRONOUS, BF16):
         ratio = min(1.0, _BF16_BYTES / model.bytes_per_parameter) if name == BF16 else 1.0
-        step = predict_step(
-            model.work(bucket_bytes),
-            lambda size: ring_allreduce(num_ranks, ratio * size, network),
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
-        )
+        step = _predict_synchronous(name, ratio, model, num_ranks, network, bucket_bytes)
         size = ratio * model.parameters * model.bytes_per_parameter
         return PredictedMethod(
             seconds=step.seconds,
@@ -119,42 +121,92 @@ def predict_method(
         assert hosts is not None
         return _predict_hosts(model, num_ranks, network, hosts, local_steps)
     local = _local_config(name, local_steps)
-    exposed = local.fragments * max(
-        0.0,
-        _synchronization_seconds(model.parameters / local.fragments, num_ranks, network, local)
-        - local.overlap_steps * model.step_seconds,
-    )
+    transfer_seconds = _synchronization_seconds(model, num_ranks, network, local)
+    exposed = _waiting_seconds(local, model.step_seconds, transfer_seconds) / local_steps
     return PredictedMethod(
-        seconds=model.step_seconds + exposed / local_steps,
-        exposed_seconds=exposed / local_steps,
-        sent_bytes=bytes_per_synchronization(round(model.parameters), num_ranks, local.compression) / local_steps,
+        seconds=model.step_seconds + exposed,
+        exposed_seconds=exposed,
+        sent_bytes=_bytes_per_synchronization(model, num_ranks, local.compression) / local_steps,
     )
+
+
+def _predict_synchronous(
+    name: str, ratio: float, model: Model, num_ranks: int, network: Network, bucket_bytes: float
+) -> PredictedStep:
+    """Return the step in which all gradients are reduced. `ratio` is their compressed size divided by their size."""
+
+    def first_collective(size: float) -> float:
+        if name == SYNCHRONOUS:
+            return ring_allreduce(num_ranks, size, network)
+        if num_ranks == 2:
+            return ring_allgather(num_ranks, num_ranks * ratio * size, network)
+        return ring_reducescatter(num_ranks, ratio * size, network)  # an all-to-all sends the same messages
+
+    return predict_step(
+        model.work(bucket_bytes),
+        first_collective,
+        second_collective=(lambda size: ring_allgather(num_ranks, ratio * size, network))
+        if name == BF16 and num_ranks > 2
+        else None,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
+    )
+
+
+def _waiting_seconds(config: LocalSGDConfig, step_seconds: float, transfer_seconds: float) -> float:
+    """Return the time in an interval of `config.steps` steps in which a rank waits for the transfers of the fragments,
+    each of which takes `transfer_seconds`.
+
+    Each transfer overlaps with `config.overlap_steps` steps, and all transfers of an interval overlap with its steps.
+    If a transfer starts before the previous one is complete, it also waits for the previous one.
+    """
+    of_each = config.fragments * max(0.0, transfer_seconds - config.overlap_steps * step_seconds)
+    of_all = config.fragments * transfer_seconds - config.steps * step_seconds
+    return max(of_each, of_all)
 
 
 def _predict_hosts(
     model: Model, num_ranks: int, network: Network, hosts: HostLayout, local_steps: int
 ) -> PredictedMethod:
-    """Return the prediction for training in which the ranks of a host average their gradients after each backward pass,
-    and the first ranks of the hosts synchronize."""
-    per_host, size = min(num_ranks, hosts.ranks_per_host), 4 * model.parameters
+    """Return the prediction for training in which the ranks of a host average their gradients after each backward pass.
+    The first ranks of the hosts synchronize, and broadcast the result within their hosts."""
+    per_host = min(num_ranks, hosts.ranks_per_host)
     num_hosts = num_ranks // per_host
-    between = ring_allreduce(num_hosts, size, network) + tree_broadcast(per_host, size, hosts.network)
-    within = ring_allreduce(per_host, model.parameters * model.bytes_per_parameter, hosts.network)
-    exposed = within + (between if num_hosts > 1 else 0.0) / local_steps
+    size = model.parameters * _element_bytes(model)
+    buckets = _count_buckets(model.parameters)
+    within = buckets * ring_allreduce(per_host, size / buckets, hosts.network)
+    broadcasts = buckets * tree_broadcast(per_host, size / buckets, hosts.network)
+    between = _synchronization_seconds(model, num_hosts, network, _local_config(LOCAL, local_steps))
+    exposed = within + (between + broadcasts) / local_steps
     return PredictedMethod(
         seconds=model.step_seconds + exposed,
         exposed_seconds=exposed,
-        sent_bytes=bytes_per_synchronization(round(model.parameters), num_hosts, "none") / local_steps,
+        sent_bytes=_bytes_per_synchronization(model, num_hosts, "none") / local_steps,
     )
 
 
-def _synchronization_seconds(num_elements: float, num_ranks: int, network: Network, config: LocalSGDConfig) -> float:
-    """Return the seconds of a synchronization of `num_elements` elements. In a ring allreduce of n bytes, each rank
-    sends 2(p-1)/p n bytes."""
+def _synchronization_seconds(model: Model, num_ranks: int, network: Network, config: LocalSGDConfig) -> float:
+    """Return the seconds of the synchronization of a fragment, which reduces one bucket after another. In a ring
+    allreduce of n bytes, each rank sends 2(p-1)/p n bytes."""
     if num_ranks == 1:
         return 0.0
-    sent = bytes_per_synchronization(round(num_elements), num_ranks, config.compression)
-    return ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
+    buckets = _count_buckets(model.parameters / config.fragments)
+    sent = _bytes_per_synchronization(model, num_ranks, config.compression) / config.fragments / buckets
+    return buckets * ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
+
+
+def _bytes_per_synchronization(model: Model, num_ranks: int, compression: OuterCompression) -> float:
+    return bytes_per_synchronization(round(model.parameters), num_ranks, compression, _element_bytes(model))
+
+
+def _element_bytes(model: Model) -> int:
+    """Return the size of an element in a synchronization without compression: local SGD computes with weights in half
+    precision in float32."""
+    return max(_FLOAT32_BYTES, round(model.bytes_per_parameter))
+
+
+def _count_buckets(num_elements: float) -> int:
+    return max(1, math.ceil(num_elements / BUCKET_ELEMENTS))
 
 
 def _local_config(name: str, local_steps: int) -> LocalSGDConfig:

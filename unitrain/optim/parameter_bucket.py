@@ -16,7 +16,7 @@ from unitrain.optim.outer_gradient import OuterMean, PendingMean
 from unitrain.optim.outer_groups import OuterGroups
 
 # Maximum number of elements that are reduced together, unless a single parameter has more.
-_BUCKET_ELEMENTS = 2**23
+BUCKET_ELEMENTS = 2**23
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -172,7 +172,7 @@ def _divide_into_buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[st
     open_buckets: dict[torch.dtype, tuple[list[str], int]] = {}
     for name, parameter in parameters.items():
         names, elements = open_buckets.get(parameter.dtype, ([], 0))
-        if not names or elements + parameter.numel() > _BUCKET_ELEMENTS:
+        if not names or elements + parameter.numel() > BUCKET_ELEMENTS:
             names, elements = [], 0
             buckets.append(names)
         names.append(name)
