@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -460,6 +461,53 @@ def test_timed_steps_are_complete_periods_of_local_steps(
     assert result.steps == timed
 
 
+@pytest.mark.parametrize(("warmup", "period", "timed"), [(9, 3, 6), (9, 1, 7), (2, 4, 12), (11, 3, None), (8, 8, 8)])
+def test_a_run_that_ends_early_is_timed_to_the_end_of_the_last_complete_period(
+    warmup: int, period: int, timed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An incomplete period contains no synchronization. Each forward pass takes 1 s on a simulated clock, except that
+    of the validation at the end, which takes 1,000 s."""
+    now = 0.0
+
+    class Model(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            nonlocal now
+            now += 1 if self.training else 1000
+            return super().forward(inputs)
+
+    monkeypatch.setattr("unitrain.tune.timer.time", SimpleNamespace(perf_counter=lambda: now))
+    data = torch.utils.data.TensorDataset(torch.randn(4, 4), torch.randn(4, 1))
+    changes = {"local_sgd": {"steps": period}}
+    with pytest.raises(SystemExit if timed is not None else ConfigError) as raised:
+        train_16_steps(monkeypatch, warmup, changes, validation=data, model=Model(4, 1), seconds=1e9)
+    if timed is None:
+        assert "timing needs 17" in str(raised.value)
+        return
+    result = trial.TrialResult.parse_output(capsys.readouterr().out)
+    assert result is not None
+    assert (result.steps, result.seconds_per_step) == (timed, 1.0)
+
+
+def test_the_synchronous_warmup_of_local_sgd_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: list[int] = []
+
+    class Settings(unitrain.Callback):
+        def on_fit_start(self, trainer: unitrain.Trainer) -> None:
+            assert isinstance(trainer.config.local_sgd, unitrain.LocalSGDConfig)
+            settings.append(trainer.config.local_sgd.warmup_steps)
+
+    with pytest.raises(SystemExit):
+        train_16_steps(
+            monkeypatch, 2, local_sgd=unitrain.LocalSGDConfig(steps=3, warmup_steps=1000), callback=Settings()
+        )
+    assert settings == [0]
+    result = trial.TrialResult.parse_output(capsys.readouterr().out)
+    assert result is not None
+    assert result.steps == 6
+
+
 def test_validation_of_a_timed_run_is_limited_to_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
 
@@ -483,17 +531,24 @@ def train_16_steps(
     *,
     dry_run: bool = False,
     validation: Any = None,
+    model: nn.Module | None = None,
+    seconds: float = 1e-9,
+    local_sgd: unitrain.LocalSGDConfig | None = None,
+    callback: unitrain.Callback | None = None,
 ) -> None:
-    """Train for 16 steps in this process, with a timer that measures at least 5 steps after `warmup` steps."""
-    request = TrialRequest(name="run", warmup_steps=warmup, seconds=1e-9, changes=changes or {}).serialize()
+    """Train for 16 steps in this process, with a timer that measures about `seconds`, but at least 5 steps, after
+    `warmup` steps."""
+    request = TrialRequest(name="run", warmup_steps=warmup, seconds=seconds, changes=changes or {}).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
-    model = nn.Linear(4, 1)
+    model = model or nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-    config = unitrain.TrainConfig(max_epochs=1, batch_size=4, dry_run=dry_run)
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=4, dry_run=dry_run, local_sgd=local_sgd)
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config).fit(data, validation)
+        unitrain.Trainer(
+            model, optimizer, nn.MSELoss(), backend=backend, config=config, callbacks=[callback] if callback else []
+        ).fit(data, validation)
     finally:
         backend.shutdown()
 
