@@ -41,9 +41,8 @@ class ParameterBucket:
         self._parameters = [parameters[name] for name in names]
         self._shapes = [torch.Size(vector_shape(parameter)) for parameter in self._parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
-        first = as_real(self._parameters[0])
-        self._parameter_dtype = first.dtype
-        self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
+        self._parameter_dtype = self._parameters[0].dtype.to_real()
+        self._dtype = torch.float32 if self._parameter_dtype in _HALF_DTYPES else self._parameter_dtype
         self.outer_mean = OuterMean(groups, settings.compression, sum(self._sizes))
         self._weight_mean = OuterMean(groups, "none", sum(self._sizes))
         self.pending: PendingMean | None = None
@@ -118,7 +117,9 @@ class ParameterBucket:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            as_real(parameter.grad).copy_(part)
+            elif parameter.grad.is_conj() or parameter.grad.is_neg():  # clipping and optimizers may reject such views
+                parameter.grad = torch.empty_like(parameter.grad)
+            _copy_elements(parameter.grad, part)
 
     def load(self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor]) -> None:
         """Load the state of the outer optimizer and this rank's compression error. State that the settings do not
@@ -149,14 +150,14 @@ class ParameterBucket:
         return vector
 
     def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
-        return torch.cat([as_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
+        return torch.cat([as_real(tensor.detach().resolve_conj()).to(self._dtype).reshape(-1) for tensor in tensors])
 
     def _split(self, vector: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
 
     def _write(self, vector: Tensor) -> None:
         for parameter, part in zip(self._parameters, self._split(vector), strict=True):
-            as_real(parameter.detach()).copy_(part)
+            _copy_elements(parameter.detach(), part)
 
 
 def create_buckets(
@@ -182,4 +183,10 @@ def _divide_into_buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[st
 
 def vector_shape(parameter: Tensor) -> list[int]:
     """Return the shape of `parameter`, or the shape of its real view if it is complex."""
-    return list(as_real(parameter.detach()).shape)
+    return [*parameter.shape, 2] if parameter.is_complex() else list(parameter.shape)
+
+
+def _copy_elements(target: Tensor, values: Tensor) -> None:
+    """Copy `values`, which are pairs of real numbers if `target` is complex, into `target`. The conjugate bit of
+    `target` may be set."""
+    target.copy_(torch.view_as_complex(values) if target.is_complex() else values)

@@ -231,6 +231,44 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
 
 
 @contract
+def views_with_conjugate_and_negative_bits_equal_materialized_tensors(backend: Backend) -> None:
+    """Gradients and weights may be lazy views: `x.conj()` has the conjugate bit, and `x.conj().imag` the negative
+    bit."""
+    generator = torch.Generator().manual_seed(backend.rank)
+    gradients = [torch.randn(4, 3, dtype=torch.complex128, generator=generator) for _ in range(6)]
+
+    def weights_after_training(settings: LocalSGDConfig, *, is_lazy: bool) -> Tensor:
+        def materialize(tensor: Tensor) -> Tensor:
+            return tensor if is_lazy else tensor.resolve_conj().resolve_neg().clone()
+
+        start = torch.randn(4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(7))
+        model = nn.ParameterList([materialize(start.conj()), materialize(start.clone().conj().imag)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local_sgd = LocalSGD(model, optimizer, backend, settings)
+        for gradient in gradients:
+            model[0].grad, model[1].grad = materialize(gradient.conj()), materialize(gradient.conj().imag)
+            assert (model[0].grad.is_conj(), model[1].grad.is_neg()) == (is_lazy, is_lazy)
+            local_sgd.reduce_gradients()
+            if local_sgd.is_warming_up and backend.size > 1:  # clipping and AdamW reject lazy views
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            local_sgd.step()
+            with local_sgd.averaged_weights():
+                pass
+            local_sgd.load_state_dict(local_sgd.state_dict())
+        local_sgd.synchronize()
+        assert (model[0].is_conj(), model[1].is_neg()) == (is_lazy, is_lazy)
+        return torch.cat([model[0].detach().imag, model[0].detach().real, model[1].detach()]).resolve_neg()
+
+    streaming = LocalSGDConfig(steps=2, overlap_steps=1, fragments=2, compression="int8")
+    for settings in (LocalSGDConfig(steps=2, warmup_steps=3), DILOCO, streaming):
+        lazy = weights_after_training(settings, is_lazy=True)
+        assert_same_on_every_rank(backend, lazy.tolist())
+        materialized = weights_after_training(settings, is_lazy=False)
+        torch.testing.assert_close(lazy, materialized, rtol=1e-12, atol=1e-12)
+
+
+@contract
 def invalid_local_sgd_arguments_raise_on_every_rank(backend: Backend) -> None:
     model = build()
     optimizer = sgd(list(model.parameters()))
