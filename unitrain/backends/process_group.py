@@ -61,7 +61,12 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import default_process_group, set_transport_timeout, unwrap_compiled
+from unitrain.torch_compat import (
+    default_process_group,
+    load_optimizer_state,
+    set_transport_timeout,
+    unwrap_compiled,
+)
 
 if TYPE_CHECKING:
     from unitrain.backends.sharding.parameters import ShardedParameters
@@ -351,7 +356,7 @@ class ProcessGroupBackend(
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             defaults = dict(optimizer.defaults)
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state, keeps_dtypes=True)
             # load_state_dict adds entries to `defaults`. Groups that are added later would have them on this rank only.
             optimizer.defaults = defaults
         if shard != "none":

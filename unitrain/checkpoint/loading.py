@@ -15,6 +15,7 @@ from unitrain.checkpoint import sharded_files
 from unitrain.checkpoint.files import MODEL, RUN_ID, TRAINING, load_model_file, read_manifest, read_tensors
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
+from unitrain.torch_compat import load_optimizer_state
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def load(
                 training[SHARDED] = str(path)
                 stored = {} if defers_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
                 state = {**state, "state": stored}
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state)
         if is_sharded and LOCAL_SGD in training:
             training[LOCAL_SGD]["ranks"] = sharded_files.read_local_states(path)
         if scheduler is not None and has_scheduler:

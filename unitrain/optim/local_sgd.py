@@ -30,7 +30,7 @@ from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ra
 from unitrain.optim.outer_groups import OuterGroups, outer_weight
 from unitrain.optim.parameter_bucket import vector_shape
 from unitrain.optim.step import optimizer_parameters
-from unitrain.torch_compat import tensor_version
+from unitrain.torch_compat import load_optimizer_state, tensor_version
 
 _log = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ class LocalSGD:
                 copy_into(tensor, weights[name])
         groups = self._optimizer.state_dict()["param_groups"]
         defaults = dict(self._optimizer.defaults)
-        self._optimizer.load_state_dict({"state": own["optimizer"], "param_groups": groups})
+        load_optimizer_state(self._optimizer, {"state": own["optimizer"], "param_groups": groups})
         self._optimizer.defaults = defaults
         for fragment in self._fragments:
             fragment.discard_transfer()
@@ -461,6 +461,6 @@ def _broadcast_optimizer_state(optimizer: Optimizer, backend: Backend) -> None:
     state = broadcast_with_tensors(backend, optimizer.state_dict())
     if backend.rank != 0:
         defaults = dict(optimizer.defaults)
-        optimizer.load_state_dict(state)
+        load_optimizer_state(optimizer, state, keeps_dtypes=True)
         # load_state_dict adds entries to `defaults`. Groups that are added later would have them on this rank only.
         optimizer.defaults = defaults

@@ -118,6 +118,27 @@ def resumed_local_training_is_bit_identical(backend: Backend) -> None:
 
 
 @contract
+def resumed_local_training_keeps_the_dtypes_of_the_optimizer_state(backend: Backend) -> None:
+    """`mu_product` of NAdam is in float32, and the parameters are in float64."""
+    settings = LocalSGDConfig(steps=3)
+
+    def nadam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(parameters, lr=0.02)
+
+    local_sgd, model, optimizer = create_local_sgd(backend, settings, nadam)
+    train(backend, local_sgd, model, optimizer, range(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), local_sgd.state_dict()))
+    resumed, resumed_model, resumed_optimizer = create_local_sgd(backend, settings, nadam, seed=9)
+    resumed_model.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    assert {state["mu_product"].dtype for state in resumed_optimizer.state.values()} == {torch.float32}
+    for trained in ((local_sgd, model, optimizer), (resumed, resumed_model, resumed_optimizer)):
+        train(backend, *trained, range(4, 8))
+    assert torch.equal(parameter_vector(model), parameter_vector(resumed_model))
+
+
+@contract
 def checkpoint_of_another_number_of_ranks_loads_mean_weights(backend: Backend) -> None:
     settings = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
     local_sgd, model, optimizer = create_local_sgd(backend, settings, adamw)

@@ -108,6 +108,35 @@ def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
 
 
 @contract
+def optimizer_state_has_the_same_dtypes_on_every_rank(backend: Backend) -> None:
+    """`Optimizer.load_state_dict` converts `mu_product` of NAdam from float32 to the dtype of the parameters."""
+    for dtype in (torch.float64, torch.bfloat16):
+        model = build().to(dtype)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+        for step in range(2):
+            _step_with_equal_gradients(model, optimizer, step)
+        twin, twin_optimizer = copy.deepcopy((model, optimizer))
+        wrapped = backend.distributed_model(model)
+        backend.distributed_optimizer(optimizer, wrapped)
+        assert {state["mu_product"].dtype for state in optimizer.state.values()} == {torch.float32}
+        for step in range(2, 4):
+            _step_with_equal_gradients(twin, twin_optimizer, step)
+            for parameter in model.parameters():
+                parameter.grad = None
+            wrapped(batch(0, step).to(dtype)).square().mean().backward()
+            optimizer.step()
+        for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+
+
+def _step_with_equal_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(batch(0, step).to(next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+
+
+@contract
 def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     """Train in one process, resume on the backend, and resume in one process; compare with uninterrupted training."""
     twin = build()

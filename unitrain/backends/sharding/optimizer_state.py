@@ -36,7 +36,13 @@ from unitrain.backends.sharding.partition import (
     iterate_batches,
 )
 from unitrain.errors import ModelError
-from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
+from unitrain.torch_compat import (
+    add_innermost_step_hooks,
+    disable_compile,
+    is_nested_step,
+    load_optimizer_state,
+    step_without_hooks,
+)
 
 # Elementwise optimizers. Their tensors can be divided among ranks.
 ELEMENTWISE = (
@@ -162,7 +168,7 @@ class ShardedState:
         communicate.
         """
         with self._local_state_dicts():
-            optimizer.load_state_dict(state_dict)
+            load_optimizer_state(optimizer, state_dict)
 
     def owned_range(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return the range of elements of `parameter`, in storage order, whose state this rank stores, or None."""

@@ -28,6 +28,7 @@ from unitrain.backends.sharding.tensor_chunks import (
     range_chunks,
     whole_chunk,
 )
+from unitrain.torch_compat import load_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
             loaded[index] = entry
     state_dict = {"state": loaded, "param_groups": parameter_groups(optimizer)}
     if sharded is None:
-        optimizer.load_state_dict(state_dict)
+        load_optimizer_state(optimizer, state_dict)
     else:
         sharded.load_local_state_dict(optimizer, state_dict)
 
