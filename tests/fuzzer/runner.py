@@ -112,9 +112,8 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
             reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
             return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
-        # PowerSGD of full rank is exact except for rounding. torch keeps some values of these optimizers in float32,
-        # and converts them to float64 when it loads them.
-        rounds = case["compression"] == "powersgd_full" or case["optimizer"] in ("NAdam", "ASGD")
+        # PowerSGD of full rank is exact except for rounding.
+        rounds = case["compression"] == "powersgd_full"
         return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
     except _FailedError as error:
         return [str(error)]

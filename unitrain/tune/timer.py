@@ -147,4 +147,4 @@ def _seconds_between(start: _Time, end: _Time) -> float:
         assert isinstance(end, float)
         return end - start
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
