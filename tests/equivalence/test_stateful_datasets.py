@@ -196,6 +196,109 @@ def test_a_stateful_dataset_resumes_and_reads_only_the_remaining_samples(
         )
 
 
+# Iterations that end early.
+
+
+class WithoutReset(Numbers):
+    """Stores its position in itself, and resets it at the end of an iteration only."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.reads[self.first] += 1  # a number in shared memory, for the exception
+        while self.next < self.length:
+            self.next += 1
+            if self.reads[0] < 0:
+                raise OSError("the file is gone")
+            yield torch.tensor(self.first + self.next - 1)
+        self.next = 0
+
+
+def first_steps(shard: Any, steps: int, epoch: int = 0) -> list[list[int]]:
+    """Return the samples of the first `steps` steps of an epoch, and end the iteration."""
+    found = [numbers_of(batch) for batch, _ in itertools.islice(shard.micro_batches(epoch), steps)]
+    shard.end_epoch()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stream"),
+    [("dataset", "shared"), ("dataset", "own"), ("loader", "own"), ("workers", "shared"), ("workers", "own")],
+)
+def test_an_epoch_starts_at_the_beginning_if_the_preceding_one_ended_early(kind: str, stream: str) -> None:
+    dataset = WithoutReset(0, 20)
+    data: Any = {"dataset": dataset, "loader": Batches(0, 20)}.get(kind)
+    if data is None:
+        data = DataLoader(dataset, batch_size=3, num_workers=1, persistent_workers=True)
+    settings = ShardSettings(batch_size=3 if kind == "dataset" else None, stream=stream)  # type: ignore[arg-type]
+    shard = open_training_data(data, LOCAL, settings)
+    complete = [list(range(first, min(first + 3, 20))) for first in range(0, 20, 3)]
+    begin = complete[:2]
+    assert first_steps(shard, 2) == begin
+    assert first_steps(shard, 1, epoch=1) == begin[:1]
+    steps = steps_of(shard, 2)
+    assert [step[0] for step in steps] == complete
+    assert first_steps(shard, 2, epoch=3) == begin
+    if kind != "workers":
+        assert first_steps(open_training_data(data, LOCAL, settings), 2) == begin  # the same object in another run
+    # A resumed iteration that ends early.
+    *_, position, state = steps[0]
+    shard.resume_from(shard.gather_state(state, 2, position))
+    assert [numbers_of(batch) for batch, _ in itertools.islice(shard.micro_batches(2, position), 1)] == complete[1:2]
+    shard.end_epoch()
+    assert first_steps(shard, 2, epoch=3) == begin
+
+
+def test_an_epoch_starts_at_the_beginning_after_an_exception_that_is_kept() -> None:
+    dataset = WithoutReset(0, 11)
+    shard = open_training_data(dataset, LOCAL, ShardSettings(batch_size=3))
+    kept = []
+    for source in ("dataset", "loop"):
+        try:
+            for step, _ in enumerate(shard.micro_batches(0)):
+                if step == 1 and source == "dataset":
+                    dataset.reads[0] = -1
+                elif step == 1:
+                    raise KeyError("a mistake in the loop")
+        except Exception as error:
+            kept.append(error)  # the traceback keeps the iterator alive
+        dataset.reads[0] = 0
+        assert [step[0] for step in steps_of(shard, 0)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    assert len(kept) == 2
+
+
+class CountsEpochs(WithoutReset):
+    """Starts at the beginning itself, and stores the number of its epochs in its state."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (torch.tensor(100 * self.next + number) for number in range(3))
+        self.next += 1
+
+
+def test_state_that_a_dataset_keeps_over_complete_epochs_is_not_reset() -> None:
+    shard = open_training_data(CountsEpochs(0, 3), LOCAL, ShardSettings(batch_size=3))
+    assert [first_steps(shard, 5, epoch) for epoch in range(3)] == [[[0, 1, 2]], [[100, 101, 102]], [[200, 201, 202]]]
+
+
+class StateOfIterator(WithoutReset):
+    """Has a state only after the start of an iteration."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.next:
+            raise RuntimeError("iterate first")
+        return super().state_dict()
+
+
+def test_a_dataset_without_a_state_before_its_first_iteration_can_be_used() -> None:
+    shard = open_training_data(StateOfIterator(0, 6), LOCAL, ShardSettings(batch_size=3))
+    assert [step[0] for step in steps_of(shard, 0)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_hugging_face_dataset_that_was_read_before_is_evaluated_from_the_beginning() -> None:
+    data = hugging_face(62)
+    next(iter(data))
+    shard = open_training_data(data, LOCAL, ShardSettings(batch_size=3))
+    assert [first_steps(shard, 2) for _ in range(3)] == [[[0, 1, 2], [3, 4, 5]]] * 3
+
+
 # The Trainer.
 
 
@@ -252,6 +355,28 @@ def test_the_trainer_resumes_from_the_state_in_the_checkpoint(group: RankGroup, 
     assert_close(found[0][0], expected[0][0])
     if stream == "shared":  # equals one process with the global batch size
         assert_close(found[0][0], fit(LOCAL, None, stream, 8, 12)[0])
+
+
+def test_limited_epochs_evaluations_and_later_runs_start_at_the_beginning() -> None:
+    seen = list[list[int]]()
+
+    def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(numbers_of(batch))
+        return model(batch), batch % 2
+
+    def make(**settings: Any) -> Trainer:
+        model = Network()
+        config = TrainConfig(batch_size=3, progress="off", **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = nn.functional.cross_entropy
+        return Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, forward=forward)
+
+    data, validation, begin = WithoutReset(0, 12), WithoutReset(50, 12), [[0, 1, 2], [3, 4, 5]]
+    make(max_epochs=2, limit_train_steps=2, limit_val_batches=1).fit(data, validation)
+    assert seen == [*begin, [50, 51, 52]] * 2
+    seen.clear()
+    make(max_steps=2).fit(data)
+    assert seen == begin
 
 
 def error_of_resume(backend: Backend, folder: str) -> str:

@@ -27,6 +27,7 @@ from unitrain.data.samplers import find_custom_sampler, seed_epoch
 from unitrain.data.stream_state import (
     END_OF_STREAM,
     StreamState,
+    begin_iteration,
     is_stateful,
     is_stateful_loader,
     load_snapshot,
@@ -277,8 +278,10 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
             seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
         else:
             seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank, worker)
-        generators = IsolatedGenerators(seed)
         stream: Any = self._items
+        with IsolatedGenerators(seed):  # separate, so that random numbers drawn here do not change those of the stream
+            self._finish_iteration = begin_iteration(stream)
+        generators = IsolatedGenerators(seed)
         with generators:
             seed_epoch(stream, seed=seed, epoch=epoch)
             if state is not None:
@@ -353,6 +356,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
     def _record_end(self, stream: Iterator[Any]) -> Iterator[Any]:
         yield from stream
         self._has_ended = True
+        self._finish_iteration()
 
     def _batches_of_own_stream(self, dataset: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield the items of each batch, from a stream that differs per rank and worker. If the dataset is stateful, an

@@ -12,7 +12,8 @@ import copy
 import inspect
 import operator
 import pickle
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -31,6 +32,9 @@ _IMMUTABLE_TYPES = {
 }  # fmt: skip
 # Larger arrays are assumed to be data, not state, because a state is pickled after each batch and should be small.
 _MAX_STATE_BYTES = 2**20
+# Datasets of Hugging Face, and loaders of torchdata, start each iteration at the beginning. Their state describes the
+# last iteration, which may be an iteration before the training.
+_MODULES_THAT_START_AT_THE_BEGINNING = ("datasets.iterable_dataset", "torchdata.")
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,60 @@ def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     resumed: Any = items if isinstance(items, DataLoader) else _copy_parts(items, {})
     resumed.load_state_dict(pickle.loads(snapshot))
     return cast(Iterable[Any], resumed)
+
+
+@dataclass
+class _Iterations:
+    """The iterations over a stateful dataset: its state before the first one (None if it is unknown), and whether the
+    last one has not reached the end."""
+
+    initial_state: Any
+    is_unfinished: bool = False
+
+    def finish(self) -> None:
+        self.is_unfinished = False
+
+
+# By the ID of the dataset. A dataset may be passed to several Trainers and loaders.
+_iterations: dict[int, _Iterations] = {}
+
+
+def begin_iteration(items: Any) -> Callable[[], None]:
+    """Let the next iteration over `items` start at the beginning. Return a function to call when it reaches the end.
+
+    A stateful dataset may store its position in itself. If the preceding iteration in this process ended early, the
+    state that the dataset had before its first iteration is therefore loaded. After an iteration that reached the end,
+    the dataset itself starts at the beginning, and its state may contain a number of epochs, which must be kept.
+    """
+    if not has_state_methods(items) or _starts_at_the_beginning(items):
+        return _do_nothing
+    iterations = _iterations.get(id(items))
+    if iterations is None:
+        try:
+            weakref.finalize(items, _iterations.pop, id(items), None).atexit = False
+        except TypeError:  # an object of a class with __slots__
+            return _do_nothing
+        iterations = _iterations[id(items)] = _Iterations(_copy_state(items))
+    elif iterations.is_unfinished and iterations.initial_state is not None:
+        items.load_state_dict(copy.deepcopy(iterations.initial_state))
+    iterations.is_unfinished = True
+    return iterations.finish
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _starts_at_the_beginning(items: Any) -> bool:
+    return any(kind.__module__.startswith(_MODULES_THAT_START_AT_THE_BEGINNING) for kind in type(items).__mro__)
+
+
+def _copy_state(items: Any) -> Any:
+    """Return a copy of the state of `items`, or None if `items` has no state before its first iteration."""
+    try:
+        return copy.deepcopy(items.state_dict())
+    except Exception:  # the method may require an iterator, and may raise any exception without one
+        return None
 
 
 def _has_method(items: Any, name: str, num_arguments: int) -> bool:
