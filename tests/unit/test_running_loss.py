@@ -166,6 +166,36 @@ def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_no_steps_have_
     assert sync_mean(loss, 1, 1) == 0.0
 
 
+@pytest.mark.parametrize("saved_ranks", [1, 3])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("is_epoch_end", [False, True])
+def test_tokens_before_a_resume_are_not_part_of_the_throughput(
+    saved_ranks: int, exact: bool, is_epoch_end: bool
+) -> None:
+    saved = RunningLoss(LOCAL, exact=exact)
+
+    def step(loss: RunningLoss, value: float, tokens: float) -> None:
+        loss.add(torch.tensor(value), 1, tokens)
+        loss.finish_step()
+
+    step(saved, 2.0, 10.0)
+    sync_mean(saved, 1, 1)
+    step(saved, 8.0, 40.0)  # after the last synchronization before the checkpoint
+    if is_epoch_end:
+        saved.reduce_epoch_mean(1, 2)
+        saved.start_epoch()
+    state = saved.state_dict()
+    other_ranks = [RunningLoss(LOCAL, exact=exact).state_dict()["ranks"][0] for _ in range(saved_ranks - 1)]
+    resumed = RunningLoss(LOCAL, exact=exact)
+    resumed.load_state_dict({**state, "ranks": [*state["ranks"], *other_ranks]})
+    step(resumed, 3.0, 15.0)
+    assert sync_mean(resumed, 1, 3) == pytest.approx((8 + 3) / (40 + 15))
+    assert resumed.count_since_sync == 15
+    step(resumed, 1.0, 4.0)
+    sync_mean(resumed, 1, 4)
+    assert resumed.count_since_sync == 4
+
+
 def sum_exactly(rows: Sequence[Sequence[float]]) -> float:
     return math.fsum(row[0] for row in rows)
 

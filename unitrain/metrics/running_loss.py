@@ -36,8 +36,10 @@ class RunningLoss:
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
+        self._restored_count = 0.0  # samples or tokens of an earlier process in the next mean
         self.count_since_sync = 0.0
-        """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last."""
+        """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last, without those
+        before the run was resumed from a checkpoint."""
 
     def add(self, loss: Tensor, samples: int, tokens: Tensor | float | None = None) -> None:
         """Record the loss of one micro-batch: the mean over `samples` or, with `tokens`, the sum over `tokens` tokens.
@@ -70,11 +72,11 @@ class RunningLoss:
         negative, or is 0 although the sum is not.
         """
         total, count = _sum_over_ranks(sums_by_rank)
-        self.count_since_sync = count - self._synced_totals[1]
-        total_since_sync = total - self._synced_totals[0]
-        if not self.count_since_sync and abs(total_since_sync) <= _MAX_ROUNDING_ERROR * abs(total):
+        total_since_sync, count_since_sync = total - self._synced_totals[0], count - self._synced_totals[1]
+        self.count_since_sync, self._restored_count = count_since_sync - self._restored_count, 0.0
+        if not count_since_sync and abs(total_since_sync) <= _MAX_ROUNDING_ERROR * abs(total):
             total_since_sync = 0.0  # a resumed run may add up the same losses in another order
-        mean = _compute_mean(total_since_sync, self.count_since_sync)
+        mean = _compute_mean(total_since_sync, count_since_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, sums_by_rank)
         self._synced_totals = (total, count)
@@ -106,7 +108,7 @@ class RunningLoss:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. With the same number of ranks, each rank restores its sums; otherwise rank 0 restores
-        the total."""
+        the total. All ranks call it."""
         if not state:  # the checkpoint is converted, or from an earlier version of unitrain
             return
         total, count = state["seen"]
@@ -116,6 +118,8 @@ class RunningLoss:
             self._means.load_state(ranks[rank])
         elif rank == 0:
             self._means.load_sum(ranks)
+        _, restored_count = _sum_over_ranks(self._communicator.allgather_object(self.local_sums()))
+        self._restored_count = restored_count - count
 
 
 def _sum_over_ranks(sums_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
