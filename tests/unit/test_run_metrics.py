@@ -15,6 +15,7 @@ import time
 import urllib.request
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,16 +112,61 @@ def test_formula_that_raises_does_not_end_the_training(caplog: pytest.LogCapture
         ("Tesla V100-SXM2-16GB", False, True, 15.7e12),
         ("NVIDIA L4", True, False, 121e12),
         ("NVIDIA L40S", True, False, 362e12),
-        ("Quadro P400", True, False, None),
+        ("NVIDIA A100-PCIE-40GB", True, False, 312e12),
+        ("NVIDIA A100 80GB PCIe", True, False, 312e12),
+        ("A100-SXM4-40GB", True, False, 312e12),  # older drivers do not report the brand
+        ("NVIDIA GH200 480GB", True, False, 989.5e12),
+        ("NVIDIA GH200 144G HBM3e", True, False, 989.5e12),
+        ("Tesla V100-PCIE-32GB", True, False, 112e12),
+        ("Tesla T4", True, False, 65e12),
+        ("NVIDIA GeForce RTX 4090", True, False, 165.2e12),
+        ("GeForce RTX 3090", True, False, 71e12),
+        ("NVIDIA RTX A6000", True, False, 154.8e12),
+        ("AMD Instinct MI300X", True, False, 1307.4e12),
     ],
 )
 def test_peak_flops_of_known_gpus(name: str, half: bool, tf32: bool, expected: float | None) -> None:
     assert peak_flops(name, half=half, tf32=tf32) == expected
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Quadro P400",
+        "",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA A30 MIG 2g.12gb",
+        "NVIDIA A100-SXM-64GB",  # a custom model with more multiprocessors
+        "GRID A100-10C",
+        "NVIDIA A40-8Q",
+        "NVIDIA A10-24C",
+        "NVIDIA L4-12Q",
+        "NVIDIA RTX A6000-24Q",
+        "GRID T4-16Q",
+        "Tesla V100-FHHL-16GB",
+        "Tesla V100-SXM3-32GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A800 40GB Active",
+        "AMD Instinct MI300X VF",
+    ],
+)
+def test_peak_flops_of_unknown_and_partial_gpus_are_unknown(name: str) -> None:
+    assert {peak_flops(name, half=half, tf32=tf32) for half in (True, False) for tf32 in (True, False)} == {None}
+
+
+def test_peak_flops_of_a_compute_partition_are_unknown() -> None:
+    assert peak_flops("AMD Instinct MI300X", half=True, tf32=False, compute_units=304) == 1307.4e12
+    assert peak_flops("AMD Instinct MI300X", half=True, tf32=False, compute_units=38) is None
+
+
 @pytest.mark.parametrize(("tf32", "expected"), [(True, 156e12), (False, 19.5e12)])
 def test_peak_flops_depend_on_the_tf32_setting(tf32: bool, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     config = TrainConfig(max_epochs=1, tf32=tf32)
     assert device_peak_flops(torch.device("cuda"), nn.Linear(1, 1), config) == expected
 
