@@ -182,7 +182,13 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert reasons[0] == "rank 1 was killed or crashed" or attempts[0].status == "failed"
     assert reasons[1:] == ["rank 0 was killed or crashed"]
 
-    # The endpoint has been read in all attempts, at the same port.
+    # Counters of the run do not decrease, also from one attempt to the next.
+    for name in ("unitrain_goodput_seconds_total", "unitrain_restarts_total", "unitrain_replayed_steps_total"):
+        for key in {key for sample in scraper.samples for key in sample if key[0] == name}:
+            values = [sample[key] for sample in scraper.samples if key in sample]
+            assert values == sorted(values), (key, values)
+
+    # The endpoint was read in all attempts, at the same port.
     assert {sample[RESTARTS] for sample in scraper.samples if RESTARTS in sample} == {0, 1, 2}
     last = scraper.samples[-1]
     assert last["unitrain_step", ""] == 16
@@ -194,3 +200,62 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
         assert last["unitrain_memory_bytes", rank] > 1e7
         assert last["unitrain_slow_rank", rank] in (0, 1)
         assert last["unitrain_phase_seconds_total", f"compute,{rank}"] > 0
+
+
+# Attempts 1 and 3 fail before the Trainer is created, and attempt 2 after step 6.
+FAILING_PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+folder = Path(sys.argv[1])
+number = len(list(folder.glob("attempt-*"))) + 1
+(folder / f"attempt-{number}").touch()
+
+class Fails(unitrain.Callback):
+    def on_step_end(self, trainer):
+        if (number, trainer.progress.step) == (2, 6):
+            raise OSError("a network error")
+
+with unitrain.init(device="cpu") as backend:
+    if number in (1, 3):
+        raise OSError("the data is missing")
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(
+        max_steps=8, batch_size=4, output_dir=folder / "run", checkpoint_every_steps=4, progress="lines"
+    )
+    trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config, callbacks=[Fails()])
+    trainer.fit(TensorDataset(torch.randn(60, 3), torch.randn(60, 1)))
+"""
+
+
+@pytest.mark.ci
+def test_attempts_that_fail_before_fit_are_part_of_the_goodput(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILING_PROGRAM)
+    command = [
+        sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "--launcher", "torchrun", "-np", "1",
+        "--max-restarts", "3", str(tmp_path / "train.py"), str(tmp_path),
+    ]  # fmt: skip
+    started = time.time()
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    ended = time.time()
+    assert launch.process.returncode == 0, output
+    attempts = read_attempts(tmp_path / "run")
+    assert [(attempt.first_step, attempt.last_step, attempt.status) for attempt in attempts] == [
+        (0, 0, "failed"), (0, 6, "failed"), (6, 6, "failed"), (4, 8, "finished"),
+    ]  # fmt: skip
+    summary = GoodputSummary.of(attempts)
+    assert attempts[-1].ended - attempts[0].started == pytest.approx(summary.total_seconds, abs=0.05)
+    assert attempts[0].started >= started - 0.05
+    assert attempts[-1].ended <= ended + 0.05
+    assert attempts[0].seconds.keys() == {"hosts", "startup"}
+    assert attempts[2].seconds["restart"] > 0
+    found = [(event["attempt"], event["event"], event["step"]) for event in read_events(tmp_path / "run")]
+    assert [event for event in found if event[1] in ("start", "failure", "restart", "end")] == [
+        (1, "failure", 0), (2, "restart", 0), (2, "failure", 6), (3, "failure", 6), (4, "restart", 4), (4, "end", 8),
+    ]  # fmt: skip

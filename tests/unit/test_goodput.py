@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import random
 import signal
 import time
 from contextlib import suppress
@@ -33,6 +34,7 @@ from unitrain.progress.goodput import (
     GoodputMeter,
     GoodputSummary,
     read_attempts,
+    unrecorded_attempt,
 )
 from unitrain.report.goodput import describe_goodput
 from unitrain.report.record import RunRecord
@@ -125,6 +127,50 @@ def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
     meter.continue_run([create_attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
     clock.now += 1
     assert sum(meter.seconds().values()) == pytest.approx(1)
+
+
+def test_recorded_times_without_pending_time_never_decrease(clock: Clock) -> None:
+    """Also if the attempt is killed after any record, and the next attempt continues from this record."""
+    earlier = attempt(1e6 - 100, 1e6 - 50, 4)
+    meter = GoodputMeter(AttemptStart())
+    meter.continue_run([earlier], 0)
+    meter.begin_category("training")
+    generator = random.Random(0)
+    exported, in_file = [earlier.seconds], [earlier.seconds]
+    for step in range(1, 200):
+        clock.now += generator.random()
+        if step % 3:
+            meter.count_steps(step // 3, data_seconds=generator.choice([0.0, generator.random(), 100.0]))
+        if step % 10 == 0:
+            with meter.measure("validation"):
+                clock.now += generator.random()
+        record = meter.attempt_record(0, 2, "running")
+        in_file.append(GoodputSummary.of([earlier, record]).seconds)
+        exported.append(GoodputSummary.of([earlier, meter.without_pending_time(record)]).seconds)
+    for category in CATEGORIES:
+        values = [seconds.get(category, 0.0) for seconds in exported]
+        assert values == sorted(values)
+        # The next attempt continues from the record in the file.
+        assert all(value <= seconds.get(category, 0.0) for value, seconds in zip(values, in_file, strict=True))
+    assert exported[-1]["replayed"] > 0
+
+
+def test_attempts_without_a_record_are_added(clock: Clock) -> None:
+    """The job has waited 2 s for hosts before its first attempt and 3 s before its second one."""
+    first = unrecorded_attempt(None, 100.0, 110.0, 2.0, 4)
+    assert first is not None
+    assert (first.status, first.first_step, first.last_step, first.ranks) == ("failed", 0, 0, 4)
+    assert first.seconds == {"hosts": 2, "startup": 10}
+    trained = attempt(115.0, 140.0, 7)
+    assert unrecorded_attempt(trained, 114.9, 150.0, 0.0, 4) is None  # killed 10 s after its last record
+    second = unrecorded_attempt(trained, 155.0, 161.0, 3.0, 4)
+    assert second is not None
+    assert (second.first_step, second.last_step, second.ranks) == (7, 7, 2)
+    assert second.seconds == {"hosts": 3, "restart": 12, "startup": 6}
+    finished = attempt(115.0, 140.0, 7, status="finished")
+    later = unrecorded_attempt(finished, 1000.0, 1001.0, 0.0, 4)
+    assert later is not None
+    assert later.seconds == {"startup": 1}
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def values() -> RunValues:
     gauges = {"step": 9, "loss": 0.5, "max_memory_bytes": 3.0}
     found = RunValues(gauges=gauges, results={"val_loss": 0.7}, memory=[10.0, 20.0], slow_ranks=frozenset({1}))
     found.goodput = lambda: GoodputSummary.of(attempts)
+    found.recorded_goodput = GoodputSummary.of(attempts)
     found.checkpoint_count_and_seconds = (2, 3.5)
     found.add_phase_seconds([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     found.add_phase_seconds([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])

@@ -30,8 +30,8 @@ CHECK, RESPONDING = "check", "responding"
 # Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
 READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
 ROLE = "supervision"
-# Prefix of the supervisor's message to rank 0 that describes the attempt, as JSON.
-ATTEMPT = "attempt "
+# Prefixes of the supervisor's messages to rank 0 that describe an earlier attempt and, last, this attempt, as JSON.
+EARLIER_ATTEMPT, ATTEMPT = "earlier attempt ", "attempt "
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_SIGNAL_DELAY_SECONDS = 30.0
@@ -40,22 +40,39 @@ _ATTEMPT_TIMEOUT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
+class EarlierAttempt:
+    """An earlier attempt of a supervised job.
+
+    `started_before_seconds` and `ended_before_seconds` are the times from its start and from its end to the start of
+    the current attempt. `waiting_seconds` is the time for which the supervisor waited for hosts before it.
+    """
+
+    started_before_seconds: float
+    ended_before_seconds: float
+    waiting_seconds: float
+
+
+@dataclass(frozen=True)
 class AttemptInfo:
     """An attempt of a supervised job.
 
     `number` counts from 1. `age_seconds` is the time since the start of the attempt, which begins before its launcher
     is started. `waiting_seconds` is the time for which the supervisor waited for hosts before the attempt. `reason`
-    states why the job was restarted.
+    states why the job was restarted. `earlier_attempts` are the earlier attempts of the job, oldest first.
     """
 
     number: int
     age_seconds: float
     waiting_seconds: float
     reason: str | None
+    earlier_attempts: tuple[EarlierAttempt, ...] = ()
 
-    def to_message(self) -> str:
-        """Return the message that sends this description to rank 0."""
-        return ATTEMPT + json.dumps(asdict(self))
+    def to_messages(self) -> list[str]:
+        """Return the messages that send this description to rank 0."""
+        values = asdict(self)
+        earlier_attempts = values.pop("earlier_attempts")
+        earlier_messages = [EARLIER_ATTEMPT + json.dumps(earlier_attempt) for earlier_attempt in earlier_attempts]
+        return [*earlier_messages, ATTEMPT + json.dumps(values)]
 
 
 class _SupervisorClient:
@@ -72,6 +89,7 @@ class _SupervisorClient:
 
     def _run(self) -> None:
         is_exit_requested = False
+        earlier_attempts: list[EarlierAttempt] = []
         while isinstance(message := self.connection.receive(), str):
             if message == START:
                 self.is_started.set()
@@ -79,8 +97,12 @@ class _SupervisorClient:
             if message == CHECK:
                 self.connection.send(RESPONDING)
                 continue
+            if message.startswith(EARLIER_ATTEMPT):
+                earlier_attempts.append(EarlierAttempt(**json.loads(message.removeprefix(EARLIER_ATTEMPT))))
+                continue
             if message.startswith(ATTEMPT):
-                self.attempt = AttemptInfo(**json.loads(message.removeprefix(ATTEMPT)))
+                values = json.loads(message.removeprefix(ATTEMPT))
+                self.attempt = AttemptInfo(**values, earlier_attempts=tuple(earlier_attempts))
                 self.attempt_received_at = time.monotonic()
                 self.has_attempt.set()
                 continue

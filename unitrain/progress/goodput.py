@@ -3,7 +3,8 @@
 Rank 0 divides the time of an attempt into CATEGORIES, and writes the seconds of each category to `goodput.json` in the
 output folder at sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second.
 If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts,
-as `hosts`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start of its
+as `hosts`. An attempt of `unitrain launch` that failed before `fit` has no record; the next attempt adds one, with the
+category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start of its
 first attempt, or of the wait for hosts before this attempt, to the last record. This module does not import torch,
 because `unitrain report` also uses it.
 """
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,6 +113,40 @@ class AttemptStart:
     waiting_seconds: float = 0.0
 
 
+def unrecorded_attempt(
+    previous: AttemptRecord | None, started: float, ended: float, waiting_seconds: float, ranks: int
+) -> AttemptRecord | None:
+    """Return the record of an attempt that ended without a record of itself, or None if it is `previous`, the newest
+    record. `started` and `ended` are in seconds since 1970, according to the supervisor.
+
+    The attempt has waited for hosts for `waiting_seconds`. Its number of ranks is that of `previous`, or else `ranks`.
+    """
+    if previous is not None and started < (previous.started + previous.ended) / 2:
+        return None
+    step = 0 if previous is None else previous.last_step
+    seconds = {**_downtime_seconds(previous, started, waiting_seconds), "startup": ended - started}
+    return AttemptRecord(
+        started=started,
+        ended=ended,
+        first_step=step,
+        last_step=step,
+        ranks=ranks if previous is None else previous.ranks,
+        status="failed",
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+    )
+
+
+def _downtime_seconds(previous: AttemptRecord | None, started: float, waiting_seconds: float) -> dict[str, float]:
+    """Return the seconds by category between the attempt `previous` and the next one. The time after an attempt that
+    finished the run is not part of the run."""
+    if previous is None:
+        return {"hosts": waiting_seconds}
+    if previous.status == "finished":
+        return {}
+    gap = max(0.0, started - previous.ended)
+    return {"hosts": min(gap, waiting_seconds), "restart": max(0.0, gap - waiting_seconds)}
+
+
 class GoodputMeter:
     """Divides the time of one attempt of a run into CATEGORIES. Used on rank 0; other ranks need not create it.
 
@@ -140,19 +175,13 @@ class GoodputMeter:
     def continue_run(self, earlier_attempts: Sequence[AttemptRecord], step: int) -> None:
         """Continue the run of `earlier_attempts` at `step`, and count the time since the last of them. A new run has no
         earlier attempts.
-
-        The time after an attempt that finished the run is not part of the run.
         """
         with self._lock:
             self._step = step
             self._max_earlier_step = max((attempt.last_step for attempt in earlier_attempts), default=0)
-            waited = self._start.waiting_seconds
-            if not earlier_attempts:
-                self._seconds["hosts"] += waited
-            elif earlier_attempts[-1].status != "finished":
-                gap = max(0.0, self.started - earlier_attempts[-1].ended)
-                self._seconds["hosts"] += min(gap, waited)
-                self._seconds["restart"] += max(0.0, gap - waited)
+            previous = earlier_attempts[-1] if earlier_attempts else None
+            for category, seconds in _downtime_seconds(previous, self.started, self._start.waiting_seconds).items():
+                self._seconds[category] += seconds
 
     def begin_category(self, category: Category) -> Category:
         """Count the time from now on in `category`, and return the preceding category."""
@@ -184,8 +213,8 @@ class GoodputMeter:
             self.replayed_steps += replayed_steps
             self._seconds["data"] += data_seconds
             self._seconds["replayed"] += replayed_seconds
-            self._seconds["training"] -= data_seconds + replayed_seconds
-            self._counted_seconds = self._seconds["training"]
+            self._counted_seconds += max(0.0, trained_seconds - replayed_seconds)
+            self._seconds["training"] = self._counted_seconds
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by category until now. Any thread may call it."""
@@ -211,6 +240,11 @@ class GoodputMeter:
             status=status,
             seconds={name: round(value, 3) for name, value in seconds.items()},
         )
+
+    def without_pending_time(self, record: AttemptRecord) -> AttemptRecord:
+        """Return a result of `attempt_record` without the training time since the last call of `count_steps`, which
+        will be divided between categories. In later records of the attempt, no category is smaller."""
+        return replace(record, seconds={**record.seconds, "training": round(self._counted_seconds, 3)})
 
     def _count_elapsed_time(self) -> None:
         now = time.perf_counter()

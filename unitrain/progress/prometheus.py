@@ -63,7 +63,9 @@ class RunValues:
 
     `gauges` maps names in GAUGES to their current values. `memory` has one value per rank, and `phase_seconds` one list
     per rank, in the order of TRAINING. `checkpoint_count_and_seconds` contains the number of written checkpoints and
-    the total duration of writing them. `goodput` is a function that returns the times of all attempts.
+    the total duration of writing them. `goodput` is a function that returns the current times of all attempts.
+    `recorded_goodput` contains only times that the output folder also contains and that will not move to another
+    category. Counters therefore do not decrease, even if the run is killed and restarted.
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class RunValues:
     slow_ranks: frozenset[int] = frozenset()
     checkpoint_count_and_seconds: tuple[int, float] = (0, 0.0)
     goodput: Callable[[], GoodputSummary] | None = None
+    recorded_goodput: GoodputSummary | None = None
 
     def add_phase_seconds(self, seconds: Sequence[Sequence[float]]) -> None:
         """Add `seconds`, which has one row per rank and one column per phase of TRAINING, to the totals."""
@@ -112,10 +115,10 @@ class _Collector:
                 for phase, seconds in zip(TRAINING, row, strict=True)
             ],
         }
-        if summary is not None:
-            samples["goodput_seconds"] = [([category], seconds) for category, seconds in summary.seconds.items()]
-            samples["restarts"] = [([], summary.attempts - 1)]
-            samples["replayed_steps"] = [([], summary.replayed_steps)]
+        if (recorded := values.recorded_goodput) is not None:
+            samples["goodput_seconds"] = [([category], seconds) for category, seconds in recorded.seconds.items()]
+            samples["restarts"] = [([], recorded.attempts - 1)]
+            samples["replayed_steps"] = [([], recorded.replayed_steps)]
         for family, metrics in ((GaugeMetricFamily, LABELED), (CounterMetricFamily, COUNTERS)):
             for name, (description, labels) in metrics.items():
                 metric = family(f"unitrain_{name}", description, labels=labels)

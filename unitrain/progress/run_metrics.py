@@ -31,6 +31,7 @@ from unitrain.progress.goodput import (
     GoodputMeter,
     GoodputSummary,
     Status,
+    unrecorded_attempt,
 )
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, open_endpoint
 from unitrain.progress.reporter import RunReporter
@@ -75,7 +76,10 @@ class RunMetrics:
         self._has_folder = folder is not None
         info = supervisor_client.wait_for_attempt_info() if self._is_rank_zero else None
         self._restart_reason = None if info is None else info.reason
-        self._goodput = GoodputMeter(_attempt_start(info))
+        is_first, start = _attempt_start(info)
+        self._goodput = GoodputMeter(start)
+        # Without an output folder, an attempt does not continue an earlier one.
+        self._earlier_attempts = info.earlier_attempts if info is not None and is_first and folder is not None else ()
         self._goodput_file, self._events = GoodputFile(folder), EventLog(folder)
         self._peak_flops = device_peak_flops(backend.device, model, config) if self._is_rank_zero else None
         # While torch's FLOP counter is active, a compiled model would run uncompiled.
@@ -224,15 +228,18 @@ class RunMetrics:
         if not is_new_run:
             self._goodput_file.load()
         self._events.open(is_new_run=is_new_run)
-        earlier = self._goodput_file.earlier_attempts
+        earlier, num_recorded = self._goodput_file.earlier_attempts, len(self._goodput_file.earlier_attempts)
+        self._add_unrecorded_attempts(earlier)
         self._goodput.continue_run(earlier, self._first_step)
         self._events.attempt = len(earlier) + 1
         self._earlier_summary = GoodputSummary.of(earlier)
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
-            if previous.status == "running":
-                failure_reason = reason or "the attempt ended without a record of its end"
-                self._events.append("failure", previous.last_step, attempt=len(earlier), reason=failure_reason)
+            for number, attempt in enumerate(earlier[max(0, num_recorded - 1) :], start=max(1, num_recorded)):
+                if attempt.status == "running" or number > num_recorded:
+                    unknown = "the attempt ended without a record of its end"
+                    failure_reason = (reason if attempt is previous else None) or unknown
+                    self._events.append("failure", attempt.last_step, attempt=number, reason=failure_reason)
             seconds = self._goodput.seconds()
             downtime_seconds = round(seconds["restart"] + seconds["hosts"], 3)
             self._events.append(
@@ -242,13 +249,22 @@ class RunMetrics:
                 self._events.append("resize", self._first_step, ranks=self._backend.size, previous_ranks=previous.ranks)
         else:
             self._events.append("start", self._first_step, **environment_values)
-        self._goodput_file.write(self._attempt_record("running"))
+        self._write_goodput("running")
+
+    def _add_unrecorded_attempts(self, attempts: list[AttemptRecord]) -> None:
+        """Append records of the attempts of this job after the last of `attempts`, which failed before `fit`."""
+        for earlier in self._earlier_attempts:
+            started = self._goodput.started - earlier.started_before_seconds
+            ended = self._goodput.started - earlier.ended_before_seconds
+            previous = attempts[-1] if attempts else None
+            record = unrecorded_attempt(previous, started, ended, earlier.waiting_seconds, self._backend.size)
+            if record is not None:
+                attempts.append(record)
 
     def _record_end(self, status: Status, reason: str | None) -> None:
         progress = self.progress
         self._goodput.count_steps(progress.step, 0.0)
-        attempt = self._attempt_record(status)
-        self._goodput_file.write(attempt)
+        attempt = self._write_goodput(status)
         summary = self._earlier_summary.with_attempt(attempt)
         self._run_values.goodput = lambda: summary  # the time after `fit` is not part of the run
         if status == "failed":
@@ -262,7 +278,15 @@ class RunMetrics:
 
     def _write_goodput_if_due(self) -> None:
         if self._has_started and self._goodput_file.is_due:
-            self._goodput_file.write(self._attempt_record("running"))
+            self._write_goodput("running")
+
+    def _write_goodput(self, status: Status) -> AttemptRecord:
+        """Write the record of the attempt until now, and return it."""
+        attempt = self._attempt_record(status)
+        self._goodput_file.write(attempt)
+        recorded = self._goodput.without_pending_time(attempt)
+        self._run_values.recorded_goodput = self._earlier_summary.with_attempt(recorded)
+        return attempt
 
     def _attempt_record(self, status: Status) -> AttemptRecord:
         return self._goodput.attempt_record(self._first_step, self._backend.size, status)
@@ -294,18 +318,19 @@ def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
     return int(port), environment.get_variable(environment.METRICS_ADDRESS_VARIABLE) or config.metrics_address
 
 
-def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:
-    """Return the start of the attempt: the start of the launcher if it is known, or else of this process.
+def _attempt_start(info: supervisor_client.AttemptInfo | None) -> tuple[bool, AttemptStart]:
+    """Return whether this is the first Trainer of the attempt, and the start of the attempt: the start of the launcher
+    if it is known, or else of this process.
 
     For a second Trainer in this process, and in an interactive session, the attempt starts with this call.
     """
     global _is_first_in_process
     is_first, _is_first_in_process = _is_first_in_process, False
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-        return AttemptStart()
+        return False, AttemptStart()
     if info is None:
-        return AttemptStart(process_age_seconds())
-    return AttemptStart(info.age_seconds, info.waiting_seconds)
+        return True, AttemptStart(process_age_seconds())
+    return True, AttemptStart(info.age_seconds, info.waiting_seconds)
 
 
 def _read_memory_bytes(device: torch.device) -> float:

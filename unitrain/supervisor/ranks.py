@@ -233,7 +233,8 @@ class RankConnections:
     def _set_running(self, rank: int, connection: PeerConnection) -> None:
         self._running.add(rank)
         if rank == 0 and self.describe_attempt is not None:
-            connection.send(self.describe_attempt().to_message())
+            for message in self.describe_attempt().to_messages():
+                connection.send(message)
 
     def _parse_greeting(self, greeting: str | DisconnectReason) -> tuple[int, bool] | None:
         """Return the rank from a greeting and whether it is a standby rank; None if it is not a rank of this job."""

@@ -18,7 +18,7 @@ import click
 from unitrain.bootstrap.memory_folder import MemoryFolder
 from unitrain.errors import Preempted
 from unitrain.launchers import Host
-from unitrain.monitoring.supervisor_client import AttemptInfo
+from unitrain.monitoring.supervisor_client import AttemptInfo, EarlierAttempt
 from unitrain.processes import process_age_seconds
 from unitrain.supervisor.attempt import Attempt, SupervisedJob, end_launcher
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
@@ -58,7 +58,10 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._exiting_launchers: list[threading.Thread] = []
         self._stop_event = threading.Event()
-        self._num_failures = self._num_attempts = 0
+        self._num_failures = 0
+        # Start and end of each earlier attempt, in seconds of time.monotonic(), and the time spent waiting for hosts.
+        self._earlier_attempts: list[tuple[float, float, float]] = []
+        self._attempt_start_time = 0.0
         self._restart_reason: str | None = None
         self.first_crashed_rank: int | None = None  # the rank that was killed or crashed first in the latest attempt
 
@@ -92,7 +95,9 @@ class Supervisor:
             hosts = () if self._membership is None else self._membership.wait_for_hosts(self._stop_event)
             if self._stop_event.is_set():
                 return _PREEMPTED_CODE
-            code, ranks = self._run_attempt(hosts, time.monotonic() - waiting_since)
+            waiting_seconds = time.monotonic() - waiting_since
+            code, ranks = self._run_attempt(hosts, waiting_seconds)
+            self._earlier_attempts.append((self._attempt_start_time, time.monotonic(), waiting_seconds))
             self.first_crashed_rank = ranks.first_crashed_rank
             if code == 0:
                 return code
@@ -157,14 +162,18 @@ class Supervisor:
         return (code if code >= 0 else 128 - code), ranks
 
     def _begin_attempt(self, waiting_seconds: float) -> Callable[[], AttemptInfo]:
-        """Count an attempt, and return the function that describes it. The age of the first attempt is the age of this
-        process, minus the time spent waiting for hosts.
+        """Start the time of an attempt, and return the function that describes it. The age of the first attempt is the
+        age of this process, minus the time spent waiting for hosts.
         """
-        self._num_attempts += 1
-        number, reason, start_time = self._num_attempts, self._restart_reason, time.monotonic()
+        number, reason, start_time = len(self._earlier_attempts) + 1, self._restart_reason, time.monotonic()
         if number == 1:
             start_time -= max(0.0, process_age_seconds() - waiting_seconds)
-        return lambda: AttemptInfo(number, time.monotonic() - start_time, waiting_seconds, reason)
+        self._attempt_start_time = start_time
+        earlier_attempts = tuple(
+            EarlierAttempt(start_time - started, start_time - ended, waited)
+            for started, ended, waited in self._earlier_attempts
+        )
+        return lambda: AttemptInfo(number, time.monotonic() - start_time, waiting_seconds, reason, earlier_attempts)
 
     def _wait_for_end(self, attempt: Attempt) -> int | None:
         """Wait for the launcher and return its exit code. If a host is unreachable, terminate the launcher after a
