@@ -314,6 +314,8 @@ class Trainer(LoggingMethods):
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
         if self._local_sgd is not None:
             self._local_sgd.restart()
+        if self._weight_average is not None:
+            self._weight_average.discard_counted_steps()
 
     def stop(self, reason: str) -> None:
         """Request that `fit` stop, and display `reason`. Any rank may call it at any time.
@@ -456,9 +458,12 @@ class Trainer(LoggingMethods):
     def _end_local_step(self, local_sgd: LocalSGD) -> None:
         """Synchronize the weights if a synchronization of local SGD is due. After a synchronization, update the weight
         average."""
-        if (steps := local_sgd.step()) and self._weight_average is not None:
+        is_synchronized, average = local_sgd.step() > 0, self._weight_average
+        if average is not None and is_synchronized:
             with local_sgd.synchronized_weights():
-                self._weight_average.update(steps)
+                average.update()
+        elif average is not None:
+            average.count_step()
         self._loss_weighting.synchronous_ranks = local_sgd.synchronous_ranks
 
     def _weights_averaged_over_ranks(self) -> AbstractContextManager[None]:

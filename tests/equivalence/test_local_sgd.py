@@ -394,6 +394,38 @@ def test_checkpoint_resumes_with_and_without_local_sgd(tmp_path: Path) -> None:
     assert files.list_checkpoints(tmp_path)[0].name == "step-000000018"
 
 
+class KeepsWeights(Callback):
+    """Keeps the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, Tensor] = {}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.weights[trainer.progress.step] = vector(trainer.model)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@pytest.mark.parametrize(
+    ("local_sgd", "updated_at"),
+    [(5, 10), (2, 10), (8, 13), (None, 10), (LocalSGDConfig(steps=5, warmup_steps=20), 10)],
+    ids=["same", "fewer", "more", "none", "warm-up"],
+)
+def test_average_counts_all_steps_after_a_resume_with_other_local_steps(
+    local_sgd: Any, updated_at: int, checkpoint_format: str, tmp_path: Path
+) -> None:
+    """The checkpoint is saved after step 9, four steps after the last update of the average."""
+    keeps = KeepsWeights()
+    settings = {
+        "output_dir": tmp_path, "resume": True, "checkpoint_format": checkpoint_format, "ema_decay": DECAY,
+        "norm": nn.LayerNorm, "callbacks": [keeps],
+    }  # fmt: skip
+    fit(LOCAL, {**settings, "local_sgd": 5, "max_steps": 9}, validation=False)
+    average = fit(LOCAL, {**settings, "local_sgd": local_sgd, "max_steps": updated_at}, validation=False)["average"]
+    decay = DECAY ** (updated_at - 5)
+    expected = decay * keeps.weights[5] + (1 - decay) * keeps.weights[updated_at]
+    torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("number", [0, 1], ids=["ddp", "horovod"])
 def test_ranks_of_a_synchronous_group_have_the_gradient_of_all_their_tokens(both: list[RankGroup], number: int) -> None:
     settings = {"tokens": True, "norm": nn.LayerNorm, "count": 56}

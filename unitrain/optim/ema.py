@@ -32,7 +32,7 @@ class WeightAverage:
         self._source_model, self.model = model, _copy_model(model)
         self._decay, self._update_averages = decay, get_ema_multi_avg_fn(decay)
         self._store_weight_references()
-        self._steps = 0
+        self._steps = self._pending_steps = 0
 
     @classmethod
     def create(cls, model: nn.Module, decay: float | None) -> Self | None:
@@ -48,9 +48,19 @@ class WeightAverage:
             self._copy_weights()
             self._copy_buffers()
 
+    def count_step(self) -> None:
+        """Count a step whose weights are not averaged, because the weights of the ranks differ."""
+        self._pending_steps += 1
+
+    def discard_counted_steps(self) -> None:
+        """Discard the steps since the last update. Call it after loading other weights."""
+        self._pending_steps = 0
+
     @torch.no_grad()
-    def update(self, steps: int = 1) -> None:
-        """Update the average after `steps` further steps, with decay**steps. The first call copies the weights."""
+    def update(self) -> None:
+        """Update the average after a step. After n calls of `count_step`, the factor is decay**(n + 1). The first
+        update copies the weights."""
+        steps, self._pending_steps = self._pending_steps + 1, 0
         if self._steps:
             update = self._update_averages if steps == 1 else get_ema_multi_avg_fn(self._decay**steps)
             update(self._floating_averages, self._floating_weights, self._steps)
@@ -61,8 +71,8 @@ class WeightAverage:
         self._steps += steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights and the number of averaged steps."""
-        return {"steps": self._steps, "model": self.model.state_dict()}
+        """Return the averaged weights, and the numbers of steps before and since the last update."""
+        return {"steps": self._steps, "pending_steps": self._pending_steps, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the average from a checkpoint. An empty state has no effect.
@@ -72,6 +82,7 @@ class WeightAverage:
         if "model" in state:
             load_state(self.model, state["model"])
         self._steps = state.get("steps", self._steps)
+        self._pending_steps = state.get("pending_steps", 0)
 
     def _store_weight_references(self) -> None:
         """Store references to the parameters of both models. If parameters are sharded, each rank averages its

@@ -108,7 +108,9 @@ class LocalSGD:
         self._fragments = create_fragments(self._parameters, self._groups, self.settings)
         self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
         self._steps = 0  # completed steps, including the warm-up
-        self._steps_since_synchronization = 0
+        # The position between two synchronizations. `_synchronized_at` is the value of `_steps` after the last one, which
+        # may be further away if the run has resumed with fewer local steps.
+        self._steps_since_synchronization = self._synchronized_at = 0
         self._are_weights_equal = True
         # The mean over ranks of the weights and buffers; inside `averaged_weights`, this rank's weights and buffers.
         self._other_weights: list[Tensor] | None = None
@@ -145,8 +147,9 @@ class LocalSGD:
         """Count a step of the optimizer, and synchronize the ranks if a synchronization is due. Call it after
         `optimizer.step()`.
 
-        Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. In the
-        first `warmup_steps` steps, the result is 1. With fragments, the result is above 0 once per `settings.steps`
+        Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. It is
+        1 in the first `warmup_steps` steps, and `settings.steps` afterwards, except directly after a resume with other
+        settings. With fragments, the result is above 0 once per `settings.steps`
         steps, when the last fragment is due. Raises ModelError, on this rank only, if the optimizer contains a
         parameter that requires grad but is not synchronized.
         """
@@ -158,7 +161,7 @@ class LocalSGD:
             self._average_buffers()
             if not self.is_warming_up:
                 self._start_from_weights()
-            return 1
+            return self._count_since_synchronization()
         self._steps_since_synchronization += 1
         self._are_weights_equal = False
         for fragment in self._fragments:
@@ -167,7 +170,7 @@ class LocalSGD:
             return 0
         self._average_buffers()
         self._steps_since_synchronization, self._are_weights_equal = 0, not self.settings.is_streaming
-        return self.settings.steps
+        return self._count_since_synchronization()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -224,6 +227,7 @@ class LocalSGD:
         for fragment in self._fragments:
             fragment.discard_transfer()
         self._steps_since_synchronization, self._are_weights_equal, self._other_weights = 0, True, None
+        self._synchronized_at = self._steps
         self._start_from_weights()
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +256,7 @@ class LocalSGD:
         state: dict[str, Any] = {
             "steps": self._steps,
             "steps_since_synchronization": self._steps_since_synchronization,
+            "synchronized_at": self._synchronized_at,
             "is_warming_up": self.is_warming_up,
             "groups": self._groups.ranks_by_group,
             "merges_in": {
@@ -297,6 +302,7 @@ class LocalSGD:
             self._check_shapes(rank_shapes)
         self._steps = header["steps"]
         self._steps_since_synchronization = min(header["steps_since_synchronization"], self.settings.steps - 1)
+        self._synchronized_at = header.get("synchronized_at", self._steps - header["steps_since_synchronization"])
         outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
         groups = header.get("groups", [[rank] for rank in range(count)])
         was_warming_up = header.get("is_warming_up", False)
@@ -349,6 +355,11 @@ class LocalSGD:
         if not self.settings.averages_weights and not outer["anchors"]:  # the saved run averaged weights
             self.synchronize()
             self.restart()
+
+    def _count_since_synchronization(self) -> int:
+        """Return the number of steps since the previous synchronization. The current step is a synchronization."""
+        count, self._synchronized_at = self._steps - self._synchronized_at, self._steps
+        return count
 
     def _check_parameters(self) -> None:
         """Raise ModelError if the optimizer contains a parameter that requires grad but is not synchronized."""

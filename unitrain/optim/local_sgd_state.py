@@ -28,8 +28,8 @@ def _describe_invalid_state(state: Any) -> str | None:
         return validation.describe_value(state)
     if not state:
         return None
-    for name in ("steps", "steps_since_synchronization"):
-        value = state.get(name)
+    for name in ("steps", "steps_since_synchronization", "synchronized_at"):
+        value = state.get(name, 0 if name == "synchronized_at" else None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             return f"{name}={validation.describe_value(value)}"
     ranks = state.get("ranks")

@@ -348,6 +348,7 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
         ("got None", None),
         ("got steps=None", {"other": 1}),
         ("got steps_since_synchronization=-1", {**state, "steps_since_synchronization": -1}),
+        ("got synchronized_at=-1", {**state, "synchronized_at": -1}),
         ("got no states of ranks", {**state, "ranks": []}),
         ("got no states of ranks", {**state, "ranks": [{}]}),
         ("got no state of the outer optimizer", {**state, "outer": {}}),
@@ -359,6 +360,16 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
     before = parameter_vector(model).clone()
     local_sgd.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]
     assert torch.equal(parameter_vector(model), before)
+
+
+@contract
+def steps_since_the_synchronization_are_counted_after_a_resume_with_fewer_local_steps(backend: Backend) -> None:
+    local_sgd, model, optimizer = create_local_sgd(backend, 5)
+    train(backend, local_sgd, model, optimizer, range(4))
+    state = local_sgd.state_dict()
+    resumed, *_ = create_local_sgd(backend, 2)
+    resumed.load_state_dict(state)
+    assert [resumed.step() for _ in range(4)] == [5, 0, 2, 0]
 
 
 class _WithoutAllToAll(Communicator):
