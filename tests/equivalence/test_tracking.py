@@ -293,6 +293,28 @@ def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(
     assert (second[3], second[4]) == ([], [])
 
 
+def test_mlflow_without_an_output_folder_has_one_run_per_trainer(tmp_path: Path) -> None:
+    logger_output.put_mlflow_database(tmp_path)
+    logger = unitrain.MLflowLogger(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+    class Stops(unitrain.Callback):
+        def on_step_end(self, trainer: unitrain.Trainer) -> None:
+            if trainer.progress.step == 2:
+                trainer.stop("it will be continued")
+
+    first, second = (trainer(LOCAL, [logger], *callbacks, max_steps=4) for callbacks in ([Stops()], []))
+    first.fit(data())
+    assert first.progress.step == 2
+    second.fit(data())
+    first.fit(data())
+    first.log(late=1.0)
+    first._reporter._finish_loggers("finished")
+    client, runs = logger_output.mlflow_runs(tmp_path)
+    steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] for run in runs]
+    assert steps == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    assert ["late" in run.data.metrics for run in runs] == [True, False]
+
+
 def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
     class Ends(unitrain.Callback):
         def __init__(self, how: str) -> None:

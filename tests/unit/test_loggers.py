@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import logger_output
+import mlflow
 import numpy as np
 import pytest
 import torch
@@ -197,6 +198,24 @@ def test_mlflow_logger_writes_images_and_parameters_to_one_run(tmp_path: Path) -
     images = [file.path for file in client.list_artifacts(found.info.run_id, "images") if file.path.endswith(".png")]
     assert len(images) == 2
     assert list(tmp_path.glob("mlflow/*/artifacts/images/*.png"))
+
+
+def test_mlflow_uses_an_experiment_that_another_process_creates_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    find, results = mlflow.MlflowClient.get_experiment_by_name, list[object]()
+
+    def create_after_lookup(self: mlflow.MlflowClient, name: str) -> object:
+        results.append(find(self, name))
+        if len(results) == 1:
+            client.create_experiment(name, (tmp_path / "mlflow").as_uri())
+        return results[-1]
+
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", create_after_lookup)
+    log_run(MLflowLogger(), tmp_path, 0, 3, offset=0.0)
+    assert (results[0], len(results)) == (None, 2)
+    assert len(logger_output.mlflow_runs(tmp_path)[1]) == 1
 
 
 def test_csv_and_json_lines_loggers_remove_an_incomplete_line(tmp_path: Path) -> None:

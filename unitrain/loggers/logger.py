@@ -25,12 +25,13 @@ class RunInfo:
     """A run that starts, or resumes after `step` optimizer steps.
 
     `description` contains the configuration and the environment of the run: numbers, strings, and dictionaries of
-    these.
+    these. `trainer_id` is the same in all starts by one Trainer, which resume its run, and differs between Trainers.
     """
 
     step: int
     output_dir: Path | None
     description: Mapping[str, Any]
+    trainer_id: str = ""
 
 
 class Logger:
@@ -100,13 +101,16 @@ class ServiceRun:
     """The run ID at a tracking service and the last logged step per metric, saved in `folder`.
 
     Tracking services cannot remove values. If a resumed run repeats steps, the values that were logged first remain,
-    and the values of the repeated steps are not logged. If `folder` is None, nothing is saved.
+    and the values of the repeated steps are not logged. If `folder` is None, nothing is saved, and a run resumes from
+    `previous`, the object of the previous start of the same run in this process, if any.
     """
 
-    def __init__(self, name: str, folder: Path | None, step: int) -> None:
+    def __init__(self, name: str, folder: Path | None, step: int, previous: ServiceRun | None = None) -> None:
         self._path = None if folder is None else folder / f".{name}.json"
         self.id: str | None = None
         self._previous_steps: dict[str, int] = {}
+        if step and self._path is None and previous is not None:
+            self.id, self._previous_steps = previous.id, dict(previous._last_steps)
         if step and self._path is not None and self._path.exists():
             try:
                 saved = json.loads(self._path.read_text())
@@ -118,7 +122,7 @@ class ServiceRun:
                     "after a power loss (%s: %s). The values are logged to a new run.",
                     *(self._path, type(error).__name__, error),
                 )
-        self._last_steps = dict(self._previous_steps)
+        self._last_steps: dict[str, int] = dict(self._previous_steps)
 
     def set_id(self, run_id: str) -> None:
         """Save the run ID assigned by the service."""

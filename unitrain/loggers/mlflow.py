@@ -22,8 +22,9 @@ class MLflowLogger(Logger):
     """Logs to a run of `experiment`, at `tracking_uri`.
 
     The default `tracking_uri` is MLflow's setting (MLFLOW_TRACKING_URI), or else the database `mlflow.db` in the output
-    folder; view it with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run keeps its ID. Values of repeated
-    steps are not logged again. Requires pip install ".[mlflow]".
+    folder; view it with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run keeps its ID; without an output
+    folder, only a later `fit` of the same Trainer resumes the run. Values of repeated steps are not logged again.
+    Requires pip install ".[mlflow]".
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class MLflowLogger(Logger):
         self._package: Any = None
         self._client: Any = None
         self._service_run: ServiceRun
+        self._service_runs: dict[str, ServiceRun] = {}  # by the ID of the Trainer
 
     def prepare(self, output_dir: Path | None) -> None:
         """Import the package, and check that there is a tracking URI or an output folder."""
@@ -51,14 +53,11 @@ class MLflowLogger(Logger):
             folder = run_info.output_dir.resolve()
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri()
         self._client = self._package.MlflowClient(tracking_uri=uri)
-        self._service_run = ServiceRun("mlflow", run_info.output_dir, run_info.step)
+        previous = self._service_runs.get(run_info.trainer_id)
+        self._service_run = ServiceRun("mlflow", run_info.output_dir, run_info.step, previous)
+        self._service_runs[run_info.trainer_id] = self._service_run
         if self._service_run.id is None:
-            existing_experiment = self._client.get_experiment_by_name(self.experiment)
-            experiment = (
-                existing_experiment.experiment_id
-                if existing_experiment
-                else self._client.create_experiment(self.experiment, artifacts)
-            )
+            experiment = self._find_or_create_experiment(artifacts)
             self._service_run.set_id(self._client.create_run(experiment, run_name=self.run_name).info.run_id)
             self._log_parameters(run_info.description)
         else:
@@ -95,6 +94,17 @@ class MLflowLogger(Logger):
     def finish(self, status: Status) -> None:
         """Mark the run as finished, or as failed after an exception."""
         self._client.set_terminated(self._service_run.id, "FAILED" if status == "failed" else "FINISHED")
+
+    def _find_or_create_experiment(self, artifacts: str | None) -> Any:
+        """Return the ID of the experiment."""
+        if (found := self._client.get_experiment_by_name(self.experiment)) is None:
+            try:
+                return self._client.create_experiment(self.experiment, artifacts)
+            except self._package.exceptions.MlflowException:
+                # Another process may have created it in the meantime.
+                if (found := self._client.get_experiment_by_name(self.experiment)) is None:
+                    raise
+        return found.experiment_id
 
     def _log_parameters(self, description: Mapping[str, Any]) -> None:
         parameters = [

@@ -108,8 +108,8 @@ class LocalSGD:
         self._fragments = create_fragments(self._parameters, self._groups, self.settings)
         self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
         self._steps = 0  # completed steps, including the warm-up
-        # The position between two synchronizations. `_synchronized_at` is the value of `_steps` after the last one, which
-        # may be further away if the run has resumed with fewer local steps.
+        # The position between two synchronizations. `_synchronized_at` is the value of `_steps` after the last one. The
+        # difference is larger than the position if the run has resumed with fewer local steps.
         self._steps_since_synchronization = self._synchronized_at = 0
         self._are_weights_equal = True
         # The mean over ranks of the weights and buffers; inside `averaged_weights`, this rank's weights and buffers.

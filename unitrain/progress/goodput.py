@@ -4,9 +4,9 @@ Rank 0 divides the time of an attempt into CATEGORIES, and writes the seconds of
 output folder at sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second.
 If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts,
 as `hosts`. An attempt of `unitrain launch` that failed before `fit` has no record; the next attempt adds one, with the
-category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start of its
-first attempt, or of the wait for hosts before this attempt, to the last record. This module does not import torch,
-because `unitrain report` also uses it.
+category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start
+of its first attempt, or of the wait for hosts before this attempt, to the last record. This module does not import
+torch, because `unitrain report` also uses it.
 """
 
 from __future__ import annotations

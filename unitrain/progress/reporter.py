@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -40,6 +41,7 @@ class RunReporter:
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
         self._started_loggers: list[BackgroundLogger] = []
         self._description: Mapping[str, Any] | None = None
+        self._trainer_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
         """Why the run stops before its end, or None."""
         self._use_display(ProgressDisplay())
@@ -166,7 +168,7 @@ class RunReporter:
 
     def _start_loggers(self, step: int) -> None:
         if self._communicator.rank == 0:
-            run_info = RunInfo(step, self._output_dir, self._description or {})
+            run_info = RunInfo(step, self._output_dir, self._description or {}, self._trainer_id)
             self._started_loggers = [BackgroundLogger(logger, run_info) for logger in self._loggers]
 
     def _finish_loggers(self, status: Status) -> None:
