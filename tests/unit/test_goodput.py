@@ -131,7 +131,7 @@ def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
 
 def test_recorded_times_without_pending_time_never_decrease(clock: Clock) -> None:
     """Also if the attempt is killed after any record, and the next attempt continues from this record."""
-    earlier = attempt(1e6 - 100, 1e6 - 50, 4)
+    earlier = create_attempt(1e6 - 100, 1e6 - 50, 4)
     meter = GoodputMeter(AttemptStart())
     meter.continue_run([earlier], 0)
     meter.begin_category("training")
@@ -161,13 +161,13 @@ def test_attempts_without_a_record_are_added(clock: Clock) -> None:
     assert first is not None
     assert (first.status, first.first_step, first.last_step, first.ranks) == ("failed", 0, 0, 4)
     assert first.seconds == {"hosts": 2, "startup": 10}
-    trained = attempt(115.0, 140.0, 7)
+    trained = create_attempt(115.0, 140.0, 7)
     assert unrecorded_attempt(trained, 114.9, 150.0, 0.0, 4) is None  # killed 10 s after its last record
     second = unrecorded_attempt(trained, 155.0, 161.0, 3.0, 4)
     assert second is not None
     assert (second.first_step, second.last_step, second.ranks) == (7, 7, 2)
     assert second.seconds == {"hosts": 3, "restart": 12, "startup": 6}
-    finished = attempt(115.0, 140.0, 7, status="finished")
+    finished = create_attempt(115.0, 140.0, 7, status="finished")
     later = unrecorded_attempt(finished, 1000.0, 1001.0, 0.0, 4)
     assert later is not None
     assert later.seconds == {"startup": 1}
