@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
-from unitrain.checkpoint import files, sharded_files
+from unitrain.checkpoint import files, output_folder, sharded_files
+from unitrain.checkpoint.memory import MemoryCheckpoints
 from unitrain.testing import RankGroup
 
 STEPS, ON_DISK_EVERY, KILLED_AFTER = 12, 5, 8
@@ -187,6 +188,52 @@ def test_run_continues_if_the_memory_cannot_be_written(
         assert parameters == undisturbed
     assert not in_memory(tmp_path)
     assert (tmp_path / "run" / f"step-{STEPS:09d}").exists()
+
+
+def verify_slowly_in_memory(backend: Backend, folder: str, checkpoint_format: str) -> tuple[str, int]:
+    """Return the checkpoint that `run` finds in memory, and how often the ranks communicate during its verification.
+
+    With the full format, rank 0 verifies it alone; otherwise, the last rank verifies longer than the others.
+    """
+    name = "broadcast_object" if checkpoint_format == "full" else "allgather_object"
+    communicate, progress = getattr(backend, name), []
+    find_corruption = files.find_corruption
+
+    def record(value: Any, *arguments: Any) -> Any:
+        result = communicate(value, *arguments)
+        if result == "in progress" or (isinstance(result, list) and True in result):
+            progress.append(result)
+        return result
+
+    def verify_slowly(path: Path, *arguments: int) -> str | None:
+        deadline = time.monotonic() + 10
+        is_slow = checkpoint_format == "full" or backend.rank == backend.size - 1
+        while is_slow and len(progress) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return find_corruption(path, *arguments)
+
+    memory = MemoryCheckpoints(Path(folder) / "memory" / "run", backend, asynchronous=False)
+    with (
+        mock.patch.object(output_folder, "_PROGRESS_INTERVAL_SECONDS", 0.05),
+        mock.patch.object(files, "find_corruption", verify_slowly),
+        mock.patch.object(backend, name, record),
+    ):
+        found = memory.prepare_and_find_newer(Path(folder) / "run", continues=True)
+    assert found is not None
+    return found.name, len(progress)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_ranks_communicate_while_a_checkpoint_in_memory_is_verified(
+    group: RankGroup, tmp_path: Path, checkpoint_format: str
+) -> None:
+    """Otherwise, a wait for a rank that verifies a large file would time out."""
+    group.run(partial(run, kill_after=KILLED_AFTER, checkpoint_format=checkpoint_format), str(tmp_path))
+    (newest,) = in_memory(tmp_path)
+    newest.parent.rename(tmp_path / "memory" / "run")
+    for name, num_reports in group.run(verify_slowly_in_memory, str(tmp_path), checkpoint_format):
+        assert name == newest.name
+        assert num_reports >= 2
 
 
 def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list[int]:

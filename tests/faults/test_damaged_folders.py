@@ -24,12 +24,26 @@ from unitrain.testing import RankGroup
 NESTED_JSON = "[" * 200_000
 
 
-def fit(backend: Backend, folder: Path, loggers: tuple[str, ...] = ()) -> None:
+DATA = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+
+def make_trainer(backend: Backend, folder: Path, loggers: tuple[str, ...] = (), max_epochs: int = 1) -> Trainer:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = TrainConfig(max_epochs=1, batch_size=2, progress="off", output_dir=folder, resume=True)
-    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, loggers=loggers)
-    trainer.fit(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)))
+    config = TrainConfig(max_epochs=max_epochs, batch_size=2, progress="off", output_dir=folder, resume=True)
+    return Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, loggers=loggers)
+
+
+def fit(backend: Backend, folder: Path, loggers: tuple[str, ...] = ()) -> None:
+    make_trainer(backend, folder, loggers).fit(DATA)
+
+
+def resumed_steps(backend: Backend, folder: Path) -> tuple[int, int]:
+    """Resume the run of `fit` for a second epoch, and return the steps before and after it."""
+    trainer = make_trainer(backend, folder, max_epochs=2)
+    first = trainer.progress.step
+    trainer.fit(DATA)
+    return first, trainer.progress.step
 
 
 def fifo(name: str) -> Callable[[Path], object]:
@@ -141,16 +155,23 @@ def test_a_damaged_line_of_the_history_is_skipped(content: str, tmp_path: Path) 
     assert last_row(path) == {"step": 3}
 
 
-def test_a_kill_during_the_replacement_of_a_checkpoint_does_not_lose_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_kill_during_the_replacement_of_a_checkpoint_loses_nothing(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate a kill before each operation that follows the exchange of both folders."""
+    """Simulate a kill before each operation of `publish`, except the exchange of both folders."""
     operations = [(Path, "rename"), (files, "remove"), (files, "flush")]
-    for count in range(4):
+    if not can_exchange:  # as on NFS
+        monkeypatch.setattr(files, "_exchange_names", lambda *_: False)
+    names = []
+    for count in range(7):
         target, staging = (tmp_path / str(count) / name for name in ("step-000000003", ".step-000000003.unfinished"))
-        for folder, text in ((target, "old"), (staging, "new")):
-            folder.mkdir(parents=True)
-            (folder / "text").write_text(text)
+        target.parent.mkdir()
+        for results in ("new", "old"):
+            files.write(target, {"weight": torch.zeros(2)}, {"step": 3}, {"step": 3, "results": results})
+            if results == "new":
+                written = target.rename(tmp_path / f"{count}-new")
+        written.rename(staging)
         left = [count]
 
         def call_or_raise(original: Any, *arguments: Any, left: list[int] = left) -> Any:
@@ -165,4 +186,24 @@ def test_a_kill_during_the_replacement_of_a_checkpoint_does_not_lose_the_new_one
                 patched.setattr(owner, name, lambda *a, original=original: call_or_raise(original, *a))
             with contextlib.suppress(KeyboardInterrupt):
                 files.publish(staging, target)
-        assert (target / "text").read_text() == "new"
+        for _ in range(2):  # before and after the next run locks the folder
+            found = files.find_newest_valid(target.parent, required=True)
+            assert found is not None
+            names.append(found.name)
+            results = files.read_manifest(found)["results"]
+            assert results == "new" or (count < 3 and not can_exchange)
+            files.remove_unfinished(target.parent)
+        assert names[-1] == target.name
+        assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert names.count(f".{target.name}.replaced.unfinished") == (0 if can_exchange else 1)
+
+
+def test_a_run_resumes_from_a_checkpoint_whose_replacement_was_not_published(tmp_path: Path) -> None:
+    """A process was killed between the two renames that replace a checkpoint on NFS."""
+    with RankGroup("local", 1) as group:
+        group.run(fit, tmp_path)
+        (checkpoint,) = files.list_checkpoints(tmp_path)
+        checkpoint.rename(tmp_path / f".{checkpoint.name}.replaced.unfinished")
+        (steps,) = group.run(resumed_steps, tmp_path)
+    assert steps == (4, 8)
+    assert [path.name for path in files.list_checkpoints(tmp_path)] == ["step-000000008", checkpoint.name]

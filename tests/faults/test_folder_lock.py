@@ -281,6 +281,42 @@ def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monk
     assert not (tmp_path / ".lock").exists()
 
 
+def test_a_checkpoint_that_another_process_wrote_before_the_lock_is_not_missed(tmp_path: Path) -> None:
+    """The run chooses its checkpoint when the Trainer is created, and locks the folder in `fit`."""
+    trainer(tmp_path, max_epochs=1).fit(data())
+    first, second = (trainer(tmp_path, max_epochs=epochs, resume=True) for epochs in (2, 3))
+    first.fit(data())
+    first.fit(data())  # its own checkpoints are known
+    found = rf"Another process wrote checkpoint '{tmp_path}/step-000000008' .* with TrainConfig\(resume=True\)"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=found):
+            second.fit(data())
+    assert not (tmp_path / ".lock").exists()
+    history = (tmp_path / "history.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in history.splitlines()] == [4, 8]
+    third = trainer(tmp_path, max_epochs=3, resume=True)
+    third.fit(data())
+    assert third.progress.step == 12
+    with pytest.raises(CheckpointError, match="step-000000012"):
+        first.fit(data())  # between two calls of `fit`, the folder is not locked
+
+
+def test_a_checkpoint_that_another_process_replaced_before_the_lock_is_not_missed(tmp_path: Path) -> None:
+    trainer(tmp_path, max_epochs=1).fit(data())
+    second = trainer(tmp_path, resume=True)
+    manifest = tmp_path / "step-000000004" / "manifest.json"
+    text = manifest.read_text()
+    manifest.unlink()
+    manifest.write_text(text)
+    with pytest.raises(CheckpointError, match="Another process wrote checkpoint"):
+        second.fit(data())
+    new = tmp_path / "new"
+    second = trainer(new)
+    trainer(new, max_epochs=1).fit(data())
+    with pytest.raises(CheckpointError, match="Another process wrote checkpoint"):
+        second.fit(data())
+
+
 def assert_lock_error_on_all_ranks(backend: Backend, folder: str) -> str:
     try:
         trainer(Path(folder), backend=backend).fit(data())

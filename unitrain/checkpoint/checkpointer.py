@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Checkpointer:
         """Batch sizes of an elastic job, stored by earlier attempts or this one, one per call of `fit`."""
         self._retention = Retention(config.keep_last, config.keep_every_epochs, config.keep_best, config.keep_best_mode)
         self._lock: FolderLock | None = None
+        # On rank 0: the checkpoints in the folder when the run selected one of them, or when it last released the lock.
+        self._known_checkpoints: dict[Path, tuple[int, int]] = {}
         self._writer: CheckpointWriter | None = None
         if self.folder is not None:
             self._lock = FolderLock(self.folder)
@@ -105,6 +107,7 @@ class Checkpointer:
         if folder is None:
             return None
         wait_for_earlier_writer(folder, self._communicator)
+        self._identify_checkpoints()
         selects_this_folder = resume is True or (resume and files.real_path(Path(resume)) == files.real_path(folder))
         continues, self.stored_batch_sizes = output_folder.prepare_folder(
             folder, self._communicator, resume=bool(selects_this_folder)
@@ -239,7 +242,7 @@ class Checkpointer:
         """Lock the folder, record this job as its owner, and remove incomplete files of killed runs.
 
         Raises CheckpointError on every rank if another process still holds the lock when the timeout of FolderLock
-        expires.
+        expires, or if another process has written a checkpoint since `prepare` or since the lock was last released.
         """
         folder, lock = self.folder, self._lock
         if folder is None or lock is None:
@@ -250,8 +253,13 @@ class Checkpointer:
         def try_to_lock() -> bool:
             if not lock.acquire(MAX_WAIT_PER_COLLECTIVE_SECONDS):
                 return False
-            files.remove_unfinished(folder)
-            output_folder.record_job(folder)
+            try:
+                self._check_no_new_checkpoints(folder)
+                files.remove_unfinished(folder)
+                output_folder.record_job(folder)
+            except BaseException:
+                lock.release()
+                raise
             return True
 
         # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts periodically whether it
@@ -271,12 +279,34 @@ class Checkpointer:
             yield
         finally:
             if self._lock is not None and self._writer is not None:
-                self._writer.call_when_written(self._lock.release)
+                self._writer.call_when_written(self.release_folder)
 
     def release_folder(self) -> None:
         """Release the lock immediately. Does not communicate."""
         if self._lock is not None:
+            self._identify_checkpoints()
             self._lock.release()
+
+    def _identify_checkpoints(self) -> None:
+        """On rank 0, store which checkpoints are in the folder. Raises no error: `prepare_folder` reports a folder that
+        cannot be read."""
+        if self.folder is not None and self._communicator.rank == 0:
+            with suppress(OSError):
+                self._known_checkpoints = files.identify_checkpoints(self.folder)
+
+    def _check_no_new_checkpoints(self, folder: Path) -> None:
+        """Raise CheckpointError if another process has written a checkpoint since the run selected one. Only rank 0
+        calls it, and holds the lock.
+
+        The run would otherwise repeat steps, and write older checkpoints beside the new one.
+        """
+        found = files.identify_checkpoints(folder)
+        new = next((path for path, identity in found.items() if self._known_checkpoints.get(path) != identity), None)
+        if new is not None:
+            raise CheckpointError(
+                f"Another process wrote checkpoint '{new}' after this run had read the output folder. Start the run "
+                "again with TrainConfig(resume=True) to continue from this checkpoint, or choose another output_dir."
+            )
 
     def store_batch_size(self, fit_index: int, batch_size: ElasticBatchSize) -> None:
         """Store the batch size of the `fit` call with index `fit_index`, for later attempts with different numbers of

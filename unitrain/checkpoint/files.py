@@ -17,6 +17,7 @@ complex128, and supports complex64 only since version 0.6. Its metadata lists th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -53,8 +54,10 @@ _FILE_NAME_PATTERN = re.compile(
 _MAX_MANIFEST_BYTES = 64 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux for renameat2
 _PROBE_BYTES = 1 << 20  # more than a full file system accepts after a failed write
-_STEP_FOLDER_PATTERN = re.compile(r"step-(\d{9,})")
+# The second name is temporary, see `publish`.
+_CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})|\.step-(\d{9,})\.replaced\.unfinished")
 # Temporary names of folders that are being written or removed.
+_REPLACED_SUFFIX = ".replaced.unfinished"
 _UNFINISHED_NAME_PATTERN = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
 
 _log = logging.getLogger(__name__)
@@ -65,19 +68,55 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint that `list_checkpoints` returns; -1 for any other name."""
+    match = _CHECKPOINT_NAME_PATTERN.fullmatch(path.name)
+    return -1 if match is None else int(match[1] or match[2])
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, newest first. Other names, such as step-000000006.old, are ignored."""
-    return sorted(
-        (path for path in folder.glob("step-*") if _STEP_FOLDER_PATTERN.fullmatch(path.name) and path.is_dir()),
-        reverse=True,
-    )
+    """Return the checkpoints in `folder`, newest first. Other names, such as step-000000006.old, are ignored.
+
+    If a process was killed between the two renames of `publish`, the checkpoint is returned under its temporary name.
+    """
+    found = [path for path in folder.glob("*step-*") if step_of(path) >= 0 and path.is_dir()]
+    # A temporary name starts with a dot.
+    checkpoints = [path for path in found if not path.name.startswith(".") or _is_missing_under_final_name(path)]
+    return sorted(checkpoints, key=lambda path: (step_of(path), path), reverse=True)
+
+
+def identify_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the inode and the modification time of the manifest of each checkpoint in `folder`, by path.
+
+    Both change if a checkpoint is replaced. Checkpoints without a manifest are omitted.
+    """
+    found = {}
+    for path in list_checkpoints(folder):
+        with contextlib.suppress(OSError):
+            status = (path / MANIFEST).stat()
+            found[path] = status.st_ino, status.st_mtime_ns
+    return found
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished checkpoints of killed runs from `folder`, and files or links with such names."""
+    """Remove the unfinished checkpoints of killed runs from `folder`, and files or links with such names. Rename a
+    checkpoint back if its process was killed between the two renames of `publish`.
+    """
     for path in folder.glob(".*.unfinished"):
-        if _UNFINISHED_NAME_PATTERN.fullmatch(path.name):
+        if _is_missing_under_final_name(path):
+            path.rename(_final_path(path))
+        elif _UNFINISHED_NAME_PATTERN.fullmatch(path.name):
             remove(path)
+
+
+def _is_missing_under_final_name(path: Path) -> bool:
+    """Return whether `path` is a checkpoint that `publish` has renamed to a temporary name, and whose replacement does
+    not exist."""
+    return step_of(path) >= 0 and not os.path.lexists(_final_path(path)) and (path / MANIFEST).exists()
+
+
+def _final_path(path: Path) -> Path:
+    return path.with_name(path.name.removeprefix(".").removesuffix(_REPLACED_SUFFIX))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -99,8 +138,8 @@ def find_corruption(path: Path, first_file: int = 0, stride: int = 1) -> str | N
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
-        match = _STEP_FOLDER_PATTERN.fullmatch(path.name)
-        if match and "step" in manifest and manifest["step"] != int(match[1]):
+        step = step_of(path)
+        if step >= 0 and "step" in manifest and manifest["step"] != step:
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
         if (unknown := next((name for name in files if not _FILE_NAME_PATTERN.fullmatch(name)), None)) is not None:
             return f"its manifest lists an unknown file {unknown!r}"
@@ -157,9 +196,8 @@ def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
     Only these two checkpoints are compared, so that a run which continues deliberately from a copied checkpoint warns
     once.
     """
-    older = next(
-        (checkpoint for checkpoint in checkpoints if checkpoint.name < path.name and read_manifest(checkpoint)), None
-    )
+    older_checkpoints = checkpoints[checkpoints.index(path) + 1 :]
+    older = next((checkpoint for checkpoint in older_checkpoints if read_manifest(checkpoint)), None)
     if older is None:
         return
     (run, folder), (older_run, older_folder) = map(_read_origin, (path, older))
@@ -265,8 +303,13 @@ def write_manifest(
 
 
 def publish(staging_folder: Path, target: Path) -> None:
-    """Rename the complete folder `staging_folder` to `target`, replacing an existing `target`."""
-    replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
+    """Rename the complete folder `staging_folder` to `target`, replacing an existing `target`.
+
+    If the file system cannot exchange two names, an existing `target` is first renamed to a temporary name. After a
+    kill between these two renames, `list_checkpoints` returns the temporary name, and `remove_unfinished` restores
+    `target`.
+    """
+    replaced = target.with_name(f".{target.name}{_REPLACED_SUFFIX}")
     # An existing `target` is corrupt, a dangling link, or a checkpoint that was written at the last step of an epoch
     # before its results were known.
     if os.path.lexists(target):
@@ -277,8 +320,8 @@ def publish(staging_folder: Path, target: Path) -> None:
         remove(replaced)
         target.rename(replaced)
     staging_folder.rename(target)
-    remove(replaced)
     flush(target.parent)
+    remove(replaced)
 
 
 def _exchange_names(first: Path, second: Path) -> bool:

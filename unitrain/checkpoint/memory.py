@@ -92,9 +92,9 @@ class MemoryCheckpoints:
                     files.remove(path)
                     continue
                 # The files on disk are verified only if they would hide this checkpoint.
-                if any(check(newer) is None for newer in on_disk if newer.name >= path.name):
+                if any(check(newer) is None for newer in on_disk if files.step_of(newer) >= files.step_of(path)):
                     return None
-                skip_reason = files.find_corruption(path)
+                skip_reason = check(path)
                 if skip_reason is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
                     skip_reason = f"it was written by a different run than the checkpoints in '{disk_folder}'"
                 if skip_reason is None:

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,34 +100,48 @@ def find_on_rank_zero(
 def _find_corruption_on_rank_zero(checkpoint: Path, communicator: Communicator) -> str | None:
     """Return the reason why `checkpoint` is corrupt, or None. Only rank 0 calls it.
 
-    The files are read in a thread. Meanwhile, `_IN_PROGRESS` is broadcast at intervals.
+    While the files are read, `_IN_PROGRESS` is broadcast at intervals.
     """
-    found: Future[str | None] = Future()
-
-    def find() -> None:
-        try:
-            found.set_result(files.find_corruption(checkpoint))
-        except BaseException as error:
-            found.set_exception(error)
-
-    thread = threading.Thread(target=find, name="unitrain checkpoint verification", daemon=True)
-    thread.start()
-    thread.join(_PROGRESS_INTERVAL_SECONDS)
-    while thread.is_alive():
+    verification = _Verification(checkpoint)
+    while verification.is_running_after_wait():
         communicator.broadcast_object(_IN_PROGRESS)
-        thread.join(_PROGRESS_INTERVAL_SECONDS)
-    return found.result()
+    return verification.result()
 
 
 def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
     """Return the reason why `checkpoint` is corrupt, or None, on every rank. All ranks call it.
 
-    Each rank verifies some of the files.
+    Each rank verifies some of the files. Until all have finished, they communicate at intervals, so that no rank times
+    out.
     """
-    corruption_by_rank = communicator.allgather_object(
-        files.find_corruption(checkpoint, communicator.rank, communicator.size)
-    )
+    verification = _Verification(checkpoint, communicator.rank, communicator.size)
+    while any(communicator.allgather_object(verification.is_running_after_wait())):
+        pass
+    corruption_by_rank = communicator.allgather_object(verification.result())
     return next((reason for reason in corruption_by_rank if reason is not None), None)
+
+
+class _Verification:
+    """`files.find_corruption`, which may read large files, with the arguments of the constructor in a thread."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._found: Future[str | None] = Future()
+
+        def find() -> None:
+            try:
+                self._found.set_result(files.find_corruption(*arguments))
+            except BaseException as error:
+                self._found.set_exception(error)
+
+        threading.Thread(target=find, name="unitrain checkpoint verification", daemon=True).start()
+
+    def is_running_after_wait(self) -> bool:
+        """Wait at most `_PROGRESS_INTERVAL_SECONDS` for the end, and return whether the thread still verifies files."""
+        return bool(wait([self._found], _PROGRESS_INTERVAL_SECONDS).not_done)
+
+    def result(self) -> str | None:
+        """Return the reason why the checkpoint is corrupt, or None. Raises the exceptions of `find_corruption`."""
+        return self._found.result()
 
 
 def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:

@@ -56,7 +56,12 @@ class Retention:
         """
         if self.keep_last is None:
             return []
-        valid = [path for path in files.list_checkpoints(newest.parent) if path <= newest and files.read_manifest(path)]
+        newest_step = files.step_of(newest)
+        valid = [
+            path
+            for path in files.list_checkpoints(newest.parent)
+            if files.step_of(path) <= newest_step and files.read_manifest(path)
+        ]
         kept_checkpoints = {*valid[: self.keep_last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
         return [path for path in reversed(valid) if path not in kept_checkpoints]
 
