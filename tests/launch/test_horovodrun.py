@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from launches import running_launcher
 
 from unitrain.backends.horovod.horovodrun import terminate_rank
 
@@ -42,6 +44,17 @@ def test_terminated_rank_keeps_its_exit_code(
         finally:
             process.kill()
             thread.join()
+
+
+def test_process_that_outlives_its_rank_does_not_delay_the_exit() -> None:
+    """It holds the pipes from which horovodrun reads the output of the rank."""
+    rank = ["sh", "-c", "sleep 100 & echo text of the rank; exit 3"]
+    command = [sys.executable, "-m", "unitrain.backends.horovod.horovodrun", "--gloo", "-np", "1", *rank]
+    with running_launcher(command, fresh=True) as launch:
+        output, _ = launch.process.communicate(timeout=60)
+        assert launch.find_processes()  # only the process that outlives the rank
+    assert launch.process.returncode == 1, output
+    assert "text of the rank" in output
 
 
 def test_rank_that_ignores_sigterm_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ environment variables remain on the command lines. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
 preempted, this process also exits with 75. After SIGTERM or SIGINT, this process fails unless all ranks succeed.
-horovodrun itself does not guarantee this, because it sometimes loses the exit codes of the ranks.
+horovodrun itself does not guarantee this, because it sometimes loses the exit codes of the ranks. This process also
+exits if a process that outlives its rank holds the rank's output open.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -46,6 +48,8 @@ _ENVIRONMENT_RECEIVER = (
     "os.environb.update({name:value for name,_,value in entries if not re.match(sys.argv[1].encode(),name)});"
     "os.execv('/bin/sh',['/bin/sh','-c',sys.argv[2]])"
 )
+# Maximum time for which each of a rank's two output streams is read after the rank has exited.
+_LAST_OUTPUT_SECONDS = 5.0
 _NOT_EXPORTED = "|".join(sorted(exports.IGNORE_REGEXES))
 
 
@@ -122,6 +126,22 @@ def _launch_with_bound_server(
         exit(f"horovodrun: {str(error).strip()}")  # without its traceback, which would hide the messages of the ranks
 
 
+class _OutputThread(threading.Thread):
+    """Thread that forwards an output stream of a rank.
+
+    horovodrun calls `join` after the rank has exited. A process that the rank has started may hold the stream open, so
+    that reading it would never end.
+    """
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        super().__init__(target=target, args=args, name="unitrain output", daemon=True)
+        self.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the stream has been read completely, for at most `_LAST_OUTPUT_SECONDS` by default."""
+        super().join(_LAST_OUTPUT_SECONDS if timeout is None else timeout)
+
+
 def _run_middleman(*arguments: Any) -> None:
     install_no_op_warning_handlers()
     safe_shell_exec.terminate_executor_shell_and_children = terminate_rank
@@ -169,6 +189,7 @@ def main() -> None:
         gloo_run.get_remote_command = _remote_command
     gloo_run.launch_gloo = _launch_with_bound_server
     safe_shell_exec._exec_middleman = _run_middleman
+    safe_shell_exec.in_thread = _OutputThread  # the middlemen run in other processes
     forward_warning_signals("HOROVOD_RANK")
     launch.run_commandline()
 
