@@ -204,6 +204,60 @@ def test_standby_ranks_on_two_hosts_replace_killed_ranks(
         assert len(steps) - STEPS <= len(HOST_GATES)
 
 
+SUPERVISOR = """
+import sys, time
+from unitrain.supervisor.ranks import RankConnections
+with RankConnections("mine", None, sys.argv[1], sys.argv[1], is_standby=True) as ranks:
+    print(ranks.address, flush=True)
+    time.sleep(300)
+"""
+# A standby rank, a running rank, or a running rank that sends a message after the network was disconnected.
+CONNECTED_RANK = """
+import sys, time
+from pathlib import Path
+from unitrain.monitoring import supervisor_client as client
+client._KEEPALIVE_IDLE_SECONDS, client._KEEPALIVE_INTERVAL_SECONDS, client._KEEPALIVE_PROBES = 1, 1, 3
+rank, kind, disconnected = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+client.connect(rank, is_standby=kind == "standby")
+print("connected", flush=True)
+if kind == "standby":
+    client.wait_for_start()
+while kind == "sends" and not disconnected.exists():
+    time.sleep(0.01)
+client.report_shutdown()
+time.sleep(300)
+"""
+
+
+@needs_hosts
+def test_ranks_exit_if_the_host_of_the_supervisor_is_lost(two_hosts: list[Host], tmp_path: Path) -> None:
+    """Also if a message to it was not acknowledged, which TCP keepalive does not detect."""
+    first, second = two_hosts
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "UNITRAIN_JOB": "mine"}
+    disconnected = tmp_path / "disconnected"
+    with first.start([sys.executable, "-c", SUPERVISOR, first.address], variables) as supervisor:
+        ranks = []
+        try:
+            assert supervisor.stdout is not None
+            variables["UNITRAIN_SUPERVISOR"] = supervisor.stdout.readline().strip()
+            for rank, kind in enumerate(("standby", "idle", "sends")):
+                argv = [sys.executable, "-c", CONNECTED_RANK, str(rank), kind, str(disconnected)]
+                ranks.append(second.start(argv, variables))
+                assert ranks[-1].stdout is not None
+                assert ranks[-1].stdout.readline() == "connected\n"
+            first.disconnect_network()
+            disconnected.touch()
+            outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        finally:
+            for host in two_hosts:
+                host.kill_all()
+            for process in ranks:
+                process.communicate(timeout=60)
+    assert ranks[0].returncode == 0, outputs
+    for rank in (1, 2):
+        assert outputs[rank] == f"unitrain: stopping rank {rank} because the host of unitrain launch does not respond\n"
+
+
 def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
     """A restart after the standby ranks have exited starts new ranks."""
     with running_launcher(

@@ -10,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from launches import running_launcher
+from hosts import Host
+from launches import SECONDS, running_launcher
+from requirements import needs_hosts
 
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
@@ -131,6 +134,86 @@ def test_job_is_not_restarted_after_an_interrupt_or_termination_signal(number: s
     memory = re.search(r"UNITRAIN_MEMORY_FOLDER=(\S+)", output)
     assert memory is not None, output
     assert not Path(memory[1]).exists()
+
+
+LEAVES_A_PROCESS = """
+import os, signal, subprocess, sys
+from pathlib import Path
+import unitrain
+
+with unitrain.init(device="cpu"):
+    if not (killed := Path(sys.argv[1], "killed")).exists():
+        killed.touch()
+        subprocess.Popen(["sleep", "100"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.ci
+def test_process_that_outlives_a_killed_rank_does_not_prevent_the_restart(tmp_path: Path) -> None:
+    """horovodrun would wait for it, because it holds the output of the rank."""
+    (tmp_path / "train.py").write_text(LEAVES_A_PROCESS)
+    command = [*LAUNCH, "--backend", "local", "--launcher", "horovodrun", "-np", "1", "--max-restarts", "1"]
+    with running_launcher([*command, str(tmp_path / "train.py"), str(tmp_path)]) as launch:
+        output = launch.output()
+        assert launch.find_processes()  # only the process that outlives the rank
+    assert launch.process.returncode == 0, output
+    assert "(restart 1 of 1)" in output, output
+
+
+@pytest.mark.nightly
+@needs_hosts
+def test_process_that_outlives_a_rank_on_another_host_does_not_prevent_the_restart(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """ssh waits for it, so the supervisor ends the launcher."""
+    (tmp_path / "train.py").write_text(LEAVES_A_PROCESS)
+    command = [*LAUNCH, "--backend", "local", "--launcher", "horovodrun", "-H", "h2:1", "--max-restarts", "1"]
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = two_hosts[0].run([*command, str(tmp_path / "train.py"), str(tmp_path)], variables)
+    assert done.returncode == 0, done.stdout
+    assert "unitrain: all ranks have exited, but the launcher has not; ending it" in done.stdout
+    assert "(restart 1 of 1)" in done.stdout
+
+
+SAVES_SLOWLY = """
+import sys, time
+from pathlib import Path
+import unitrain
+from unitrain.monitoring import supervisor_client
+from unitrain.progress.preemption import PreemptionHandler
+
+with unitrain.init(device="cpu") as backend, PreemptionHandler(["SIGTERM"]) as preemption:
+    saved = Path(sys.argv[1], f"saved-{backend.rank}")
+    if not saved.exists():
+        Path(sys.argv[1], f"started-{backend.rank}").touch()
+        deadline = time.monotonic() + 60
+        while preemption.received_signal is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(3)  # the time that a checkpoint takes
+        saved.write_text(str(preemption.received_signal))
+        supervisor_client.report_preempted()
+        raise unitrain.Preempted("SIGTERM was received")
+"""
+
+
+@pytest.mark.ci
+def test_ranks_save_before_the_restart_if_their_launcher_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_SLOWLY)
+    command = [*LAUNCH, "-np", "2", "--max-restarts", "1", str(tmp_path / "train.py"), str(tmp_path)]
+    # fresh: the stub of a forked rank would receive the signal of the kernel that the rank has cancelled.
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
+        deadline = time.monotonic() + SECONDS
+        while len(list(tmp_path.glob("started-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (torchrun,) = psutil.Process(launch.process.pid).children()
+        torchrun.kill()
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    assert "the job ended with exit code 137; restarting it from its newest checkpoint (restart 1 of 1)" in output
+    for rank in range(2):
+        assert (tmp_path / f"saved-{rank}").read_text() == "SIGTERM", output
 
 
 def test_a_run_of_another_job_is_not_resumed(tmp_path: Path) -> None:

@@ -71,11 +71,16 @@ class PeerConnection:
         self._socket.settimeout(seconds)
 
     def enable_keepalive(self, idle_seconds: int, interval_seconds: int, probes: int) -> None:
-        """Enable TCP keepalive, which detects that the peer's host has become unreachable."""
+        """Close the connection if the peer's host has not responded for `idle_seconds + interval_seconds * probes`.
+
+        TCP keepalive detects this on an idle connection, and TCP_USER_TIMEOUT while sent data is not acknowledged.
+        """
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+        timeout_milliseconds = 1000 * (idle_seconds + interval_seconds * probes)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_milliseconds)
 
     def send(self, message: str) -> None:
         """Send a line of text. Errors are ignored, because `receive` reports a closed connection."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.memory_folder import remove_abandoned_folder
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, PeerConnection
+from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
 from unitrain.processes import print_to_stderr
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
@@ -34,8 +34,11 @@ ROLE = "supervision"
 EARLIER_ATTEMPT, ATTEMPT = "earlier attempt ", "attempt "
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
+# A rank detects that the supervisor's host does not respond after 15 + 5 x 5 seconds.
+_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 5
 _MAX_SIGNAL_DELAY_SECONDS = 30.0
-_LAST_CHECKPOINT_SECONDS = 60.0
+LAST_CHECKPOINT_SECONDS = 60.0
+"""Time for which a rank may save a checkpoint after the end of its launcher or of the supervisor."""
 _ATTEMPT_TIMEOUT_SECONDS = 2.0
 
 
@@ -117,11 +120,13 @@ class _SupervisorClient:
             remove_abandoned_folder()
             os._exit(0)
         # The launcher and its ranks must terminate with the supervisor. Leave this rank time for a last checkpoint.
-        print_to_stderr([f"unitrain: stopping rank {self._rank} because unitrain launch has ended"])
+        is_lost = message is DisconnectReason.UNREACHABLE
+        cause = "the host of unitrain launch does not respond" if is_lost else "unitrain launch has ended"
+        print_to_stderr([f"unitrain: stopping rank {self._rank} because {cause}"])
         if not is_exit_requested:
             os.kill(self._pid, signal.SIGTERM)
         remove_abandoned_folder()
-        time.sleep(_LAST_CHECKPOINT_SECONDS)
+        time.sleep(LAST_CHECKPOINT_SECONDS)
         os._exit(1)
 
     def _wait_for_signal_handler(self) -> None:
@@ -151,6 +156,7 @@ def connect(rank: int, *, is_standby: bool = False) -> None:
     try:
         connection = PeerConnection.connect(host, int(port), ROLE, _CONNECT_TIMEOUT_SECONDS)
         connection.set_timeout(None)
+        connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
         _client = _SupervisorClient(connection, rank, is_standby=is_standby)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The connection is optional: without it, the supervisor restarts the job based on the exit code of the

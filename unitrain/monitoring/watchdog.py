@@ -36,6 +36,7 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 from unitrain.monitoring.stack_inspection import awaited_batch
 from unitrain.monitoring.stalled_ranks import StallDetector
+from unitrain.monitoring.supervisor_client import LAST_CHECKPOINT_SECONDS
 from unitrain.processes import print_to_stderr, replace_parent_death_signal
 
 _PERIOD_SECONDS = 0.5
@@ -45,7 +46,6 @@ _GRACE_SECONDS = 5.0
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
-_LAST_CHECKPOINT_SECONDS = 60.0
 # Time for which a rank that has lost a peer waits for the report of the peer's failure.
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this long after the timeout of the main thread's own wait.
@@ -418,7 +418,7 @@ class Watchdog:
         """Send SIGTERM to this process in place of the launcher, which has exited, and leave time for a checkpoint."""
         print_to_stderr([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
-        if not self._stop_event.wait(_LAST_CHECKPOINT_SECONDS):
+        if not self._stop_event.wait(LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
     def _terminate_process(self) -> None:

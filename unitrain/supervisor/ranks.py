@@ -113,6 +113,12 @@ class RankConnections:
         return len(self._running)
 
     @property
+    def have_exited_after_crash(self) -> bool:
+        """Whether no rank is connected any more, and a rank was killed or crashed between `unitrain.init` and the
+        shutdown of its backend."""
+        return self.has_running_rank_crashed and not self._connections
+
+    @property
     def has_disconnected_ranks(self) -> bool:
         """Whether any rank has exited, or the host of any rank does not respond."""
         return bool(self.crashed_ranks or self.unreachable_ranks or self._first_exit_was_normal)
@@ -139,8 +145,20 @@ class RankConnections:
         """Request that the job save a checkpoint and exit. The request is sent to rank 0 as soon as it is connected."""
         with self._state_changed:
             self.is_exit_requested = True
-            if 0 in self._connections:
-                self._connections[0].send(SAVE_AND_EXIT)
+            self._send_save_and_exit()
+
+    def save_after_end_of_launcher(self, timeout_seconds: float) -> None:
+        """Request that the job save a checkpoint and exit, because its launcher was killed. Wait until all connected
+        ranks have exited, for at most `timeout_seconds`. This does not count as a preemption."""
+        with self._state_changed:
+            is_preempted = self.is_preempted
+            self._send_save_and_exit()
+            self._state_changed.wait_for(self._all_disconnected, timeout_seconds)
+            self.is_preempted = is_preempted
+
+    def _send_save_and_exit(self) -> None:
+        if 0 in self._connections:
+            self._connections[0].send(SAVE_AND_EXIT)
 
     def exit_all_ranks(self, timeout_seconds: float) -> None:
         """Wait briefly for the exit of all ranks, then request an immediate exit of the remaining ones. Ranks still

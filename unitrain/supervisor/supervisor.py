@@ -18,7 +18,7 @@ import click
 from unitrain.bootstrap.memory_folder import MemoryFolder
 from unitrain.errors import Preempted
 from unitrain.launchers import Host
-from unitrain.monitoring.supervisor_client import AttemptInfo, EarlierAttempt
+from unitrain.monitoring.supervisor_client import LAST_CHECKPOINT_SECONDS, AttemptInfo, EarlierAttempt
 from unitrain.processes import process_age_seconds
 from unitrain.supervisor.attempt import Attempt, SupervisedJob, end_launcher
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
@@ -32,8 +32,8 @@ _PREEMPTED_CODE = int(Preempted(None).code or 0)
 _FAILED_CODE = 1
 # A failed host, file system or port may take time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
-# If a host is unreachable, a launcher that does not exit is terminated after this number of seconds, and killed after
-# twice this number.
+# If a host is unreachable, or all ranks have exited after a crash, a launcher that does not exit is terminated after
+# this number of seconds, and killed after twice this number.
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
 # Ranks exit immediately on request, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
@@ -158,6 +158,8 @@ class Supervisor:
                 exiting.start()
                 self._exiting_launchers.append(exiting)
                 return None, ranks
+            if code < 0 and not ranks.unreachable_ranks:
+                ranks.save_after_end_of_launcher(LAST_CHECKPOINT_SECONDS)
             ranks.exit_all_ranks(_RANK_EXIT_TIMEOUT_SECONDS)
         return (code if code >= 0 else 128 - code), ranks
 
@@ -176,8 +178,9 @@ class Supervisor:
         return lambda: AttemptInfo(number, time.monotonic() - start_time, waiting_seconds, reason, earlier_attempts)
 
     def _wait_for_end(self, attempt: Attempt) -> int | None:
-        """Wait for the launcher and return its exit code. If a host is unreachable, terminate the launcher after a
-        timeout.
+        """Wait for the launcher and return its exit code. Terminate the launcher after a timeout if a host is
+        unreachable, or if all ranks have exited after a crash. In the second case, horovodrun and mpirun would wait
+        for processes that were started by a rank and hold its output.
 
         If a rank was killed or crashed and standby ranks can replace the attempt, request the exit of the other ranks,
         and return None when they have exited.
@@ -199,7 +202,13 @@ class Supervisor:
                 numbers = ", ".join(map(str, ranks.unreachable_ranks))
                 click.echo(f"unitrain: the host of {noun} {numbers} does not respond; ending the job", err=True)
                 next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
+            # torchrun does not wait for the output. It may restart the ranks itself, if --launcher-args requests this.
+            if next_action_at is None and ranks.have_exited_after_crash and self._job.launcher != "torchrun":
+                next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
             if next_action_at is not None and actions and time.monotonic() > next_action_at:
+                if len(actions) == 2 and not ranks.unreachable_ranks:
+                    text = "all ranks have exited, but the launcher has not; ending it"
+                    click.echo(f"unitrain: {text}", err=True)
                 actions.pop(0)()
                 next_action_at += _LAUNCHER_TIMEOUT_SECONDS
 
