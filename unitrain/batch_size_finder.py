@@ -166,7 +166,9 @@ class _Search:
         peak = self._memory.peak()
         _release_memory(backend.device)
         failed, too_small, memory_exceeded, highest = backend.allreduce(
-            torch.tensor([error is not None, samples is not None and samples < batch_size, is_out_of_memory, peak]),
+            torch.tensor(
+                [error is not None, samples is not None and samples < batch_size, is_out_of_memory, peak], device="cpu"
+            ),
             "max",
         ).tolist()
         if error is not None:

@@ -91,12 +91,12 @@ class Evaluation:
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_shard)
         if self._communicator.size > 1:
-            on_rank = torch.tensor([kind in loss_kinds for kind in LossKind], dtype=torch.int32)
+            on_rank = torch.tensor([kind in loss_kinds for kind in LossKind], dtype=torch.int32, device="cpu")
             on_any_rank = self._communicator.allreduce(on_rank, "max")
             check_one_loss_kind({kind for kind, is_used in zip(LossKind, on_any_rank.tolist(), strict=True) if is_used})
         results = losses.reduce(self._communicator)
         if math.isnan(results["loss"]):  # equal on every rank, so all ranks call allreduce
-            samples = self._communicator.allreduce(torch.tensor([local_samples]), "sum")
+            samples = self._communicator.allreduce(torch.tensor([local_samples], device="cpu"), "sum")
             if not samples:
                 raise DataError(
                     "The data for evaluation contains no samples, so its means are undefined. Pass data with at least "

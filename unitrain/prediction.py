@@ -85,7 +85,9 @@ class Outputs:
         outputs = [self._gather_output(index, spec, rows_by_rank, communicator) for index, spec in enumerate(specs)]
         if stride_unit is not None:
             lengths = row_counts_by_rank if stride_unit == "batches" else [[1] * num_rows for num_rows in rows_by_rank]
-            order = strided_order([torch.tensor(lengths_of_rank, dtype=torch.int64) for lengths_of_rank in lengths])
+            order = strided_order(
+                [torch.tensor(lengths_of_rank, dtype=torch.int64, device="cpu") for lengths_of_rank in lengths]
+            )
             outputs = [output[order] for output in outputs]
         self._batches.clear()
         self._samples.clear()
@@ -99,10 +101,12 @@ class Outputs:
         """
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
-            batch[index] = torch.empty(0)  # releases the rows, so that they are not in memory twice
-        rows_here = torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype)
+            batch[index] = torch.empty(0, device="cpu")  # releases the rows, so that they are not in memory twice
+        rows_here = (
+            torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype, device="cpu")
+        )
         del batches_here
-        outputs = torch.empty(sum(rows_by_rank), *spec.shape, dtype=spec.dtype)
+        outputs = torch.empty(sum(rows_by_rank), *spec.shape, dtype=spec.dtype, device="cpu")
         row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         if row_bytes == 0:
             return outputs

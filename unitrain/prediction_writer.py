@@ -345,7 +345,7 @@ def _file_names(specs: Sequence[OutputSpec]) -> list[str]:
 
 def _numpy_dtype(spec: OutputSpec) -> np.dtype[Any]:
     dtype = spec.dtype if spec.dtype in _NUMPY_DTYPES else torch.float32
-    return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+    return np.dtype(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
 
 
 def _to_numpy(tensor: Tensor) -> NDArray[Any]:

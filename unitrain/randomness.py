@@ -69,7 +69,7 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_key}},
-        "python": (version, torch.tensor(python_numbers), gauss_next),
+        "python": (version, torch.tensor(python_numbers, device="cpu"), gauss_next),
     }
 
 

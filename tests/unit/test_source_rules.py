@@ -17,6 +17,15 @@ EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc", "tools", "util", "utils"}
 ENVIRONMENT_READERS = ("unitrain/bootstrap/environment.py", "launchers/*", "unitrain/launchers/*")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+# Functions of torch that create tensors on the default device.
+FACTORIES = {
+    f"torch.{name}"
+    for name in (
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones",
+        "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "tensor",
+        "tril_indices", "triu_indices", "zeros",
+    )
+}  # fmt: skip
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 # Private names of torch and other packages that a file may use. torch_compat.py and fsdp_compat.py may use all private
 # names of torch.
@@ -108,6 +117,19 @@ def packages_do_not_print(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno} calls print"
 
 
+def tensors_do_not_depend_on_the_default_device(path: str, source: str) -> Iterator[str]:
+    """Report new tensors without `device`, which a program's torch.set_default_device would create on another device."""
+    if not path.startswith("unitrain/") or path.startswith("unitrain/testing/") or path == "unitrain/bench/models.py":
+        return
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in FACTORIES
+            and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+        ):
+            yield f"{path}:{node.lineno} calls {ast.unparse(node.func)} without device="
+
+
 VIOLATIONS: list[tuple[Rule, str, str]] = [
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.getenv('RANK')"),
@@ -128,6 +150,8 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (public_names_are_documented, "unitrain/x.py", '"""A."""\nasync def f(): ...'),
     (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef test_f(): ...'),
     (packages_do_not_print, "unitrain/x.py", "print(1)"),
+    (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.zeros(\n3)"),
+    (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.as_tensor(values, dtype=torch.int64)"),
 ]
 
 

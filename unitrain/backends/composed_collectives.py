@@ -205,7 +205,7 @@ class PiecewiseReduceScatter:
         for index, buffer in enumerate(self._free_buffers):
             if buffer.shape == shape and buffer.dtype == dtype:
                 return self._free_buffers.pop(index)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -118,7 +118,7 @@ class ConsistencyCheck:
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
         """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` contains the number of bytes of every
         rank. All ranks call it."""
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: payload.numel()] = payload
         gathered = self._allgather(padded)
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
@@ -165,9 +165,9 @@ class ConsistencyCheck:
         has_count = call.operation != "broadcast_object" or rank == call.root
         local_header = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
         values = None if tensor is None or dtype is None else _exact_float64_summands(tensor, dtype, call.op)
-        vector = torch.zeros(_SUM_HEADER_ELEMENTS + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
+        vector = torch.zeros(_SUM_HEADER_ELEMENTS + _MAX_SUMMED_ELEMENTS, dtype=torch.float64, device="cpu")
         header = [*local_header, *(part * part for part in local_header), values is not None]
-        vector[:_SUM_HEADER_ELEMENTS] = torch.tensor(header, dtype=torch.float64)
+        vector[:_SUM_HEADER_ELEMENTS] = torch.tensor(header, dtype=torch.float64, device="cpu")
         if values is not None:
             vector[_SUM_HEADER_ELEMENTS : _SUM_HEADER_ELEMENTS + values.numel()] = values
         self._sum_over_ranks(vector)
@@ -184,7 +184,7 @@ class ConsistencyCheck:
             if all(is_equal[_NUM_PARTS:]):
                 counts = [call.count] * size
             else:
-                counts = self._allgather(torch.tensor([call.count])).view(-1).tolist()
+                counts = self._allgather(torch.tensor([call.count], device="cpu")).view(-1).tolist()
         is_complete = values is not None and ranks_with_values == size
         total = (
             vector[_SUM_HEADER_ELEMENTS : _SUM_HEADER_ELEMENTS + values.numel()]
@@ -236,7 +236,7 @@ class ConsistencyCheck:
         """Raise on every rank the error of the lowest rank with invalid arguments or, if no rank has an error,
         CollectiveMismatchError. All ranks call it."""
         payload, _ = pack((call, problem))
-        sizes = self._allgather(torch.tensor([payload.numel()])).view(-1).tolist()
+        sizes = self._allgather(torch.tensor([payload.numel()], device="cpu")).view(-1).tolist()
         calls_and_errors = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
         self.on_mismatch()
         for _, error in calls_and_errors:

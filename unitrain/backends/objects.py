@@ -16,7 +16,7 @@ from unitrain.backends.tensors import as_bytes, copy_into
 from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
-EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
+EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8, device="cpu")
 # `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. The function needs twice this much
 # additional memory, for a chunk and the result of its broadcast.
 CHUNK_BYTES = 2**26

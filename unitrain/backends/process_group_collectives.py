@@ -152,7 +152,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             payload = checked.contents[root, : checked.root_count]
         else:
             if not is_root:
-                payload = torch.empty(checked.root_count, dtype=torch.uint8)
+                payload = torch.empty(checked.root_count, dtype=torch.uint8, device="cpu")
             self._check_consistency.broadcast_bytes(payload, root)
         return obj if is_root else unpack(payload, self.device)
 

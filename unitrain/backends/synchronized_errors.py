@@ -22,7 +22,7 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
     a missing folder.
     """
     # A sum requires one exchange for any number of ranks.
-    if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
+    if not communicator.allreduce(torch.tensor(float(error is not None), device="cpu"), "sum"):
         return
     errors = communicator.allgather_object(error)
     for rank, rank_error in enumerate(errors):
@@ -64,7 +64,7 @@ def gather_if_different(communicator: Communicator, value: Any) -> list[Any] | N
     else:
         fingerprint, is_unpicklable = int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 2, 0
     largest, negated_smallest, any_unpicklable = communicator.allreduce(
-        torch.tensor([fingerprint, -fingerprint, is_unpicklable]), "max"
+        torch.tensor([fingerprint, -fingerprint, is_unpicklable], device="cpu"), "max"
     ).tolist()
     if largest == -negated_smallest and not any_unpicklable:
         return None

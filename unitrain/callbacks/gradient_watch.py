@@ -46,7 +46,11 @@ class GradientWatch(Callback):
         }
         # An empty gradient has no norm. If parameters are sharded, a rank may have no rows of a gradient.
         gradients = {name: rows if rows.numel() else rows.new_zeros(1) for name, rows in gradients.items()}
-        norms = torch.stack(foreach_norm(list(gradients.values()), float("inf"))) if gradients else torch.ones(1)
+        norms = (
+            torch.stack(foreach_norm(list(gradients.values()), float("inf")))
+            if gradients
+            else torch.ones(1, device="cpu")
+        )
         if is_sharded:
             norms = trainer.backend.allreduce(norms, "max")
         if bool(norms.isfinite().all()):

@@ -64,7 +64,7 @@ def _copy_tensor(tensor: Tensor, copied: dict[Any, Any]) -> Tensor:
     key = (storage.device, storage.data_ptr())
     if key not in copied:
         copied[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(copied[key], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

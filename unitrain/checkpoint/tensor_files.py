@@ -243,7 +243,7 @@ class StoredTensors:
                 data = chunk.data
                 # Writes to these views would change other elements or the sign of the numbers.
                 is_special = is_expanded(data) or data.is_conj() or data.is_neg()
-                target = torch.empty(data.shape, dtype=data.dtype) if is_special else data
+                target = torch.empty(data.shape, dtype=data.dtype, device="cpu") if is_special else data
                 self._read_chunk(files, chunk, target)
                 if is_special:
                     copy_into(data, target)
@@ -261,7 +261,7 @@ class StoredTensors:
     def read_real(self, name: str) -> Tensor:
         """Read and return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
         stored = self.tensors[name]
-        result = torch.empty(stored.shape, dtype=stored.dtype)
+        result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         with _OpenFiles(self.folder) as files:
             for chunk in stored.chunks:
                 for block, overlap_slice in _read_overlap(
@@ -314,7 +314,7 @@ def _read_overlap(
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return
     if not starts:
-        scalar = torch.empty((), dtype=dtype)
+        scalar = torch.empty((), dtype=dtype, device="cpu")
         files.read(chunk.file, chunk.position, scalar)
         yield scalar, ()
         return
@@ -331,7 +331,7 @@ def _read_overlap(
     )
     for row in range(starts[0], stops[0], rows_per_block):
         end = min(row + rows_per_block, stops[0])
-        block = torch.empty((end - row, *row_shape), dtype=dtype)
+        block = torch.empty((end - row, *row_shape), dtype=dtype, device="cpu")
         files.read(chunk.file, chunk.position + (row - chunk.offsets[0]) * row_bytes, block)
         yield block[(slice(None), *in_row)], (slice(row - offsets[0], end - offsets[0]), *in_box)
 

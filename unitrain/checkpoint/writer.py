@@ -149,7 +149,9 @@ def _wait_until_written(folder: Path, pending_write: _PendingWrite, communicator
     while True:
         # Writing may take longer than the collective timeout, so the ranks exchange their state periodically.
         flags = [pending_write.is_running_after_wait(), pending_write.error is not None]
-        is_running, has_failed = communicator.allreduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
+        is_running, has_failed = communicator.allreduce(
+            torch.tensor(flags, dtype=torch.int32, device="cpu"), "max"
+        ).tolist()
         if not is_running:
             return
         if has_failed:

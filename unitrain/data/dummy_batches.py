@@ -243,7 +243,7 @@ class StepAligner:
         samples = [NO_BATCH if counted_batch is None else counted_batch.sample_count for counted_batch in window]
         counts = [state, *items, *samples]
         # On the CPU, because reading a result from a GPU would wait for all work queued there.
-        gathered = self._communicator.allgather(torch.tensor(counts))
+        gathered = self._communicator.allgather(torch.tensor(counts, device="cpu"))
         counts_of_ranks: list[list[int]] = gathered.view(self._communicator.size, len(counts)).tolist()
         states = [counts.pop(0) for counts in counts_of_ranks]
         if _HAS_FAILED in states:

@@ -99,7 +99,7 @@ class EvaluationShard:
         if limit_batches is not None:  # the batch size then determines the evaluated samples
             compared["batch_size"] = source.batch_size
         check_same_data(subject, communicator, source.length, compared)
-        self._order, bounds = DrawnOrder(torch.arange(source.length), None)
+        self._order, bounds = DrawnOrder(torch.arange(source.length, device="cpu"), None)
         if source.sampler is not None:
             self._order, bounds = draw_order(
                 source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0

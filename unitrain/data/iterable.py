@@ -261,13 +261,13 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._first_item_fingerprint: int | None = None
         # Epoch, start position, and whether a state is set, in shared memory, because persistent workers have copies of
         # this object.
-        self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
 
     def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:
         """Set the epoch, the start and the state of the next iteration. Running workers receive the epoch and the
         start, but not the state."""
         self._state = state
-        self._start.copy_(torch.tensor([epoch, start, state is not None]))
+        self._start.copy_(torch.tensor([epoch, start, state is not None], device="cpu"))
 
     def __iter__(self) -> Iterator[_LoadedBatch | None]:
         epoch, start, has_state = map(int, self._start.tolist())

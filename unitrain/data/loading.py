@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import tee
 from typing import Any
 
@@ -112,7 +112,7 @@ class IndexedSource:
             return self._index_tensors(*self._tensors, order, positions)
         assert not self.may_drop_samples
         self._set_order(order, positions, worker_seed)
-        return iter(self._loader)
+        return _start_iteration(self._loader)
 
     def counted_batches(
         self,
@@ -225,7 +225,7 @@ def _create_loader(
 
 def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     """Yield the batches of `loader`. Closing the generator terminates its workers, unless they are persistent."""
-    fetched = iter(loader)
+    fetched = _start_iteration(loader)
     try:
         yield from fetched
     finally:
@@ -233,6 +233,14 @@ def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
         # per worker.
         if loader.num_workers and not loader.persistent_workers:
             stop_workers(fetched)
+
+
+def _start_iteration(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator over `loader`, for any default device of the program. New workers have the default device CPU,
+    because a forked process cannot use the GPU."""
+    # The DataLoader draws a number with its CPU generator, for which torch requires that the default device is the CPU.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        return iter(loader)
 
 
 def count_prefetched_batches(loader: DataLoader[Any]) -> int:
@@ -277,7 +285,7 @@ def _subset_indices(indices: Any, length: int) -> Tensor | None:
     """Return the indices of a Subset of a dataset with `length` samples, as non-negative int64 [indices]; None unless
     they are integers in range."""
     try:
-        index_tensor = torch.as_tensor(indices)
+        index_tensor = torch.as_tensor(indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     # torch interprets uint8 and bool as masks.

@@ -48,8 +48,8 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     drops at the end of an epoch.
     """
     if not shuffle:
-        return torch.arange(length)
-    return torch.randperm(length, generator=torch.Generator().manual_seed((seed + epoch) % 2**64))
+        return torch.arange(length, device="cpu")
+    return torch.randperm(length, generator=torch.Generator().manual_seed((seed + epoch) % 2**64), device="cpu")
 
 
 def micro_batches_of_samples(
@@ -167,5 +167,7 @@ def strided_order(lengths: Sequence[Tensor]) -> Tensor:
     """
     size = len(lengths)
     # The rows are sorted by round, and within a round by rank.
-    keys = [(torch.arange(len(own)) * size + rank).repeat_interleave(own) for rank, own in enumerate(lengths)]
+    keys = [
+        (torch.arange(len(own), device="cpu") * size + rank).repeat_interleave(own) for rank, own in enumerate(lengths)
+    ]
     return torch.cat(keys).argsort(stable=True)

@@ -136,9 +136,9 @@ def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: i
 
 def _to_order(keys: list[Any]) -> Tensor | list[Any]:
     if all(isinstance(key, int | np.integer) and -(2**63) <= key < 2**63 for key in keys):
-        return torch.tensor(keys, dtype=torch.int64)
+        return torch.tensor(keys, dtype=torch.int64, device="cpu")
     if all(isinstance(key, Tensor) and key.dim() == 0 and not key.is_floating_point() for key in keys):
-        return torch.stack(keys).to(torch.int64)
+        return torch.stack(keys).to("cpu", torch.int64)
     return keys
 
 

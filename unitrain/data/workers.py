@@ -45,7 +45,7 @@ class WorkerInit:
     _signals: frozenset[signal.Signals] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        reports = torch.zeros(self.num_workers, _REPORT_BYTES, dtype=torch.uint8)
+        reports = torch.zeros(self.num_workers, _REPORT_BYTES, dtype=torch.uint8, device="cpu")
         object.__setattr__(self, "_reports", reports.share_memory_() if self.num_workers else reports)
         _terminate_workers_at_exit()
 
@@ -80,7 +80,7 @@ def _write_reports(report: Tensor) -> None:
     while True:
         fetch, text = _describe_activity(fetch)
         content = text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
-        report.copy_(torch.tensor(list(content), dtype=torch.uint8))
+        report.copy_(torch.tensor(list(content), dtype=torch.uint8, device="cpu"))
         time.sleep(_REPORT_INTERVAL_SECONDS)
 
 

@@ -105,7 +105,7 @@ class ExactMeans(Means):
             largest = exact.components[-_MAX_COMPONENTS:]
             rows += [*largest, *[0.0] * (_MAX_COMPONENTS - len(largest))]
         return torch.tensor(
-            [*rows, self._samples + sum_exactly(self._exact_token_count.components)], dtype=torch.float64
+            [*rows, self._samples + sum_exactly(self._exact_token_count.components)], dtype=torch.float64, device="cpu"
         )
 
     def reduce_totals(self, communicator: Communicator) -> tuple[list[float], float]:

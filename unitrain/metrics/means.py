@@ -220,7 +220,9 @@ def detached_copy(value: Tensor | float) -> Tensor:
 
     Results of differentiable operations are also copied, because `loss += penalty` overwrites them.
     """
-    return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return (
+        value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+    )
 
 
 def _check_value(value: Any) -> None:
@@ -231,7 +233,7 @@ def _check_value(value: Any) -> None:
         description = f"a tensor of shape {list(value.shape)} on device meta"
     else:
         try:
-            if not torch.as_tensor(value).is_complex():
+            if not torch.as_tensor(value, device="cpu").is_complex():
                 return
             description = f"the complex number {value}"
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -245,7 +247,7 @@ def _check_value(value: Any) -> None:
 def _mean_in_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
     """Return the mean of `value` in float64. Raises TensorError for a complex `value`, and for a shape other than []
     and [count]. The shape is not checked if `count` is None or 0."""
-    value = torch.as_tensor(value).detach()
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     if value.is_complex() or (count is not None and count > 0 and value.shape not in ((), (count,))):
         raise TensorError(_invalid_value_message("The value", value, count or 0))
     return value.to(device, torch.float64).mean()

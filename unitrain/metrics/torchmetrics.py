@@ -117,7 +117,7 @@ class TorchMetrics:
         rank = communicator.rank if self._is_updated else communicator.size
         # The lowest rank with samples computes the result, because some metrics store properties of the samples outside
         # their state.
-        root = int(communicator.allreduce(torch.tensor(rank), "min"))
+        root = int(communicator.allreduce(torch.tensor(rank, device="cpu"), "min"))
         if root == communicator.size:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.result_names.items()}
         if self._has_logical_ranks:
@@ -139,7 +139,7 @@ class TorchMetrics:
         states = [_read_states(metric) for metric in self._metrics.values()]
         reduced = self._reduce_states(states)
         gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())
-        if self._communicator.allreduce(torch.tensor(gathers), "max"):
+        if self._communicator.allreduce(torch.tensor(gathers, device="cpu"), "max"):
             return self._communicator.allgather_object(states), reduced
         return [states], reduced
 
@@ -164,7 +164,7 @@ class TorchMetrics:
                 parts.append(_contribution(values_by_name.pop(name).to(wide), op, updates).reshape(-1))
                 counts.append([updates, int(updates > 0)])
             total = self._communicator.allreduce(torch.cat(parts), "sum" if op == "mean" else op)  # type: ignore[arg-type]
-            total_counts = self._communicator.allreduce(torch.tensor(counts), "sum").tolist()
+            total_counts = self._communicator.allreduce(torch.tensor(counts, device="cpu"), "sum").tolist()
             values = total.split([part.numel() for part in parts])
             for state_entry, value, (updates, updated_ranks) in zip(group, values, total_counts, strict=True):
                 default = metrics_by_path[state_entry.metric_index][state_entry.path]._defaults[state_entry.name]

@@ -100,7 +100,7 @@ def _read_value(name: str, value: Any) -> Tensor | float:
         description = f"a tensor of shape {list(value.shape)} on device meta"
     else:
         try:
-            torch.tensor(value, dtype=torch.float64)
+            torch.tensor(value, dtype=torch.float64, device="cpu")
             return value  # type: ignore[no-any-return]
         except (TypeError, ValueError, OverflowError, RuntimeError):
             description = describe_value(value)

@@ -44,8 +44,8 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
         return communicator.allgather(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
     # Five dimensions, so that this allgather does not match that of a rank that passed integers or disabled grad mode.
-    row_counts: list[int] = communicator.allgather(torch.full((1, 1, 1, 1, 1), rows)).view(-1).tolist()
-    anchor = torch.empty(0, requires_grad=True)
+    row_counts: list[int] = communicator.allgather(torch.full((1, 1, 1, 1, 1), rows, device="cpu")).view(-1).tolist()
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     gathered: Tensor = _Allgather.apply(tensor, anchor, communicator, row_counts)
     return gathered
 
@@ -84,5 +84,5 @@ class _AllreduceAndSelectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
         return _Allgather.apply(gradient, anchor, ctx.communicator, ctx.row_counts), None, None

@@ -182,7 +182,7 @@ class SharedStatistics:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
         cached = self._cached_counts_and_layer_numbers.get(layer_number)
         if cached is None or cached[0] != count:
-            cached = count, torch.tensor([count, layer_number, layer_number**2], dtype=torch.float64)
+            cached = count, torch.tensor([count, layer_number, layer_number**2], dtype=torch.float64, device="cpu")
             self._cached_counts_and_layer_numbers[layer_number] = cached
         return cached[1]
 

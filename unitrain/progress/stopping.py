@@ -94,7 +94,7 @@ class StopCoordinator:
         trained = step > before  # otherwise there are no steps to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
         local_row = torch.tensor(
-            [[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64
+            [[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64, device="cpu"
         )
         ranks = self._communicator.allgather(local_row.to(self._communicator.device)).tolist()
         if trained:

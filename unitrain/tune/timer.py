@@ -77,7 +77,9 @@ class StepTimer(Callback):
                 per_step = _seconds_between(self._start, self._record_time(trainer)) / (
                     self._request.warmup_steps - self._request.warmup_steps // 2
                 )
-                slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
+                slowest = trainer.backend.allreduce(
+                    torch.tensor(per_step, dtype=torch.float64, device="cpu"), "max"
+                ).item()
                 self._steps_to_time = self._complete_periods(
                     max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
                 )
@@ -118,7 +120,7 @@ class StepTimer(Callback):
         self._is_finished = True
         backend = trainer.backend
         per_step = _seconds_between(self._start, self._end) / self._timed_steps
-        slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
+        slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64, device="cpu"), "max").item()
         # Launchers may bind each rank to separate cores, so the cores of a host are the cores of all its ranks.
         affinities = backend.allgather_object((backend.node_rank, usable_cores()))
         cores = len({core for node, usable in affinities if node == backend.node_rank for core in usable})

@@ -44,7 +44,7 @@ def copy_state(name: str, entry: dict[Any, Any]) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             copies[f"state {name} {key}"] = copy_to_cpu(value)
         elif isinstance(value, int | float):
-            copies[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64)
+            copies[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64, device="cpu")
     return copies
 
 

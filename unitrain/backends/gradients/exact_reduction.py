@@ -445,7 +445,7 @@ def _encode_maxima(exponents: Tensor, flags: Sequence[_ParameterFlags], step_fla
     maximum of the messages of all processes contains the maximum of the exponents, and whether a flag is set in any
     process."""
     values = [int(flag) for flags_tuple in (*flags, step_flags) for flag in flags_tuple]
-    return torch.cat([exponents, torch.tensor(values, dtype=torch.int32).to(exponents.device)])
+    return torch.cat([exponents, torch.tensor(values, dtype=torch.int32, device=exponents.device)])
 
 
 def _decode_maxima(message: Tensor, num_blocks: int) -> tuple[Tensor, list[_ParameterFlags], _StepFlags]:

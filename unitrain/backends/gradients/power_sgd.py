@@ -128,7 +128,7 @@ class PowerSGDCompressor(CompressionState):
     def finish(self) -> None:
         """Count the reduction, and apply the new state of all matrices unless a gradient of the backward pass contains
         inf or nan."""
-        finite = torch.stack(self._finite_flags).all() if self._new_states else torch.tensor(True)
+        finite = torch.stack(self._finite_flags).all() if self._new_states else torch.tensor(True, device="cpu")
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
                 self._keep_error(name, error, finite)
@@ -202,7 +202,7 @@ class PowerSGDCompressor(CompressionState):
         self._num_reductions, self._errors, self._queries = layout["steps"], {}, {}
         for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
             for name, (shape, dtype) in layout[kind].items():
-                own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype)
+                own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype, device="cpu")
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, errors: Tensor) -> None:
@@ -286,7 +286,11 @@ class PowerSGDCompressor(CompressionState):
         entropy = [self._settings.seed, self._indices[name], reduction_index]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         random = torch.randn(
-            shape[1], self._approximation_rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
+            shape[1],
+            self._approximation_rank(shape),
+            dtype=like.dtype,
+            generator=torch.Generator().manual_seed(seed),
+            device="cpu",
         )
         return random.to(like.device)
 

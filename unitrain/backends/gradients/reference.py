@@ -24,7 +24,7 @@ def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
         if not parameter.requires_grad:
             continue
         is_used = parameter.grad is not None
-        num_ranks_using_it = communicator.allreduce(torch.tensor(float(is_used)), "sum")
+        num_ranks_using_it = communicator.allreduce(torch.tensor(float(is_used), device="cpu"), "sum")
         if not num_ranks_using_it:
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

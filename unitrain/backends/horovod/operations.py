@@ -269,7 +269,7 @@ class OperationStarter(dist.ProcessGroup):
 
         if not payload.shape[1]:
             return []
-        counts = torch.tensor([0] * len(splits) if is_refused else splits, dtype=torch.int32)
+        counts = torch.tensor([0] * len(splits) if is_refused else splits, dtype=torch.int32, device="cpu")
         start = functools.partial(hvd.alltoall_async, splits=counts)
         return [self._issue_rows("alltoall", payload, start, result, finish, refusal, is_refused=is_refused)]
 

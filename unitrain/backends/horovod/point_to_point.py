@@ -74,7 +74,11 @@ class PointToPoint:
     def recv(self, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
         """Start to receive `tensor` from `rank` of the group, or from any rank if `rank` is None."""
         target = Destination(tensor)
-        buffer = target.bytes if tensor.device.type == "cpu" else torch.empty(len(target.bytes), dtype=torch.uint8)
+        buffer = (
+            target.bytes
+            if tensor.device.type == "cpu"
+            else torch.empty(len(target.bytes), dtype=torch.uint8, device="cpu")
+        )
 
         def finish() -> None:
             if buffer.data_ptr() != target.bytes.data_ptr():
@@ -83,7 +87,7 @@ class PointToPoint:
 
         if rank is None:
             # Gloo refuses an empty buffer here, but accepts a message that is shorter than the buffer.
-            received = buffer if len(buffer) else torch.empty(1, dtype=torch.uint8)
+            received = buffer if len(buffer) else torch.empty(1, dtype=torch.uint8, device="cpu")
             work, source = self.transport.recv_anysource([received], tag), "any rank"
         else:
             work, source = self.transport.recv([buffer], rank, tag), f"rank {self._global_ranks[rank]}"

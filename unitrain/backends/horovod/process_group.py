@@ -342,7 +342,7 @@ class HorovodProcessGroup(OperationStarter):
         if input_splits or output_splits:
             sent = input_splits or [rows // size] * size
             return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
-        counts = torch.tensor([rows // size] * size, dtype=torch.int32)
+        counts = torch.tensor([rows // size] * size, dtype=torch.int32, device="cpu")
         works = []
         for byte_range in piece_slices(row_bytes, rows):
             piece = payload[:, byte_range].contiguous()
@@ -376,7 +376,7 @@ class HorovodProcessGroup(OperationStarter):
 
     @signatures.accepts(signatures.barrier)
     def barrier(self, opts: Any) -> HorovodWork:
-        token = torch.zeros(1, dtype=torch.int32)
+        token = torch.zeros(1, dtype=torch.int32, device="cpu")
         return self._issue("barrier", token, functools.partial(hvd.allreduce_async_, token, op=hvd.Sum), [token])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -53,7 +53,7 @@ def unpack_rows(rows: Tensor, like: Tensor) -> Tensor:
     index_bytes = 8 * like.sparse_dim()
     indices = _contiguous_copy(rows[:, :index_bytes]).view(torch.int64).t()
     values = _contiguous_copy(rows[:, index_bytes:]).view(like.dtype).view(len(rows), *like.shape[like.sparse_dim() :])
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(indices, values, like.shape, device=values.device, check_invariants=False).coalesce()
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

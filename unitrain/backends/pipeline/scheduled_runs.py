@@ -140,7 +140,7 @@ class ScheduledStageRuns(StageRuns):
         Every stage runs one forward pass without gradients on a tensor with the shape of its input. Raises DataError if
         the previous stage has a different micro-batch.
         """
-        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
         inputs = micro_batch
         if not self._is_first:
             self._group.receive(header, self._group.index - 1, _HEADER_TAG)
@@ -169,7 +169,7 @@ class ScheduledStageRuns(StageRuns):
                 for buffer, value in buffers:
                     buffer.copy_(value)
         if self._is_last:
-            return output if isinstance(output, Tensor) else torch.empty(0)
+            return output if isinstance(output, Tensor) else torch.empty(0, device="cpu")
         is_sent = isinstance(output, Tensor) and output.is_floating_point() and output.dtype in DTYPES
         if not is_sent or output.dim() > _MAX_DIMS:
             name = list(self._module.named_children())[-1][0]
@@ -183,7 +183,7 @@ class ScheduledStageRuns(StageRuns):
     def _broadcast_output(self, output: Any) -> Tensor:
         """Return the output of the last stage on every rank of the replica."""
         last_stage = self._group.size - 1
-        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
         if self._is_last:
             if not isinstance(output, Tensor) or output.dtype not in DTYPES or output.dim() > _MAX_DIMS:
                 raise ModelError(
@@ -215,7 +215,7 @@ def _encode_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
     shape = [sum(map(len, inputs)), *inputs[0].shape[1:_MAX_DIMS]]
     dtypes = [DTYPES.index(one) if one in DTYPES else -1 for one in (dtype, autocast)]
     values = [crc32(repr((kind, specifications)).encode()), _KINDS.index(kind), *dtypes, len(shape), *shape]
-    return torch.tensor(values + [0] * (_BATCH_LENGTH - len(values)), dtype=torch.int64)
+    return torch.tensor(values + [0] * (_BATCH_LENGTH - len(values)), dtype=torch.int64, device="cpu")
 
 
 def _format_batch(description: Tensor) -> str:
@@ -229,7 +229,7 @@ def _format_batch(description: Tensor) -> str:
 
 def _write_shape(header: Tensor, output: Tensor) -> None:
     header[1], header[2] = DTYPES.index(output.dtype), output.dim()
-    header[3 : 3 + output.dim()] = torch.tensor(output.shape, dtype=torch.int64)
+    header[3 : 3 + output.dim()] = torch.tensor(output.shape, dtype=torch.int64, device="cpu")
 
 
 def _read_shape(header: Tensor) -> TensorShape:

@@ -67,7 +67,7 @@ def _iterate_aligned(
         computes = fetched is not None and fetched[1].samples > 0
         # Before the first forward pass, a rank without a batch does not know the order of the blocks.
         needs_order = not computes and not participant.has_gather_order
-        own = torch.tensor([fetched is not None, computes, needs_order], dtype=torch.uint8)
+        own = torch.tensor([fetched is not None, computes, needs_order], dtype=torch.uint8, device="cpu")
         some_rank_has_batch, some_rank_computes, is_announced = map(bool, communicator.allreduce(own, "max").tolist())
         if not some_rank_has_batch:
             return

@@ -168,11 +168,15 @@ def _load_tensor(sharded: ShardedState | None, parameter: nn.Parameter, name: st
         return loaded
     owned = None if sharded is None else sharded.owned_range(parameter)
     if owned is not None and owned[1] - owned[0] < parameter.numel() and shape == tuple(parameter.shape):
-        loaded = torch.empty(owned[1] - owned[0], dtype=dtype)
+        loaded = torch.empty(owned[1] - owned[0], dtype=dtype, device="cpu")
         stored.read(range_chunks(name, parameter, *owned, loaded))
         return loaded
     same_shape = shape == tuple(parameter.shape)
-    loaded = torch.empty_like(parameter, dtype=dtype, device="cpu") if same_shape else torch.empty(shape, dtype=dtype)
+    loaded = (
+        torch.empty_like(parameter, dtype=dtype, device="cpu")
+        if same_shape
+        else torch.empty(shape, dtype=dtype, device="cpu")
+    )
     loaded = loaded.detach().requires_grad_(False)
     stored.read([whole_chunk(name, loaded)])
     return loaded

@@ -209,7 +209,7 @@ def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     the CPU, or a DTensor with the placements and the device of `tensor`.
     """
     if not is_distributed_tensor(tensor):
-        empty = torch.empty(tensor.shape, dtype=dtype)
+        empty = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         return empty, empty
     from torch.distributed.tensor import DTensor
 
