@@ -118,7 +118,7 @@ def packages_do_not_print(path: str, source: str) -> Iterator[str]:
 
 
 def tensors_do_not_depend_on_the_default_device(path: str, source: str) -> Iterator[str]:
-    """Report new tensors without `device`, which a program's torch.set_default_device would create on another device."""
+    """Report new tensors without `device`. A program's torch.set_default_device would change their device."""
     if not path.startswith("unitrain/") or path.startswith("unitrain/testing/") or path == "unitrain/bench/models.py":
         return
     for node in ast.walk(ast.parse(source)):
