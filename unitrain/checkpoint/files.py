@@ -407,7 +407,8 @@ def complex_names(path: Path) -> list[str]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file written by unitrain or another program."""
-    return _restore_complex(load_file(path), complex_names(path))
+    with torch.device("cpu"):  # safetensors 0.5 and older create tensors on the default device
+        return _restore_complex(load_file(path), complex_names(path))
 
 
 def save_model_file(state: dict[str, Tensor], path: Path) -> None:
@@ -423,7 +424,8 @@ def load_model_file(model: nn.Module, path: Path) -> None:
     """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError on a mismatch."""
     # safetensors' error message contains the class name, so use the name of the user's class.
     weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
-    load_model(weights, str(path), strict=True)
+    with torch.device("cpu"):  # as in `read_tensors`
+        load_model(weights, str(path), strict=True)
 
 
 def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
