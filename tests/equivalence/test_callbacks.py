@@ -454,7 +454,7 @@ def change_rounding(trainer: Trainer) -> None:
 def renormalize_rows(trainer: Trainer) -> None:
     """Renormalize rows of a weight with the operation that `embedding(max_norm=...)` uses."""
     weight = trainer.backend.unwrap(trainer.model)[0].weight
-    torch.embedding_renorm_(weight.detach(), torch.tensor([3]), 1e-3, 2.0)
+    torch.embedding_renorm_(weight.detach(), torch.tensor([3], device=weight.device), 1e-3, 2.0)
 
 
 def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]:
