@@ -18,7 +18,7 @@ ALLREDUCE = "allreduce"
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds per call of a collective in one of WAYS. All ranks must call this function."""
+    """Return the seconds per call of the collective WAYS[way]. All ranks must call this function."""
     length, calls = SIZES[size]
     tensor = torch.ones(length // 4 // backend.size * backend.size)
     call = WAYS[way]

@@ -18,15 +18,15 @@ from tables import Results, columns, header_lines, options, ratio, rows, save_re
 from turns import measure
 
 
-def table(results: Results, against: dict[str, str], ranks: int) -> list[str]:
+def table(results: Results, baseline_by_feature: dict[str, str], ranks: int) -> list[str]:
     quoted = (
         "Time of a micro-batch with the feature, divided by that of the baseline without features, for the same model "
         "and in the same round; below 1, the feature reduces the time."
     )
     header = ["feature", *columns(results)]
     lines = header_lines("Cost of features", quoted, "python benchmarks/feature_costs.py", ranks, header)
-    lines += rows(results, against)
-    if {"accumulate", COMMUNICATING} <= set(against):
+    lines += rows(results, baseline_by_feature)
+    if {"accumulate", COMMUNICATING} <= set(baseline_by_feature):
         lines += [
             "",
             f"Time of {ACCUMULATE} accumulated micro-batches with communication after each, divided by that with "
@@ -44,9 +44,17 @@ def table(results: Results, against: dict[str, str], ranks: int) -> list[str]:
 def main(backends: list[str], models: list[str], features: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
     wanted = {name for feature in features or AGAINST for name in (feature, AGAINST[feature])}
-    against = {feature: base for feature, base in AGAINST.items() if feature in wanted}
-    results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}
-    save_results(table(results, against, ranks), "feature_costs", output, ranks=ranks, seconds_per_micro_batch=results)
+    baseline_by_feature = {feature: base for feature, base in AGAINST.items() if feature in wanted}
+    results = {
+        backend: measure(backend, models, list(baseline_by_feature), take_turn, rounds, ranks) for backend in backends
+    }
+    save_results(
+        table(results, baseline_by_feature, ranks),
+        "feature_costs",
+        output,
+        ranks=ranks,
+        seconds_per_micro_batch=results,
+    )
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ def main(output: Path, rounds: int, local_steps: int) -> None:
         f"Two ranks over Gloo on one machine, one thread per rank; a GPT of {PARAMETERS:,} parameters, {BATCH} texts "
         f"of {LENGTH} characters per rank and step, AdamW. Each library trains {rounds} turns of {local_steps} steps "
         "with a synchronization at the end. The difference is the largest difference of a weight from unitrain's "
-        "after the last synchronization, divided by the largest change of a weight during training. The step time "
-        "includes the synchronization: the median of the turns, and the ratio to the turns of unitrain, with the "
-        f"interquartile range. torch {torch.__version__}, Accelerate {version('accelerate')}, torchft "
+        "after the last synchronization, divided by the largest change of a weight during training. The step time, "
+        "which includes the synchronization, is the median over the turns, and the ratio is that to unitrain's step "
+        "time in the same round, with the interquartile range. "
+        f"torch {torch.__version__}, Accelerate {version('accelerate')}, torchft "
         f"{version('torchft')}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. Command: `python "
         f"benchmarks/low_communication_peers.py --rounds {rounds} --local-steps {local_steps}`.",
         "",

@@ -30,7 +30,7 @@ _WARM_UP = 3  # steps; DDP rebuilds its buckets after the first step
 
 
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
-    """Return the steps of all ranks in each round, by way."""
+    """Return the steps of all ranks in each round, for overlapped and for sequential reduction."""
     shuffled = random.Random(0)
     steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:

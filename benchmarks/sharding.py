@@ -1,10 +1,11 @@
-"""Time and memory of Adam with sharded state, gradients or parameters, compared with replication and torch's classes.
+"""Time and memory of Adam with sharded state, gradients or parameters, compared with replication,
+ZeroRedundancyOptimizer and fully_shard.
 
 Each loop takes turns with replicated training on the same ranks, in a new order in every round. shard="state" and
 torch's ZeroRedundancyOptimizer, which save the same memory, also take turns with each other. The first table shows the
 step time relative to replicated training in the same round. The second table shows the memory of weights, gradients and
-optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other ways,
-backends and numbers of ranks are kept, so that they can be measured separately.
+optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other kinds of
+sharding (`--way`), backends and numbers of ranks are kept, so that they can be measured separately.
 
     python benchmarks/sharding.py                 # starts its own ranks; writes benchmarks/results/sharding.*
     python benchmarks/sharding.py --measure time --backend ddp --way parameters
@@ -45,9 +46,9 @@ def table(figures: dict[str, Any]) -> list[str]:
         "",
         f"2 ranks on one host, with one core and one thread each and without a GPU; a model with {figures['model']} "
         f"parameters, {BATCH} samples per rank, Adam in float32; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Time of a step / time of replicated training in the "
-        "same round; below 1, it is faster. Medians; in brackets the interquartile range of all rounds. Command: "
-        "`python benchmarks/sharding.py`.",
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Step time / step time of replicated training in the "
+        "same round; below 1, sharded training is faster. Medians; in brackets the interquartile range of all rounds. "
+        "Command: `python benchmarks/sharding.py`.",
         "",
         f"| | {' | '.join(f'{backend} | rounds' for backend in BACKENDS)} |",
         "|---" * (1 + 2 * len(BACKENDS)) + "|",
@@ -75,8 +76,9 @@ def table(figures: dict[str, Any]) -> list[str]:
     lines += ["", f"Median time of replicated training: {', '.join(medians)}."] if medians else []
     lines += [
         "",
-        "Bytes per parameter of weights, gradients and optimizer state on the rank with the most, and the difference "
-        "to the formula (16; 8 + 8 / ranks; 4 + 12 / ranks; 16 / ranks):",
+        "Bytes per parameter of weights, gradients and optimizer state on the rank with the highest value, and the "
+        "difference from the formula (replicated: 16; state: 8 + 8 / ranks; gradients: 4 + 12 / ranks; parameters: "
+        "16 / ranks):",
         "",
         f"| | {' | '.join(f'{size} ranks' for size in SIZES)} |",
         "|---" * (1 + len(SIZES)) + "|",

@@ -50,7 +50,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
             for real, _ in loader:
                 fake = generator(torch.randn(len(real), NOISE, generator=noise, device=backend.device))
 
-                # Use one forward pass for both batches, because each one must be followed by one backward pass.
+                # Use one forward pass for both batches, because one backward pass must follow each forward pass.
                 scores = discriminator(torch.cat([real.flatten(1), fake.detach()]))
                 labels = torch.cat([torch.ones_like(scores[: len(real)]), torch.zeros_like(scores[len(real) :])])
                 discriminator_loss = binary_cross_entropy_with_logits(scores, labels)
@@ -67,7 +67,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
                 discriminator_optimizer.zero_grad()
                 mean_discriminator_loss.update(discriminator_loss, loader.num_samples)
                 mean_generator_loss.update(generator_loss, loader.num_samples)
-        # Of the last epoch. All ranks call compute.
+        # The mean losses of the last epoch. All ranks must call compute.
         losses = mean_discriminator_loss.compute(), mean_generator_loss.compute()
         if backend.rank == 0:
             print(f"final discriminator_loss={losses[0]:.4f} generator_loss={losses[1]:.4f}")

@@ -154,7 +154,7 @@ class _Search:
         """Run a forward and backward pass, and return whether it fits in memory on all ranks.
 
         Return False without a pass if the extrapolated memory is far above the limit. Return False and add no trial if
-        the data has too few samples. If a rank fails with another error, all ranks raise one.
+        the data has too few samples. If a rank fails for any other reason, all ranks raise an error.
         """
         backend, limit = self._trainer.backend, self._limit_bytes
         if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_LIMIT_MULTIPLE * limit:
@@ -229,7 +229,7 @@ class _Search:
         self._trainer.backend.unwrap(self._trainer.model).zero_grad(set_to_none=True)
 
     def _run_forward_backward(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
-        """Run a forward and backward pass on a batch of `batch_size` samples, if the data has so many. Return the
+        """Run a forward and backward pass on a batch of `batch_size` samples, if the data has that many. Return the
         number of samples in the batch (None if no batch was loaded), whether this rank ran out of memory, and any other
         error."""
         samples: int | None = None

@@ -44,7 +44,8 @@ def prepare_model(
 ) -> WeightAverage | None:
     """Move `model` to the device, convert it in place as `config` requests, and return a WeightAverage of it.
 
-    The result is None without `ema_decay`. All ranks call it. Raises ConfigError or ModelError on every rank.
+    The result is None without `ema_decay`. All ranks must call this function. Raises ConfigError or ModelError on
+    every rank.
     """
     allow_tf32(config.tf32)
     model.to(backend.device)

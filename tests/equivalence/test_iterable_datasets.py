@@ -57,7 +57,8 @@ class Network(nn.Module):
 
 
 class Shuffled(IterableDataset[tuple[int, Tensor]]):
-    """The same samples on every rank. The order depends on the epoch and on all three global generators."""
+    """The same samples on every rank. The order depends on the epoch and on the global generators of torch and
+    Python. Iterating also advances those of torch and NumPy."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -110,7 +111,7 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
         self.sizes = sizes
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in numbered(self.sizes):
+        for batch in consecutive_batches(self.sizes):
             yield torch.tensor(batch, dtype=torch.int64), TARGETS[batch]
 
 
@@ -131,7 +132,7 @@ class Indexed(Dataset[tuple[Tensor, Tensor]]):
     """Map-style dataset of batches. Counts how often each batch is loaded in this process."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.batches, self.loaded = numbered(sizes), Counter[int]()
+        self.batches, self.loaded = consecutive_batches(sizes), Counter[int]()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -141,7 +142,7 @@ class Indexed(Dataset[tuple[Tensor, Tensor]]):
         return torch.tensor(self.batches[index]), TARGETS[self.batches[index]]
 
 
-def numbered(sizes: list[int]) -> Steps:
+def consecutive_batches(sizes: list[int]) -> Steps:
     ends = [0, *itertools.accumulate(sizes)]
     return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
@@ -379,10 +380,11 @@ def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGr
     if kind == "own":
         # Each worker yields the complete stream of its rank.
         ranks = [
-            [batch for batch in numbered(sizes[rank]) for _ in range(max(1, workers))] for rank in range(group.size)
+            [batch for batch in consecutive_batches(sizes[rank]) for _ in range(max(1, workers))]
+            for rank in range(group.size)
         ]
     else:
-        ranks = [numbered(sizes[0])[rank :: group.size] for rank in range(group.size)]
+        ranks = [consecutive_batches(sizes[0])[rank :: group.size] for rank in range(group.size)]
     expected = by_hand(expected_steps(ranks, 1, "weight") * 2)
     results = group.run(train_sizes, kind, sizes, {"workers": workers})
     for parameters, _ in results:
@@ -392,20 +394,20 @@ def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGr
         assert loaded == Counter(dict.fromkeys(range(7), 4)), "each epoch and validation must load each batch once"
 
 
-def rows_of_items(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+def last_item_as_batch(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
     """Return a batch that shares the memory of the last item."""
     numbers, targets = items[-1]
     return torch.as_tensor(numbers), torch.as_tensor(targets)
 
 
 def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> list[Tensor]:
-    batches = numbered([3] * 9)
-    uninterrupted = kind != "items"
+    batches = consecutive_batches([3] * 9)
+    yields_batches = kind != "items"
     mine = batches[backend.rank :: backend.size] if kind == "own" else batches
     loader: Any = DataLoader(
         Reusing(mine, arrays=arrays),
-        batch_size=None if uninterrupted else 1,
-        collate_fn=None if uninterrupted else rows_of_items,
+        batch_size=None if yields_batches else 1,
+        collate_fn=None if yields_batches else last_item_as_batch,
     )
     settings = {"stream": "own" if kind == "own" else "shared", "gradient_accumulation_steps": accumulate}
     return train(backend, loader, settings, loader)[0]
@@ -414,7 +416,7 @@ def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> 
 @pytest.mark.parametrize("kind", ["shared", "own", "items"])
 @pytest.mark.parametrize(("accumulate", "arrays"), [(1, False), (2, False), (2, True)])
 def test_stream_may_reuse_the_memory_of_a_batch(group: RankGroup, kind: str, accumulate: int, arrays: bool) -> None:
-    batches = numbered([3] * 9)
+    batches = consecutive_batches([3] * 9)
     steps = expected_steps([batches[rank :: group.size] for rank in range(group.size)], accumulate, "weight")
     expected = by_hand(steps * 2)
     for parameters in group.run(train_reused, kind, accumulate, arrays):
@@ -422,13 +424,13 @@ def test_stream_may_reuse_the_memory_of_a_batch(group: RankGroup, kind: str, acc
 
 
 def evaluate_reused(backend: Backend) -> list[int]:
-    loader: Any = DataLoader(Reusing(numbered([3] * 9)), batch_size=None)
+    loader: Any = DataLoader(Reusing(consecutive_batches([3] * 9)), batch_size=None)
     return [number for batch, _ in EvaluationShard(loader, backend) for number in batch[0].tolist()]
 
 
 def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> None:
     taken = group.run(evaluate_reused)
-    batches = numbered([3] * 9)
+    batches = consecutive_batches([3] * 9)
     for rank, numbers in enumerate(taken):
         assert numbers == [number for batch in batches[rank :: group.size] for number in batch]
 
@@ -436,7 +438,7 @@ def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> N
 # Resuming within an epoch.
 
 
-def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
+def train_resumable(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
     """Train until `max_steps`, resuming from `folder`."""
     lengths = LENGTHS[backend.size]
     if kind == "shared":
@@ -482,9 +484,9 @@ class Noisy(Listed):
 def test_run_resumes_within_an_epoch(
     group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    uninterrupted = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
+    uninterrupted = group.run(train_resumable, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
     for steps in (1, 4, 6):
-        parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
+        parts = group.run(train_resumable, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
     for found, wanted in zip(parts, uninterrupted, strict=True):
         # A new DistributedDataParallel sums the gradients of three ranks in another order in its first step.
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
@@ -572,7 +574,7 @@ def test_shared_stream_resumes_on_another_number_of_ranks_and_workers(group: Ran
     assert_equal(shared_run(LOCAL, str(tmp_path / "route"), 11), expected)
 
 
-def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
+def train_steps_of_one_epoch(backend: Backend) -> tuple[int, int, int]:
     """Train for the number of steps of one epoch."""
     trainer_data = Listed(own_numbers(backend.rank, LENGTHS[backend.size]))
     steps = max(-(-length // 2) for length in LENGTHS[backend.size])
@@ -582,7 +584,7 @@ def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
 
 
 def test_step_that_ends_with_the_data_ends_the_epoch(group: RankGroup) -> None:
-    for epoch, step, steps in group.run(ends_with_the_epoch):
+    for epoch, step, steps in group.run(train_steps_of_one_epoch):
         assert (epoch, step) == (1, steps)
 
 
@@ -854,7 +856,7 @@ def test_errors_are_raised_on_every_rank(group: RankGroup, case: Callable[[int],
         ([[2, 2], [2, 1]], 1, "weight", 4, ([[0]], True)),
     ],
 )
-def test_plan_steps_uses_every_index_with_items(
+def test_plan_steps_groups_indices_into_steps(
     table: list[list[int]], accumulate: int, uneven: Any, full: int | None, expected: Any
 ) -> None:
     assert plan_steps(table, accumulate, uneven, full) == expected

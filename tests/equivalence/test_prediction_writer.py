@@ -61,7 +61,7 @@ def forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     return {"log/its": logits.double().round(decimals=3), "rest": rest, "index": index.int() * 2}, index
 
 
-def make(backend: Backend, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     config = TrainConfig(max_epochs=1, progress="off", **{"eval_batch_size": 4, **settings})
@@ -83,7 +83,7 @@ def write_all(backend: Backend, folder: str) -> dict[str, tuple[Any, dict[str, s
     """For each kind of data, return the result of `predict` and the digests of the written files."""
     results = {}
     for kind, make_data in DATA.items():
-        trainer = make(backend)
+        trainer = make_trainer(backend)
         path = Path(folder) / f"{backend.name}-{backend.size}" / kind
         assert trainer.predict(make_data(), writer=PredictionWriter(path)) == path
         results[kind] = trainer.predict(make_data()), digests(path)
@@ -95,13 +95,13 @@ def digests(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def single_process_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
     return folder / "local-1", write_all(LOCAL, str(folder))
 
 
-def test_files_contain_the_outputs_that_predict_returns(alone: tuple[Path, dict[str, Any]]) -> None:
-    folder, results = alone
+def test_files_contain_the_outputs_that_predict_returns(single_process_results: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = single_process_results
     names = [
         "output.index.npy",
         "output.log_its.npy",
@@ -126,13 +126,13 @@ def test_files_contain_the_outputs_that_predict_returns(alone: tuple[Path, dict[
 
 @pytest.mark.parametrize("group", GROUPS[1:], ids=lambda group: f"{group[0]}-{group[1]}")
 def test_files_have_the_same_bytes_on_several_ranks(
-    group: tuple[str, int], alone: tuple[Path, dict[str, Any]], tmp_path: Path
+    group: tuple[str, int], single_process_results: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     with RankGroup(*group) as ranks:
         of_ranks = ranks.run(write_all, str(tmp_path))
         messages = ranks.run(messages_of_invalid_calls, str(tmp_path))
     for results in of_ranks:
-        for kind, (_, files) in alone[1].items():
+        for kind, (_, files) in single_process_results[1].items():
             if kind != "shuffled":  # rank 0 draws the order from its own seed
                 assert results[kind][1] == files
     assert all(one == messages[0] for one in messages)
@@ -155,7 +155,7 @@ def messages_of_invalid_calls(backend: Backend, folder: str) -> list[str]:
         return model(batch[0])[:, : 1 + backend.rank], batch[1]
 
     for given in ("existing", None, "differing", "file/below"):
-        trainer = make(backend)
+        trainer = make_trainer(backend)
         if given == "differing":
             trainer._evaluation._forward._function = differing
         writer = PredictionWriter(Path(folder) / (given or "other")) if given or backend.rank else None
@@ -167,7 +167,7 @@ def messages_of_invalid_calls(backend: Backend, folder: str) -> list[str]:
 
 def test_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     folder = tmp_path / "predictions"
-    trainer = make(LOCAL)
+    trainer = make_trainer(LOCAL)
     trainer.predict(data(2), writer=PredictionWriter(folder))
     before = digests(folder)
     with pytest.raises(ConfigError, match=r"already exists. Choose another folder, or replace it"):
@@ -190,7 +190,7 @@ def test_overwrite_replaces_only_predictions(kind: str, tmp_path: Path) -> None:
     elif kind != "run":
         path.symlink_to(run if kind == "link to a run" else tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"replaces only a folder of predictions, but .* no predictions.json"):
-        make(LOCAL).predict(data(), writer=PredictionWriter(path, overwrite=True))
+        make_trainer(LOCAL).predict(data(), writer=PredictionWriter(path, overwrite=True))
     assert (run / "step-000000010" / "model.safetensors").read_bytes() == b"weights"
     assert kind != "file" or path.read_text() == "notes"
     assert not list(tmp_path.glob("*.unfinished"))
@@ -200,13 +200,13 @@ def test_files_of_another_program_in_the_unfinished_folder_are_kept(tmp_path: Pa
     (tmp_path / "predictions.unfinished").mkdir()
     (tmp_path / "predictions.unfinished" / "notes.txt").write_text("notes")
     with pytest.raises(ConfigError, match=r"contains another file, 'notes.txt'. Move this file"):
-        make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
+        make_trainer(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
     assert [path.name for path in (tmp_path / "predictions.unfinished").iterdir()] == ["notes.txt"]
 
 
 @contextmanager
 def locked(unfinished: Path) -> Iterator[None]:
-    """Run another process, the first job, that holds the lock of the folder of unfinished files."""
+    """Run a process, which represents the first job, that holds the lock of the folder of unfinished files."""
     program = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     )
@@ -227,9 +227,11 @@ def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch:
     unfinished = tmp_path / "predictions.unfinished"
     with locked(unfinished):
         with pytest.raises(CheckpointError, match=r"predictions.unfinished' is in use by another job"):
-            make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
+            make_trainer(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
         assert (unfinished / "output.npy").read_bytes() == b"rows of the first job"
-    make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))  # the first job has been killed
+    make_trainer(LOCAL).predict(
+        data(), writer=PredictionWriter(tmp_path / "predictions")
+    )  # the first job has been killed
     assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
     assert ".lock" not in digests(tmp_path / "predictions")
 
@@ -237,7 +239,7 @@ def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch:
 def predict_into_locked_folder(backend: Backend, folder: str) -> str:
     folder_lock._OTHER_JOB_TIMEOUT_SECONDS = 10.0
     with pytest.raises(CheckpointError) as raised:
-        make(backend).predict(data(), writer=PredictionWriter(folder))
+        make_trainer(backend).predict(data(), writer=PredictionWriter(folder))
     return str(raised.value)
 
 
@@ -260,7 +262,7 @@ def test_files_are_removed_after_an_exception_in_a_prediction(tmp_path: Path) ->
             raise RuntimeError("sample 20 is broken")
         return forward(model, batch)
 
-    trainer = make(LOCAL)
+    trainer = make_trainer(LOCAL)
     trainer._evaluation._forward._function = failing
     with pytest.raises(RuntimeError, match="sample 20 is broken"):
         trainer.predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
@@ -270,7 +272,7 @@ def test_files_are_removed_after_an_exception_in_a_prediction(tmp_path: Path) ->
 @pytest.mark.parametrize("writer", ["predictions", PredictionWriter])
 def test_writer_of_another_class_is_rejected(writer: Any) -> None:
     with pytest.raises(ConfigError, match=r"Trainer.predict\(writer=...\) must be a PredictionWriter, got"):
-        make(LOCAL).predict(data(), writer=writer)
+        make_trainer(LOCAL).predict(data(), writer=writer)
 
 
 @pytest.mark.parametrize("folder", ["", None, 3])

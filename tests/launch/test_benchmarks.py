@@ -1,4 +1,4 @@
-"""The benchmarks run and write the tables that the README links to. The measured values are not tested."""
+"""The benchmarks run and write their tables. The measured values are not tested."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
     assert (tmp_path / "simulated_scale.md").read_text().strip() in shown
     (costs,) = json.loads((tmp_path / "simulated_scale.json").read_text())["64"]
     assert costs["failure_seconds_median"] <= costs["failure_seconds_last"] < 5
-    # Each rank has five connections. In a real job, torch's process group has one of them.
+    # Each rank has five connections. In a real job, one of them belongs to torch's process group.
     assert 4 * 63 <= costs["descriptors_of_rank_0"] < 5 * 63 + 64
 
 

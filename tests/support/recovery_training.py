@@ -26,7 +26,7 @@ _GATE_SECONDS = 90.0
 
 
 class GateCallback(unitrain.Callback):
-    """Records steps, and waits after the step before a gate."""
+    """Records completed steps, and waits before the optimizer update of each gate step."""
 
     def __init__(self, folder: Path, gates: Sequence[int]) -> None:
         self._folder, self._gates = folder, gates

@@ -33,7 +33,8 @@ class TestedBackend(str):
 
 
 class Rank:
-    """Runs the tests of `module` on rank `rank` of `size` with a backend."""
+    """Runs the tests of `module` with `backend` in this process, whose rank and world size are in RANK and
+    WORLD_SIZE."""
 
     def __init__(self, module: ModuleType, classes: list[type[unittest.TestCase]], backend: str) -> None:
         self._module: Any = module

@@ -470,7 +470,7 @@ def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: i
     batches = DataLoader(CountingStream(20), batch_size=4)
     for data, settings in (
         (create_tensor_dataset(20), {"batch_size": 4}),
-        (create_tensor_dataset(20), {"batch_size": -(-4 // size), "limit_batch_size": 4}),
+        (create_tensor_dataset(20), {"batch_size": -(-4 // size), "items_per_limited_batch": 4}),
         (DataLoader(Numbers(20), batch_size=4), {}),
         *([(buckets, {})] if size == 1 else []),  # on several ranks, rank 0 sends the indices
         (CountingStream(20), {"batch_size": 4}),

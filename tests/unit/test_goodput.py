@@ -130,7 +130,7 @@ def test_time_after_the_end_of_a_finished_run_is_excluded(clock: Clock) -> None:
 
 
 def test_recorded_times_without_pending_time_never_decrease(clock: Clock) -> None:
-    """Also if the attempt is killed after any record, and the next attempt continues from this record."""
+    """This also holds if the attempt is killed after any record and the next attempt continues from this record."""
     earlier = create_attempt(1e6 - 100, 1e6 - 50, 4)
     meter = GoodputMeter(AttemptStart())
     meter.continue_run([earlier], 0)

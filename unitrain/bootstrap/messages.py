@@ -19,8 +19,8 @@ class MessageStore:
     """A torch Store whose values are signed with the job's key, if this process has one. `check` and `lines` ignore
     values without a valid signature, `compare_set` replaces them, and `get` raises AuthenticationError.
 
-    A signature is valid for one key in one `namespace`. The keys in `counters` are integers without a signature, so any
-    program can change them.
+    A signature is valid for one key in one `namespace`. The values of the keys in `counters` are integers without a
+    signature, so any program can change them.
     """
 
     def __init__(self, store: dist.Store | ResponsiveStore, namespace: str, counters: Iterable[str] = ()) -> None:

@@ -101,7 +101,8 @@ def _plain(value: Any, path: str) -> Any:
 def _save_and_load(value: Any, path: str) -> Any:
     """Return the copy of a value that results from saving and loading it. Raises CheckpointError if this fails.
 
-    It succeeds for rare types, such as subclasses of Tensor and classes that the user registered in torch.
+    It also supports types such as subclasses of Tensor and classes that the user has allowed with
+    torch.serialization.add_safe_globals.
     """
     file = io.BytesIO()
     try:

@@ -121,8 +121,8 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
 @dataclass
 class _PendingWrite:
-    """A checkpoint that this process is writing, or the error of writing it. If `abandoned_event` is set, rank 0 stops
-    waiting for the files of other ranks."""
+    """A checkpoint that this process is writing, or the error that occurred while writing it. If `abandoned_event` is
+    set, rank 0 stops waiting for the files of other ranks."""
 
     thread: threading.Thread | None = None
     error: CheckpointError | None = None

@@ -35,7 +35,7 @@ class EvaluationShard:
     With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
     ranks.
 
-    With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
+    With `limit_batches`, only the first `limit_batches` * `items_per_limited_batch` (default: `batch_size`) samples are
     evaluated: the same samples for any number of ranks. With a batch_sampler, only its first `limit_batches` batches
     are evaluated. For an iterable dataset with `stream` "own", `limit_batches` is the number of batches per rank.
 
@@ -56,7 +56,7 @@ class EvaluationShard:
         num_workers: int = 0,
         stream: StreamKind = "shared",
         limit_batches: int | None = None,
-        limit_batch_size: int | None = None,
+        items_per_limited_batch: int | None = None,
         logical_ranks: int | None = None,
         class_name: str = "TrainConfig",
     ) -> None:
@@ -81,7 +81,7 @@ class EvaluationShard:
                 subject=subject,
                 yields_every_item=True,
                 limit_batches=limit_batches,
-                limit_batch_size=limit_batch_size,
+                items_per_limited_batch=items_per_limited_batch,
             )
             return
         self._source = source = open_source(
@@ -121,7 +121,7 @@ class EvaluationShard:
         else:
             length, step = len(self._order), source.batch_size or 1
             if limit_batches is not None:
-                length = min(length, limit_batches * (limit_batch_size or step))
+                length = min(length, limit_batches * (items_per_limited_batch or step))
             parts = divide(length)
             self._slices = [slice(start, min(start + step, part.stop)) for part in parts for start in part[::step]]
             starts = [part.start for part in parts]
@@ -141,9 +141,9 @@ class EvaluationShard:
 
         `train_batch_size` is the batch size of training, if it is known. A DataLoader keeps its own batch size.
         """
-        batch_size = limit_batch_size = None
+        batch_size = items_per_limited_batch = None
         if not isinstance(data, DataLoader):
-            batch_size, limit_batch_size = evaluation_batch_sizes(
+            batch_size, items_per_limited_batch = evaluation_batch_sizes(
                 config.eval_batch_size or config.batch_size,
                 config.global_batch_size,
                 config.gradient_accumulation_steps,
@@ -157,7 +157,7 @@ class EvaluationShard:
             num_workers=config.num_workers,
             stream=config.stream,
             limit_batches=limit_batches,
-            limit_batch_size=limit_batch_size,
+            items_per_limited_batch=items_per_limited_batch,
             logical_ranks=config.logical_ranks,
         )
 

@@ -41,8 +41,8 @@ from unitrain.torch_compat import hide_worker_info
 class StreamSource:
     """Loads this rank's batches of an iterable dataset (stream), for any number of epochs.
 
-    The items of a shared stream are sharded round-robin: item i belongs to rank i % size, and each worker collates the
-    batches that the loader fetches from it. With the same global batch size, a step therefore contains the same items
+    The items of a shared stream are sharded round-robin: item i belongs to rank i % size, and the workers of a rank
+    collate its batches in turn. With the same global batch size, a step therefore contains the same items
     for any number of ranks and workers, and the number of items in a micro-batch differs by at most 1 between ranks.
     Every rank and worker iterates over the entire stream. If `batch_size` is None, each item is a batch; if the dataset
     loads batches by index, each rank loads only its own batches. With `yields_every_item`, `drop_last` is ignored.
@@ -70,7 +70,7 @@ class StreamSource:
         drop_last: bool,
         yields_every_item: bool,
         limit_batches: int | None,
-        limit_batch_size: int | None,
+        items_per_limited_batch: int | None,
     ) -> None:
         self.batch_size = determine_batch_size(data, batch_size, batch_size_name, class_name)
         yields_batches = is_stateful_loader(data)
@@ -92,7 +92,7 @@ class StreamSource:
         self._limit_batches = limit_batches if stream_kind == "own" else None
         max_items = None
         if limit_batches is not None and stream_kind == "shared":
-            max_items = limit_batches * (1 if self.batch_size is None else limit_batch_size or self.batch_size)
+            max_items = limit_batches * (1 if self.batch_size is None else items_per_limited_batch or self.batch_size)
         self._batches = _Batches(
             items,
             load_item,
@@ -138,13 +138,13 @@ class StreamSource:
         return count_prefetched_batches(self._loader)
 
     def batches(
-        self, epoch: int, start: int = 0, state: StreamState | None = None, *, repeats: bool = False
+        self, epoch: int, start: int = 0, state: StreamState | None = None, *, is_repeating: bool = False
     ) -> Generator[CountedBatch]:
         """Yield the batches of an epoch.
 
         With `state`, only the batches after this state are yielded, and `start` is the position of the state in a
-        shared stream. Without `state`, the first `start` items of a shared stream are skipped. `repeats` is stored in
-        the states of the yielded batches.
+        shared stream. Without `state`, the first `start` items of a shared stream are skipped. `is_repeating`
+        (whether the batches are repeated, with uneven="pad") is stored in the states of the yielded batches.
         """
         if state is not None and self._loader.persistent_workers:
             self._loader = self._create_loader()  # running workers would not receive the state
@@ -162,7 +162,7 @@ class StreamSource:
                     is_shared = self.stream_kind == "shared"
                     snapshots = {**snapshots, 0 if is_shared else loaded.worker: loaded.snapshot}
                     after = position if is_shared else None
-                    batch = batch._replace(state=StreamState(snapshots, loaded.worker, after, repeats))
+                    batch = batch._replace(state=StreamState(snapshots, loaded.worker, after, is_repeating))
                 yield batch
 
     def _create_loader(self) -> DataLoader[Any]:
@@ -185,11 +185,11 @@ def open_stream(
     drop_last: bool = False,
     yields_every_item: bool = False,
     limit_batches: int | None = None,
-    limit_batch_size: int | None = None,
+    items_per_limited_batch: int | None = None,
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, if the settings differ between ranks.
 
-    `subject` is the grammatical subject of error messages. All ranks call it.
+    `subject` is the grammatical subject of error messages. All ranks must call this function.
     """
     source = call_on_all_ranks(
         communicator,
@@ -207,7 +207,7 @@ def open_stream(
             drop_last=drop_last,
             yields_every_item=yields_every_item,
             limit_batches=limit_batches,
-            limit_batch_size=limit_batch_size,
+            items_per_limited_batch=items_per_limited_batch,
         ),
     )
     settings: dict[str, Any] = {"stream": source.stream_kind, "seed": seed}
@@ -232,9 +232,9 @@ class _LoadedBatch(NamedTuple):
 class _Batches(IterableDataset[_LoadedBatch | None]):
     """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank.
 
-    A DataLoader takes the first batch from worker 0. An iteration over a stream of kind "own" may resume after a batch
-    of worker w, which is not the last worker. Workers 0 to w then first yield None, so that the order of the workers is
-    the same as in the interrupted iteration.
+    A DataLoader takes the first batch from worker 0. If an iteration over a stream of kind "own" resumes after a batch
+    of worker w, and w is not the last worker, workers 0 to w first yield None, so that the order of the workers is the
+    same as in the interrupted iteration.
     """
 
     def __init__(

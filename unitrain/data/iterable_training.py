@@ -220,11 +220,11 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
         is_repeating = state is not None and state.repeats
         self._has_started, self._checks_first_items, self.position = start > 0, is_shared and epoch == 0, start
         self._micro_batches = aligner.micro_batches(
-            lambda: source.batches(epoch, start if is_shared else 0, state, repeats=is_repeating),
+            lambda: source.batches(epoch, start if is_shared else 0, state, is_repeating=is_repeating),
             start=start,
             stride=source.stride,
             num_skipped=0 if is_shared or state is not None else start,
-            batches_to_repeat=lambda: source.batches(epoch, repeats=True),
+            batches_to_repeat=lambda: source.batches(epoch, is_repeating=True),
             # With start 0, a rank without batches has the state before the first batch.
             data_state=StreamState({}) if state is None and start == 0 and source.is_stateful else state,
         )

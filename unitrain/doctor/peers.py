@@ -56,7 +56,7 @@ def _measure_clock_offset(rendezvous: Rendezvous) -> float:
     store, rank = rendezvous.store, rendezvous.rank_info.rank
     rendezvous.allgather("doctor/ready", None)
     if rank == 0:
-        time.sleep(0.1)  # so that all other ranks wait for the time when it is set
+        time.sleep(0.1)  # so that all other ranks are already waiting when the time is stored
         store.set("doctor/time", repr(time.time()))
         return 0.0
     time_of_rank_zero = float(store.get("doctor/time"))

@@ -39,8 +39,8 @@ class FunctionCall:
             name = getattr(self.function, "__name__", repr(self.function))
             raise FunctionError(
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
-                "Create files, locks, connections, iterators and other objects that belong to one process inside "
-                f"{name}."
+                f"Inside {name}, create the files, locks, connections, iterators and other objects that belong to one "
+                "process."
             ) from error
         # A rank needs the import path of this process to unpickle the call. Notebook cells have no source file, so
         # their source is included for tracebacks.

@@ -48,7 +48,7 @@ def measure(
             return records
         steps = request.warmup_steps + 1
         if ended.exit_code is None:
-            end = f"did not finish within {timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
+            end = f"did not finish within {timeout_seconds:g} s and was terminated. Increase --timeout-seconds"
         elif ended.exit_code:
             end = f"ended with exit code {ended.exit_code}"
         else:

@@ -1,4 +1,5 @@
-"""Contract tests of other properties: equality with the reference implementation, copies of models, and mismatches."""
+"""Contract tests of gradient synchronization: equality with the reference implementation, copies of models, overflow,
+and mismatches."""
 
 from __future__ import annotations
 

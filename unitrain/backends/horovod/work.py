@@ -205,7 +205,7 @@ class HorovodWork(Work):
             self._completions.wait_for(self, seconds or None)
         if self._error is not None:
             raise self._error
-        if not self._is_done:  # torch's works also raise their errors, and callers ignore the returned value
+        if not self._is_done:  # raise, like torch's Work, because callers ignore the returned value
             raise GroupTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
         if self._ready_event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready_event)
@@ -294,12 +294,12 @@ def _as_tensor_list_future(future: torch.futures.Future[Any], result: Any) -> to
     first = result[0] if isinstance(result, list) and result else None
     if not isinstance(first, torch.Tensor) or first.dtype != torch.float16 or first.is_cuda:
         return future
-    typed: torch.futures.Future[Any] = _compile_script().after(future, result)
+    typed: torch.futures.Future[Any] = _compile_future_conversion().after(future, result)
     return typed
 
 
 @functools.cache
-def _compile_script() -> Any:
+def _compile_future_conversion() -> Any:
     return torch.jit.CompilationUnit(
         """
         def _after(done: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
