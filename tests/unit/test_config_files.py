@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -462,3 +463,45 @@ def test_accumulation_schedule_is_read_from_a_file_or_an_option(folder: Path) ->
     path = folder / "config" / "run.yaml"
     path.write_text(CONFIG + "gradient_accumulation_steps: {0: 1, 1: 3}\n")
     assert parse([str(path)]).values["gradient_accumulation_steps"] == {0: 1, 1: 3}
+
+
+STRINGS = [
+    "1e3", "12e5", "1e400", "-1e3", "1_000", "0x1f", "007", "1:30", "1:30.5", "off", "null", "~", "nan", ".inf", "",
+    "[1]", "a: b", "true", "2026-01-01", "1.5", "plain",
+]  # fmt: skip
+
+
+def test_strings_that_look_like_other_types_are_stored_and_printed_with_quotes(folder: Path) -> None:
+    types = {"number": "str | int", "ratio": "str | float"}
+    names = {f"{name}_{index}": kind for name, kind in types.items() for index in range(len(STRINGS))}
+    given = {name: STRINGS[int(name.rpartition("_")[2])] for name in names}
+    given |= {
+        "text": "1e3",
+        "word": "1e3",
+        "texts": STRINGS,
+        "words": STRINGS,
+        "by_name": {text: text for text in STRINGS},
+    }
+    names |= {"text": "str", "word": "Literal['1e3', 'x']"}
+    names |= {"texts": "list[str]", "words": "list[Literal[tuple(STRINGS)]]", "by_name": "dict[str, str]"}
+    (folder / "config" / "string_parts.py").write_text(
+        "from typing import Literal\nimport torch\n"
+        f"STRINGS = {STRINGS!r}\n"
+        "class Strings(torch.nn.Module):\n"
+        f"    def __init__(self, {', '.join(f'{name}: {kind}' for name, kind in names.items())}) -> None:\n"
+        "        super().__init__()\n"
+        "        self.received = {name: value for name, value in locals().items() if name in self.names}\n"
+        f"    names = {list(names)!r}\n"
+    )
+    model = {"class_path": "string_parts.Strings", "init_args": given}
+    (folder / "config" / "strings.yaml").write_text(json.dumps({"model": model}))
+    parsed = parse(["config/run.yaml", "config/strings.yaml"])
+    assert parsed.instantiate("model").received == given
+    (folder / "stored.yaml").write_text(parsed.to_yaml())
+    printed = train("config/run.yaml", "config/strings.yaml", "--print_config=comments")
+    assert "# Clip the gradient norm" in printed
+    (folder / "printed.yaml").write_text(printed)
+    for name in ("stored.yaml", "printed.yaml"):
+        content = yaml.safe_load((folder / name).read_text())
+        assert (content["model"]["init_args"], content["progress"]) == (given, "off"), name
+        assert parse([name]).instantiate("model").received == given, name

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
+from unitrain.config_files import yaml_text
 from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
 from unitrain.loggers.logger import Logger
@@ -203,7 +204,7 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
         raise _locate_error(str(error), files, overrides) from None
     finally:
         # The output of --print_config and --KEY.help.
-        sys.stdout.write(_quote_off_value(_remove_subclasses(printed.getvalue())))
+        sys.stdout.write(_remove_subclasses(printed.getvalue()))
     values.pop("config", None)
     parsed = ParsedConfig(parser, values, files, overrides)
     for name in REQUIRED:
@@ -245,6 +246,7 @@ def _import_jsonargparse() -> Any:
     try:
         jsonargparse = importlib.import_module("jsonargparse")
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        jsonargparse.set_dumper("yaml", yaml_text.dump)
     except ImportError as error:  # also raised without the packages of jsonargparse's own extras
         raise MissingDependencyError(
             f"unitrain train needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
@@ -258,16 +260,20 @@ def _remove_subclasses(text: str) -> str:
     return re.sub(r",\s+known\s+subclasses:[^()]*\)", ")", text)
 
 
-def _quote_off_value(text: str) -> str:
-    """Return a printed configuration with the value "off" in quotes, without which YAML 1.1 reads it as false."""
-    return re.sub(r"^(progress: )off$", r'\1"off"', text, flags=re.MULTILINE)
-
-
 def _create_parser(jsonargparse: Any) -> Any:
     def format_help(parser: Any) -> str:
         return _remove_subclasses(jsonargparse.ArgumentParser.format_help(parser))
 
-    parser_class = type("ConfigParser", (jsonargparse.ArgumentParser,), {"format_help": format_help})
+    def dump(parser: Any, *args: Any, **kwargs: Any) -> str:
+        text: str = jsonargparse.ArgumentParser.dump(parser, *args, **kwargs)
+        if not kwargs.get("with_comments", kwargs.get("yaml_comments")):  # the name differs between versions
+            return text
+        # ruamel.yaml, which adds the comments, omits quotes that only YAML 1.1 requires, as in "off".
+        without = {name: value for name, value in kwargs.items() if name not in ("with_comments", "yaml_comments")}
+        return yaml_text.restore_quotes(text, jsonargparse.ArgumentParser.dump(parser, *args, **without))
+
+    methods = {"format_help": format_help, "dump": dump}
+    parser_class = type("ConfigParser", (jsonargparse.ArgumentParser,), methods)
     parser = parser_class(
         prog="unitrain train",
         usage="unitrain train [CONFIG ...] [--KEY VALUE ...]",
