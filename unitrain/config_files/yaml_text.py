@@ -12,7 +12,7 @@ import yaml
 _NUMBER = re.compile(r"[-+]?[.0-9][0-9_.:]*(?:[eE][-+]?[0-9_]+)?$")
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no type hints
     """Quotes strings that PyYAML or jsonargparse read as another type."""
 
 
