@@ -511,7 +511,7 @@ class Trainer(LoggingMethods):
         values = {"loss": self._running_loss.pop_mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         tokens = self._running_loss.count_since_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
-        values |= self._run_metrics.take_logger_metrics(self._timer.take_samples_per_second(), tokens)
+        values |= self._run_metrics.take_logger_metrics(self._timer.take_samples(), tokens)
         self._reporter.report_sync_point(step, values)
         memory = self._run_metrics.record_sync_point(values)
         self._run.record_steps({"step": step, **values, **memory, **self._sync_point.slow_ranks()})

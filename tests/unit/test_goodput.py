@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from unitrain.backends.local import LocalBackend
@@ -310,6 +310,60 @@ def test_metrics_are_logged_at_sync_points(tmp_path: Path) -> None:
     assert rows[0]["memory_bytes"] == [rows[0]["max_memory_bytes"]]
     assert not any("mfu" in row for row in without)
     assert not any("tokens_per_second" in row for row in rows)
+
+
+class TimedModel(nn.Linear):
+    """Its training takes 10 ms per sample, a validation batch 1 s, and a copy of its state 2 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(3, 1)
+        self.clock = clock
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.clock.now += 0.01 * len(inputs) if self.training else 1.0
+        return super().forward(inputs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.now += 2.0
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("counts_tokens", [False, True])
+def test_throughput_and_mfu_exclude_validation_and_checkpoints(
+    clock: Clock, counts_tokens: bool, tmp_path: Path
+) -> None:
+    """Each epoch has five steps with 5, 5, 5, 5 and 4 samples. The second and fourth loss cover two epochs."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        losses = (output - target) ** 2
+        return (losses.sum(), 2 * len(losses)) if counts_tokens else losses.mean()
+
+    class Sleeps(Callback):
+        def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+            clock.now += 5.0
+
+    model = TimedModel(clock)
+    config = TrainConfig(
+        max_epochs=3, batch_size=5, log_every_n_steps=3, validate_every_steps=2, checkpoint_every_steps=4,
+        progress="off", peak_flops=1e6, output_dir=tmp_path,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, callbacks=[Sleeps()], loggers=["jsonl"])
+    data = TensorDataset(torch.arange(72.0).reshape(24, 3) / 72, torch.ones(24, 1))
+    trainer.fit(data, data)
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6, 9, 12, 15]
+    flops = 2 * 3 + 2 * 3  # forward, and backward for the weights
+    names = {"samples_per_second": 100.0, "mfu": flops * 100 / 1e6}
+    names |= {"tokens_per_second": 200.0} if counts_tokens else {}
+    assert {"samples_per_second", "tokens_per_second", "mfu"} & rows[0].keys() == names.keys()
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name, value in names.items():
+        assert [row[name] for row in rows] == pytest.approx([value] * 5)
+        assert [row[name] for row in logged if name in row] == pytest.approx([value] * 5)
+        assert trainer._run_metrics._run_values.gauges[name] == pytest.approx(value)
+    epochs = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [row["samples_per_second"] * row["seconds"] for row in epochs] == pytest.approx([24.0] * 3)
 
 
 def test_counting_flops_does_not_change_the_results(tmp_path: Path) -> None:

@@ -165,19 +165,20 @@ class RunMetrics:
             self._events.append("straggler", progress.step, ranks=slow_ranks)
         self._write_goodput_if_due()
 
-    def take_logger_metrics(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
+    def take_logger_metrics(self, samples: int, tokens: float | None) -> dict[str, float]:
         """Return the metrics for loggers; an empty dictionary on ranks other than 0.
 
-        Throughput and MFU refer to the time since the last call. `tokens` is the number of tokens of all ranks since
-        the last call, or None if loss_fn does not count tokens.
+        Throughput and MFU refer to the time in the training loop since the last call, excluding validation and
+        checkpoints. `samples` and `tokens` are the numbers of samples and tokens of all ranks since the last call;
+        `tokens` is None if loss_fn does not count tokens.
         """
         if not self._is_rank_zero:
             return {}
         before, self._loop_seconds = self._loop_seconds, self._goodput.loop_seconds()
-        seconds = self._loop_seconds - before
-        values = {"samples_per_second": samples_per_second}
-        units_per_second, flops = samples_per_second, self.flops.flops_per_sample
-        if tokens is not None and seconds > 0:
+        seconds = max(self._loop_seconds - before, sys.float_info.epsilon)
+        units_per_second, flops = samples / seconds, self.flops.flops_per_sample
+        values = {"samples_per_second": units_per_second}
+        if tokens is not None:
             values["tokens_per_second"] = units_per_second = tokens / seconds
             flops = self.flops.flops_per_token
         if self._peak_flops is not None and flops is not None:

@@ -76,15 +76,16 @@ class LoopTimer:
         self._step_copies: _Events = []
         self._recent_copies: deque[_Events] = deque(maxlen=_RECENT_STEPS)
         self.recent = RecentTimes()
+        self._samples = 0
         self.start()
 
     def start(self) -> None:
         """Start or resume measuring."""
-        self._start_time = self._last_fetch_time = self._throughput_start_time = time.perf_counter()
+        self._start_time = self._last_fetch_time = time.perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._measured_steps: list[dict[str, float]] = []
         self._laps: dict[str, float] = {}
-        self._steps = self._samples = 0
+        self._steps = 0
         self._stop_time: float | None = None
         self._is_outside_steps = False
         self._last_reading = _Reading(self._start_time, 0, 0.0, 0.0)
@@ -130,11 +131,10 @@ class LoopTimer:
             and self._last_fetch_time >= self._next_measurement_time
         )
 
-    def take_samples_per_second(self) -> float:
-        """Return the throughput since the last call, or since `start`."""
-        since, self._throughput_start_time = self._throughput_start_time, time.perf_counter()
+    def take_samples(self) -> int:
+        """Return the number of samples over all ranks in the steps since the last call, also of earlier epochs."""
         samples, self._samples = self._samples, 0
-        return samples / (self._throughput_start_time - since)
+        return samples
 
     def take_recent_seconds(self) -> tuple[list[float], int]:
         """Return this rank's seconds per phase of TRAINING since the last call, and the number of steps.
