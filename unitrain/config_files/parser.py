@@ -264,13 +264,13 @@ def _create_parser(jsonargparse: Any) -> Any:
     def format_help(parser: Any) -> str:
         return _remove_subclasses(jsonargparse.ArgumentParser.format_help(parser))
 
-    def dump(parser: Any, *args: Any, **kwargs: Any) -> str:
+    def dump(parser: Any, *args: Any, with_comments: bool = False, **kwargs: Any) -> str:
         text: str = jsonargparse.ArgumentParser.dump(parser, *args, **kwargs)
-        if not kwargs.get("with_comments", kwargs.get("yaml_comments")):  # the name differs between versions
+        if not with_comments:
             return text
+        commented = jsonargparse.ArgumentParser.dump(parser, *args, with_comments=True, **kwargs)
         # ruamel.yaml, which adds the comments, omits quotes that only YAML 1.1 requires, as in "off".
-        without = {name: value for name, value in kwargs.items() if name not in ("with_comments", "yaml_comments")}
-        return yaml_text.restore_quotes(text, jsonargparse.ArgumentParser.dump(parser, *args, **without))
+        return yaml_text.restore_quotes(commented, text)
 
     methods = {"format_help": format_help, "dump": dump}
     parser_class = type("ConfigParser", (jsonargparse.ArgumentParser,), methods)
