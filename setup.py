@@ -13,8 +13,8 @@ assert version, "unitrain/__init__.py states the version"
 examples = ["scikit-learn>=1.3", "torchvision>=0.29"]
 # Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
-# 4.49 is the first version with ArgumentParser.instantiate.
-config = ["jsonargparse[ruamel,signatures]>=4.49,<5"]
+# 4.53 is the first version with the argument `instantiators` of ArgumentParser.instantiate.
+config = ["jsonargparse[ruamel,signatures]>=4.53,<5"]
 migrate = ["libcst>=1.8"]
 torchmetrics = ["torchmetrics>=1.4"]
 data = ["datasets>=5.0", "torchdata>=0.11"]
