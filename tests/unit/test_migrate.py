@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import errno
+import os
+import pstats
 import subprocess
 import sys
 from pathlib import Path
@@ -496,6 +499,31 @@ def test_command_lists_the_lines_that_it_cannot_convert(tmp_path: Path) -> None:
     assert path.read_text() == in_horovod("hvd.join()")
     path.write_text("print(1)\n")
     assert CliRunner().invoke(command, ["migrate", str(path)]).exit_code == 2
+
+
+def test_command_rejects_a_fifo_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    os.mkfifo(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "unitrain", "migrate", str(path)],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{path} is not a regular file. Pass the path of the script." in done.stderr
+
+
+def test_work_is_proportional_to_the_number_of_lines() -> None:
+    def num_calls(num_functions: int) -> int:
+        function = "def f{0}(a):\n    print(a)\n    return torch.relu(a)\nx{0} = f{0}({0})\n"
+        script = in_horovod("".join(map(function.format, range(num_functions))) + "print(hvd.rank())")
+        profile = cProfile.Profile()
+        profile.runcall(migrate, script)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert num_calls(80) < 2.2 * num_calls(40)
 
 
 def test_missing_libcst_is_reported_with_the_extra(tmp_path: Path) -> None:

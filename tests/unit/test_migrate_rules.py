@@ -67,6 +67,12 @@ def test_source_that_cannot_be_parsed_is_refused(source: str, message: str) -> N
         migrate(f"import horovod.torch as hvd\n{source}")
 
 
+@pytest.mark.parametrize("header", ["# coding: nope\n", "#!/usr/bin/env python\n# -*- coding: nope -*-\n"])
+def test_unknown_encoding_in_a_comment_is_refused(header: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Line {header.count(chr(10))} is not valid Python: unknown encoding: nope"):
+        migrate(f"{header}import horovod.torch as hvd\nhvd.init()\n")
+
+
 def test_byte_order_mark_and_invalid_escape_sequences_are_accepted() -> None:
     convert("\ufeffimport horovod.torch as hvd\nhvd.init()\nprint('\\d', hvd.rank())\n")
 

@@ -27,6 +27,8 @@ def migrate(script: Path, write: bool) -> None:
 
     The exit status is 0 if the script was converted, 1 if it was not, and 2 for invalid arguments.
     """
+    if not script.is_file():  # a read of a FIFO may block
+        raise click.UsageError(f"{script} is not a regular file. Pass the path of the script.")
     try:
         from unitrain import migrate as migration
     except ModuleNotFoundError as error:

@@ -281,7 +281,7 @@ def _is_used_elsewhere(script: Script, value: cst.CSTNode, call: cst.Call, seen:
     if reads_rank(script, value) or script.imported_name(value) is not None:
         return False
     if not isinstance(value, cst.Name | cst.Attribute):
-        return any(_is_used_elsewhere(script, child, call, seen) for child in value.children)
+        return any(_is_used_elsewhere(script, child, call, seen) for child in script.children(value))
     text = script.text(value)
     if text in seen or text in ("int", "str", "len", "max", "None"):
         return False

@@ -96,17 +96,24 @@ class Edits:
 
     def source(self) -> str:
         """Return the source of the converted script."""
-        converted = self.script.module.visit(_Transformer(self._expressions, self._statements))
+        converted = self.script.module.visit(_Transformer(self.script, self._expressions, self._statements))
         assert isinstance(converted, cst.Module)
         return converted.code
 
 
 class _Transformer(cst.CSTTransformer):
     def __init__(
-        self, expressions: dict[cst.CSTNode, ExpressionBuilder], statements: dict[cst.CSTNode, StatementsBuilder]
+        self,
+        script: Script,
+        expressions: dict[cst.CSTNode, ExpressionBuilder],
+        statements: dict[cst.CSTNode, StatementsBuilder],
     ) -> None:
         super().__init__()
         self._expressions, self._statements = expressions, statements
+        self._containing = {ancestor for node in (*expressions, *statements) for ancestor in script.ancestors(node)}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node in self._containing  # only nodes that contain edits have other children in the converted script
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         updated = super().on_leave(original_node, updated_node)

@@ -85,11 +85,11 @@ class _Execution:
             state = self._children([*statement.decorators, *statement.bases, *statement.keywords], state)
             return self._block(statement.body.body, state)
         if isinstance(statement, cst.Return):
-            state = self._children(statement.children, state)
+            state = self._children(self._script.children(statement), state)
             if self._returned:
                 self._returned[-1].append(state)
             return None
-        state = self._children(statement.children, state)
+        state = self._children(self._script.children(statement), state)
         if isinstance(statement, cst.Expr) and ends_process(self._script, statement.value):
             return None
         return None if isinstance(statement, cst.Raise | cst.Break | cst.Continue) else state
@@ -156,7 +156,7 @@ class _Execution:
             state = self._expression(node.left, state)
             self._expression(node.right, _assume(node.left, state, is_true=isinstance(node.operator, cst.And)))
             return state
-        state = self._children(node.children, state)
+        state = self._children(self._script.children(node), state)
         self._check(node, state)
         if isinstance(node, cst.Call):
             for function in self._called(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -237,7 +237,7 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
     is_valid = True
     for name, argument in optimizer_arguments.items():
         if name == "op":
-            inside_nodes = (argument.value, *_descendants(argument.value))
+            inside_nodes = list(script.walk(argument.value))
             inside = {script.imported_name(node) for node in inside_nodes}
             if f"{MODULE}.Adasum" in inside:
                 is_valid = False  # `migrate` reports the name
@@ -260,12 +260,6 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
             edits.refuse(argument, "Unknown argument of DistributedOptimizer: remove it", name=name)
             is_valid = False
     return is_valid
-
-
-def _descendants(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
-    for child in node.children:
-        yield child
-        yield from _descendants(child)
 
 
 def _find_model(script: Script, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> cst.BaseExpression | None:
@@ -339,8 +333,8 @@ def _wrap_model_and_optimizer(
         name = script.imported_name(compression.value) or ""
         known = _COMPRESSIONS.get(name.removeprefix(MODULE + "."))
         text = f'"{known}"' if known is not None else script.text(compression.value)
-        inside = (compression.value, *_descendants(compression.value))
-        if known is None and any((script.imported_name(node) or "").startswith(MODULE) for node in inside):
+        inside = [script.imported_name(node) or "" for node in script.walk(compression.value)]
+        if known is None and any(name.startswith(MODULE) for name in inside):
             edits.refuse(compression, 'Assign "fp16" or "none" to a variable first', name="compression")
             return
         keyword = f", compression={text}"

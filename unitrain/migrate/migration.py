@@ -78,8 +78,10 @@ def _find_syntax_error(source: str) -> SyntaxError | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example, invalid escape sequences
-            compile(source.removeprefix("\ufeff"), "script", "exec", dont_inherit=True)
+            compile(source.encode(), "script", "exec", dont_inherit=True)  # bytes: a `# coding:` comment is checked
     except SyntaxError as error:
+        if not error.lineno:  # the compiler does not report the line of the `# coding:` comment
+            error.lineno = next((line for line, text in enumerate(source.splitlines(), 1) if "coding" in text), 1)
         return error
     return None
 

@@ -7,7 +7,7 @@ and Accelerators are tracked in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import libcst as cst
@@ -90,16 +90,12 @@ def _holds_model(
     )
 
 
-def _returned_values(script: Script, call: cst.CSTNode) -> list[cst.BaseExpression]:
+def _returned_values(script: Script, call: cst.CSTNode) -> Sequence[cst.BaseExpression]:
     """Return the values in the return statements of the function of the script that `call` calls."""
     callee = script.called_function(call) if isinstance(call, cst.Call) else None
     if callee is None or callee[0].name.value == "__init__":
-        return []
-    return [
-        node.value
-        for node in script.nodes
-        if isinstance(node, cst.Return) and node.value is not None and script.function(node) is callee[0]
-    ]
+        return ()
+    return script.returned_values(callee[0])
 
 
 def passed_arguments(script: Script) -> Iterator[tuple[Binding, cst.BaseExpression]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import libcst as cst
 from libcst.metadata import (
     MetadataWrapper,
-    ParentNodeProvider,
     PositionProvider,
-    QualifiedName,
-    QualifiedNameProvider,
     QualifiedNameSource,
     Scope,
     ScopeProvider,
@@ -19,19 +16,36 @@ from libcst.metadata import (
 
 Block = cst.Module | cst.IndentedBlock
 Binding = tuple[Any, str]  # a scope or class, and a name in it
+_WHITESPACE = (cst.BaseParenthesizableWhitespace, cst.TrailingWhitespace, cst.EmptyLine)
 
 
 class Script:
-    """A parsed script. Raises libcst.ParserSyntaxError if `source` is not valid Python."""
+    """A parsed script. Raises libcst.ParserSyntaxError if `source` is not valid Python.
+
+    `nodes` are all nodes in the order of the source, except whitespace and comments.
+    """
 
     def __init__(self, source: str) -> None:
-        wrapper = MetadataWrapper(cst.parse_module(source))
+        # The parser creates each node once, so a copy is not needed. The providers of libcst visit the module several
+        # times each, so the other metadata is computed here: it takes a fraction of the time.
+        wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
         self.module = wrapper.module
-        self._positions = wrapper.resolve(PositionProvider)
-        self._parents = wrapper.resolve(ParentNodeProvider)
-        self._scopes = wrapper.resolve(ScopeProvider)
-        self._names = wrapper.resolve(QualifiedNameProvider)
-        self.nodes = list(_walk(self.module))
+        metadata = wrapper.resolve_many([PositionProvider, ScopeProvider])
+        self._positions: Mapping[cst.CSTNode, Any] = metadata[PositionProvider]
+        self._scopes: Mapping[cst.CSTNode, Any] = metadata[ScopeProvider]
+        self._imported_names = dict[cst.CSTNode, str | None]()
+        self._children = dict[cst.CSTNode, Sequence[cst.CSTNode]]()
+        self._parents = dict[cst.CSTNode, cst.CSTNode]()
+        self.nodes = list(self.walk(self.module))
+        for node in self.nodes:
+            self._parents |= dict.fromkeys(self.children(node), node)
+        self._definitions = dict[str, cst.FunctionDef | cst.ClassDef]()  # the first of each name, except methods
+        self._returned_values = dict[cst.FunctionDef | None, list[cst.BaseExpression]]()
+        for node in self.nodes:
+            if isinstance(node, cst.ClassDef) or (isinstance(node, cst.FunctionDef) and not self.is_method(node)):
+                self._definitions.setdefault(node.name.value, node)
+            elif isinstance(node, cst.Return) and node.value is not None:
+                self._returned_values.setdefault(self.function(node), []).append(node.value)
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the first line of `node`, counted from 1."""
@@ -45,6 +59,22 @@ class Script:
     def text(self, node: cst.CSTNode) -> str:
         """Return the source of `node`."""
         return self.module.code_for_node(node)
+
+    def children(self, node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+        """Return the direct children of `node`, except whitespace and comments."""
+        children = self._children.get(node)
+        if children is None:
+            children = [child for child in node.children if not isinstance(child, _WHITESPACE)]
+            self._children[node] = children
+        return children
+
+    def walk(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield `node` and its descendants in the order of the source, except whitespace and comments."""
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending += reversed(self.children(node))
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node that contains `node`, or None for the module."""
@@ -61,9 +91,12 @@ class Script:
         """Return the full name of the imported object that `node` refers to, such as "torch.distributed.barrier"."""
         if not _is_dotted_name(node):  # libcst also names members of the result of a call
             return None
-        names = self._names.get(node, ())
-        import_names = {name.name for name in _evaluate(names) if name.source is QualifiedNameSource.IMPORT}
-        return next(iter(import_names)) if len(import_names) == 1 else None
+        if node not in self._imported_names:
+            scope = self._scopes.get(node)
+            names = () if scope is None else scope.get_qualified_names_for(node)
+            imported = {name.name for name in names if name.source is QualifiedNameSource.IMPORT}
+            self._imported_names[node] = next(iter(imported)) if len(imported) == 1 else None
+        return self._imported_names[node]
 
     def called_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of the imported function that `node` calls, or None."""
@@ -164,17 +197,20 @@ class Script:
         """
         func = call.func
         if isinstance(func, cst.Name):
-            for node in self.nodes:
-                if isinstance(node, cst.FunctionDef) and node.name.value == func.value and not self.is_method(node):
-                    return node, 0
-                if isinstance(node, cst.ClassDef) and node.name.value == func.value:
-                    method = _method(node, "__init__")
-                    return None if method is None else (method, 1)
+            definition = self._definitions.get(func.value)
+            if isinstance(definition, cst.FunctionDef):
+                return definition, 0
+            method = None if definition is None else _method(definition, "__init__")
+            return None if method is None else (method, 1)
         if isinstance(func, cst.Attribute) and self.text(func.value) == "self":
             owner = next((ancestor for ancestor in self.ancestors(call) if isinstance(ancestor, cst.ClassDef)), None)
             method = None if owner is None else _method(owner, func.attr.value)
             return None if method is None else (method, 1)
         return None
+
+    def returned_values(self, function: cst.FunctionDef) -> Sequence[cst.BaseExpression]:
+        """Return the values in the return statements of `function`."""
+        return self._returned_values.get(function, ())
 
     def is_method(self, node: cst.FunctionDef) -> bool:
         """Return whether `node` is defined directly in a class."""
@@ -183,7 +219,7 @@ class Script:
 
     def calls_in(self, node: cst.CSTNode) -> list[cst.Call]:
         """Return the calls inside `node`."""
-        return [descendant for descendant in _walk(node) if isinstance(descendant, cst.Call)]
+        return [descendant for descendant in self.walk(node) if isinstance(descendant, cst.Call)]
 
     def uses_name(self, name: str) -> bool:
         """Return whether the script uses `name` as a variable or a parameter of a function."""
@@ -232,12 +268,6 @@ def _method(owner: cst.ClassDef, name: str) -> cst.FunctionDef | None:
     )
 
 
-def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _walk(child)
-
-
 def _is_dotted_name(node: cst.CSTNode) -> bool:
     while isinstance(node, cst.Attribute):
         node = node.value
@@ -250,8 +280,3 @@ def _is_keyword(parent: cst.CSTNode | None, node: cst.Name) -> bool:
 
 def _is_attribute_name(parent: cst.CSTNode | None, node: cst.Name) -> bool:
     return isinstance(parent, cst.Attribute) and parent.attr is node
-
-
-def _evaluate(names: Any) -> set[QualifiedName]:
-    values = names() if callable(names) else names
-    return set(values)
