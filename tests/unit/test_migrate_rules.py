@@ -531,6 +531,14 @@ def test_differences_from_the_optimizer_of_horovod_are_mentioned() -> None:
         assert text in texts
 
 
+def test_reason_for_the_line_of_the_optimizer_refers_to_its_replacement() -> None:
+    script = in_horovod(f"{OPTIMIZER}hvd.broadcast_parameters(model.state_dict(), 0)\nlast = 1")
+    assert texts_of_line(script, 7) == "replaced by the calls below"
+    before = "hvd.broadcast_optimizer_state(opt, 0)\nopt = hvd.Dist"
+    script = in_horovod(f"{OPTIMIZER.replace('opt = hvd.Dist', before)}last = 1")
+    assert texts_of_line(script, 7) == "replaced by the call of distributed_optimizer below"
+
+
 def test_members_of_a_model_in_a_container_are_mentioned() -> None:
     script = in_ddp("nets = {0: torch.nn.parallel.DistributedDataParallel(net)}\nnets[0].module.save()\nlast = 1")
     assert "if nets[0] is a distributed model, use backend.unwrap(nets[0])" in texts_of_line(script, 7)

@@ -390,8 +390,9 @@ def _wrap_model_and_optimizer(
         "hvd.broadcast_optimizer_state, which applies weight decay",
     )
     for old_statement, builders in lines.items():
-        if not builders:
-            edits.explain(old_statement, "not needed: the model or the optimizer is wrapped elsewhere")
+        if not builders:  # the statements with builders follow it
+            calls = "call of distributed_optimizer" if old_statement is state else "calls"
+            edits.explain(old_statement, f"replaced by the {calls} below")
     function = script.function(wrapping.statement)
     names = [
         node
