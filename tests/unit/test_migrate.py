@@ -409,6 +409,62 @@ def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        ("horovod.torch", "import horovod.torch as hvd, and then hvd.rank()"),
+        ("torch.distributed", "import torch.distributed as dist, and then dist.get_rank()"),
+        ("torch.nn.parallel", "from torch.nn.parallel import DistributedDataParallel, and then "),
+    ],
+)
+@pytest.mark.parametrize("other", ["", "import horovod.torch as hvd\nhvd.init()\n"])
+def test_imports_of_all_names_are_refused(module: str, fix: str, other: str) -> None:
+    result = migrate(f"import torch\nfrom {module} import *\n{other}allreduce(rank())\n")
+    assert result.source is None
+    (problem,) = result.problems
+    assert (problem.line, problem.name) == (2, f"from {module} import *")
+    assert f"Import the module by name, and use its name in each call: {fix}" in problem.fix
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "importlib.import_module('horovod.torch')",
+        "importlib.import_module('.torch', package='horovod')",
+        "__import__('horovod.torch')",
+        "sys.modules['torch.distributed']",
+    ],
+)
+@pytest.mark.parametrize("other", ["", "import horovod.torch as hvd\nhvd.init()\n"])
+def test_imports_by_a_string_are_refused(expression: str, other: str) -> None:
+    result = migrate(f"import importlib, sys\n{other}x = {expression}\n")
+    assert [problem.name for problem in result.problems] == [expression]
+    assert result.problems[0].fix.startswith("Import the module with an import statement: import ")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "globals()['hvd']",
+        "vars().get('hvd')",
+        "exec('x = hvd.rank()')",
+        "eval(f'hvd.{name}()')",
+        "exec('import horovod.torch')",
+        "exec(compile('hvd' '.size()', 's', 'eval'))",
+    ],
+)
+def test_names_in_strings_are_refused(expression: str) -> None:
+    assert expression in problems(in_horovod(f"name = 'rank'\nx = {expression}\nlast = 1")).values()
+
+
+def test_strings_that_use_other_names_are_kept() -> None:
+    lines = (
+        "a = globals()['x']\nb = eval('torch.float32')\nexec('my_hvd = x.hvd')\nimport importlib\n"
+        "c = importlib.import_module('json')\nmodel.eval()\n"
+    )
+    assert lines in convert(in_horovod(f"{lines}last = 1", "from user.all import *\nfrom .horovod.torch import *"))
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("print('a')\n", "neither Horovod nor DDP"),

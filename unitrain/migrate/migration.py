@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 import libcst as cst
 
 from unitrain.errors import ConfigError
-from unitrain.migrate import ddp, environment_variables, horovod, imports, startup, trainers
+from unitrain.migrate import ddp, environment_variables, horovod, imports, indirect, startup, trainers
 from unitrain.migrate.edits import Edits, Problem, Reason
 from unitrain.migrate.script import Script
 from unitrain.migrate.unsupported import LINES, STRUCTURAL, find_fix, is_of_library
@@ -58,7 +58,10 @@ def _check_syntax(source: str) -> None:
 def _convert(source: str) -> Migration:
     script = Script(source)
     edits = Edits(script)
-    libraries = _find_libraries(script)
+    libraries = _find_libraries(script, indirect.refuse_imports(edits))
+    if edits.problems:  # the rules would report calls whose names are not known
+        return Migration(None, (), tuple(sorted(edits.problems)), tuple(libraries))
+    indirect.refuse_strings(edits)
     _convert_calls(edits, libraries)
     _refuse_unknown(edits)
     _convert_startup(edits, libraries)
@@ -100,9 +103,10 @@ def _problem_in_converted(source: str, converted: str, error: SyntaxError) -> Pr
     )
 
 
-def _find_libraries(script: Script) -> list[str]:
-    """Return the libraries with which the script trains. Raises ConfigError if there are none."""
-    libraries = set[str]()
+def _find_libraries(script: Script, libraries: set[str]) -> list[str]:
+    """Return the libraries with which the script trains, and those in `libraries`. Raises ConfigError if there are
+    none."""
+    libraries = set(libraries)
     uses_unitrain = False
     for node in script.nodes:
         name = script.imported_name(node) or "" if isinstance(node, cst.Name | cst.Attribute) else ""
