@@ -188,6 +188,11 @@ def test_six_lines_of_the_custom_loop_differ_from_plain_torch(page: str) -> None
     assert len([line for line in plain if line not in lines]) == 3
 
 
+def test_page_about_configuration_files_shows_the_file_of_the_examples() -> None:
+    page = (ROOT / "docs/guides/config_files.md").read_text()
+    assert f"```yaml\n{(ROOT / 'examples/digits.yaml').read_text()}```\n" in page
+
+
 def test_readme_has_at_most_180_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
