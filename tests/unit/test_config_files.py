@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,10 +21,15 @@ import unitrain
 from unitrain.cli import unitrain as command_line
 from unitrain.config_files.instantiation import build_arguments, read_command_line
 from unitrain.config_files.parser import parse
+from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError
 
 # Each list contains ten aliases of the preceding list, so the expanded document would have 10^9 items.
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+# Each mapping merges the preceding mapping ten times.
+MERGE_KEYS = "seed: &a0 {x: 1}\n" + "".join(
+    f"k{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10)
+)
 
 PARTS = '''
 import torch
@@ -204,6 +210,8 @@ def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
         ("callbacks: &all [*all]", r"bad.yaml: the values are nested too deeply, or an alias contains itself"),
         ("callbacks: " + "[" * 5000, r"bad.yaml: the values are nested too deeply"),
         (ALIASES, r"bad.yaml: the file contains more than 100000 values, including repeated aliases"),
+        (MERGE_KEYS, r"bad.yaml: the file contains more than 100000 values, including repeated aliases"),
+        ("? &a0 [x]\n: &a1 {? *a0 : *a0}", r"bad.yaml, line 2: "),
         ("", r"bad.yaml: the file contains no keys\. Create a complete file with: unitrain train --print_config"),
         ("seed: [1", r"bad.yaml, line \d: .*Correct the YAML syntax"),
         (
@@ -267,6 +275,24 @@ def test_missing_files_and_keys_are_reported(folder: Path) -> None:
     assert "Configuration file 'config/rum.yaml' does not exist. Did you mean 'run.yaml'?" in done.stderr
     assert "The key 'model' is not set" in CliRunner().invoke(command_line, ["train", "--seed=1"]).stderr
     assert "takes a configuration file" in CliRunner().invoke(command_line, ["train"]).stderr
+
+
+def test_merge_keys_are_read(folder: Path) -> None:
+    (folder / "merged.yaml").write_text("optimizer: &o {class_path: torch.optim.SGD}\nmodel:\n  <<: *o\n  x: 1\n")
+    file = ConfigFile.read(Path("merged.yaml"))
+    assert file.content["model"] == {"class_path": "torch.optim.SGD", "x": 1}
+    assert [entry.line for entry in file.entries if entry.key == ("model", "x")] == [4]
+
+
+def test_name_that_is_not_a_configuration_file_is_reported(folder: Path) -> None:
+    (folder / "loop.yaml").symlink_to("loop.yaml")
+    os.mkfifo(folder / "pipe.yaml")
+    name = "x" * 300 + ".yaml"
+    script = "'train.py' is a Python script, not a configuration file. Run it with: python train.py, or with: unitrain"
+    assert error_message("train.py").startswith(f"{script} launch train.py")
+    assert "is a symbolic link to a file that does not exist. Did you mean 'pipe.yaml'" in error_message("loop.yaml")
+    assert "'pipe.yaml' is not a file. Did you mean 'loop.yaml'" in error_message("pipe.yaml")
+    assert re.match("Cannot read configuration file 'x+.yaml': .*File name too long", error_message(name))
 
 
 def test_exception_in_a_constructor_names_the_key_of_the_class(folder: Path) -> None:

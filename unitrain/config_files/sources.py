@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +40,28 @@ class ConfigFile:
 
         For a syntax error, the message contains the line.
         """
-        if not path.is_file():
-            file_names = [entry.name for entry in path.parent.glob("*") if entry.suffix in CONFIG_SUFFIXES]
+        if path.suffix == ".py":
             raise ConfigError(
-                f"Configuration file '{path}' {'is not a file' if path.exists() else 'does not exist'}. "
-                f"{did_you_mean(path.name, file_names)}Create one with: unitrain train --print_config > config.yaml"
+                f"'{path}' is a Python script, not a configuration file. Run it with: python {path}, or with: "
+                f"unitrain launch {path}"
             )
         try:
-            text = path.read_text(encoding="utf-8")
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            content = yaml.safe_load(text)
+            _check_file(path)
+            loader = _LimitedLoader(path.read_text(encoding="utf-8"))
+            node = loader.get_single_node()
+            # Counted before the values are created, because merge keys and aliases multiply them.
+            if node is not None and _count_entries(node, {}) > _MAX_ENTRIES:
+                raise _TooManyEntriesError
+            # Read before the values are created, because the loader replaces merge keys by the merged keys.
+            entries = () if node is None else tuple(_entries(path, node, ()))
+            content = None if node is None else loader.construct_document(node)
+        except _TooManyEntriesError:
+            raise ConfigError(
+                f"{path}: the file contains more than {_MAX_ENTRIES} values, including repeated aliases. Use fewer "
+                "aliases, or read large data from another file."
+            ) from None
+        except ConfigError:
+            raise
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = "" if mark is None else f", line {mark.line + 1}"
@@ -71,15 +82,6 @@ class ConfigFile:
                 f"{path}, line {node.start_mark.line + 1}: the file contains a value of type {type(content).__name__}. "
                 "Use a mapping of keys and values, as in batch_size: 32"
             )
-        try:
-            entries = tuple(itertools.islice(_entries(path, node, ()), _MAX_ENTRIES + 1))
-        except RecursionError:
-            raise _nesting_error(path) from None
-        if len(entries) > _MAX_ENTRIES:
-            raise ConfigError(
-                f"{path}: the file contains more than {_MAX_ENTRIES} values, including repeated aliases. Use fewer "
-                "aliases, or read large data from another file."
-            )
         return cls(path, content, entries)
 
     def location(self, entry: ConfigEntry) -> str:
@@ -98,6 +100,60 @@ class ConfigFile:
                 same_value = [entry for entry in matches if value is not None and entry.value == value]
                 return (same_value or matches)[0]
         return None
+
+
+class _TooManyEntriesError(Exception):
+    """A file has more than _MAX_ENTRIES entries."""
+
+
+class _LimitedLoader(yaml.SafeLoader):
+    """Loader that raises _TooManyEntriesError while it reads a file with more than _MAX_ENTRIES entries."""
+
+    _count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if index is not None:  # neither the document nor a key
+            self._count += 1
+            if self._count > _MAX_ENTRIES:
+                raise _TooManyEntriesError
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+def _count_entries(node: yaml.Node, counts: dict[yaml.Node, int | None]) -> int:
+    """Return the number of entries below `node`. The entries of an alias count at each of its uses.
+
+    `counts` contains the result of each node, or None while its entries are counted. Raises RecursionError if an alias
+    contains itself.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 0
+    if node not in counts:
+        counts[node] = None
+        # The items of a sequence, or the (key, value) pairs of a mapping.
+        items = [(item,) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value
+        counts[node] = sum(1 + sum(_count_entries(part, counts) for part in item) for item in items)
+    count = counts[node]
+    if count is None:
+        raise RecursionError
+    return count
+
+
+def _check_file(path: Path) -> None:
+    """Raise ConfigError if `path` is not a file, or OSError if it cannot be accessed."""
+    if path.is_file():
+        return
+    problem = "does not exist"
+    if path.exists():
+        problem = "is not a file"
+    elif path.is_symlink():
+        problem = "is a symbolic link to a file that does not exist"
+    entries = path.parent.glob("*")
+    file_names = [entry.name for entry in entries if entry.suffix in CONFIG_SUFFIXES and entry.name != path.name]
+    raise ConfigError(
+        f"Configuration file '{path}' {problem}. {did_you_mean(path.name, file_names)}Create one with: unitrain train "
+        "--print_config > config.yaml"
+    )
 
 
 def _nesting_error(path: Path) -> ConfigError:
