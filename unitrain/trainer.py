@@ -232,7 +232,9 @@ class Trainer(LoggingMethods):
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in data_by_prefix.items()}
         if isinstance(self._scheduler, PlannedScheduler):
-            self._scheduler.plan(total_scheduler_steps(self.config, self.progress, shard), self.backend)
+            total_steps = total_scheduler_steps(self.config, self.progress, shard)
+            name = "max_epochs" if self.config.max_steps is None else "max_steps"
+            self._scheduler.plan(total_steps, self.backend, f"{name}={getattr(self.config, name)}")
         self._epoch_scheduler.check_monitor(self.result_names)
         self._run.start(shard)
         self._discard_partial_step()

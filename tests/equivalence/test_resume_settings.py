@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer, init
@@ -134,6 +134,30 @@ def test_learning_rate_changed_by_a_scheduler_does_not_cause_a_warning(
             assert (
                 "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.2." in caplog.text
             )
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_learning_rates_that_a_scheduler_function_explains_do_not_cause_a_warning(
+    checkpoint_format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_cycle(max_lr: float) -> Any:
+        return lambda _: lambda optimizer, total_steps: OneCycleLR(optimizer, max_lr, total_steps, div_factor=5)
+
+    def decay(_: Any) -> Any:
+        return lambda optimizer, total_steps: LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+
+    cycle, decayed, settings = str(tmp_path / "cycle"), str(tmp_path / "decay"), {"checkpoint_format": checkpoint_format}
+    with init("local") as backend:
+        for _ in range(2):
+            train(backend, cycle, 2, scheduler=one_cycle(0.25), **settings)
+            train(backend, decayed, 2, scheduler=decay, **settings)
+        train(backend, cycle, 2, scheduler=one_cycle(0.25), options={"lr": 0.3}, **settings)  # replaced by the scheduler
+        assert caplog.text == ""
+        train(backend, cycle, 2, scheduler=one_cycle(0.5), **settings)
+        train(backend, decayed, 2, scheduler=decay, options={"lr": 0.2}, **settings)
+    assert "has lr=0.05 in parameter group 0, and the optimizer of this run was built with lr=0.1." in caplog.text
+    assert "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.2." in caplog.text
+    assert caplog.text.count("WARNING") == 2
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from unitrain.checkpoint import sharded_files
 from unitrain.checkpoint.files import MODEL, RUN_ID, TRAINING, load_model_file, read_manifest, read_tensors
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
+from unitrain.optim.schedulers import PlannedScheduler
 from unitrain.torch_compat import load_optimizer_state
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,15 @@ def load(
     try:
         _load_model(path, model)
         if (state := training.pop("optimizer")) is not None:
-            _check_hyperparameters(path, state["param_groups"], optimizer, has_scheduler=scheduler is not None)
+            groups = [dict(group) for group in state["param_groups"]]
+            _check_hyperparameter_names(path, groups, optimizer)
+            report = partial(
+                _report_changed_hyperparameters, path, groups, optimizer, has_scheduler=scheduler is not None
+            )
+            if isinstance(scheduler, PlannedScheduler) and scheduler.scheduler is None:
+                scheduler.call_after_build(report)  # the scheduler determines the initial learning rates
+            else:
+                report()
             if is_sharded:
                 training[SHARDED] = str(path)
                 stored = {} if defers_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
@@ -153,17 +163,13 @@ def _check_classes(
             )
 
 
-def _check_hyperparameters(
-    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, has_scheduler: bool
-) -> None:
-    """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint; log a
-    warning if values differ.
+def _check_hyperparameter_names(path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint.
 
     A new version of torch may add or remove hyperparameters. Therefore, names other than "lr" may be missing from the
-    checkpoint, or the checkpoint may have additional names, but not both. The checkpoint's values are used, because
-    schedulers and callbacks may have changed them during the run.
+    checkpoint, or the checkpoint may have additional names, but not both.
     """
-    for index, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+    for saved_settings, current_settings in zip(groups, optimizer.param_groups, strict=False):
         missing_settings = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
         if "lr" in missing_settings or (
             missing_settings
@@ -174,6 +180,17 @@ def _check_hyperparameters(
                 "optimizer wrote it. Use the same optimizer as the run that wrote it, or start a new run from the "
                 f"weights: trainer.load_weights('{path}')."
             )
+
+
+def _report_changed_hyperparameters(
+    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, has_scheduler: bool
+) -> None:
+    """Log a warning for each hyperparameter whose value in `groups`, those of the checkpoint, differs from the value
+    in the optimizer.
+
+    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
+    """
+    for index, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         for name in saved_settings:
             # With a scheduler, compare only the initial learning rate, because the scheduler may have changed other
             # settings.

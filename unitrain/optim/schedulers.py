@@ -90,17 +90,22 @@ class PlannedScheduler:
         self._initial_settings = [_group_settings(group) for group in optimizer.param_groups]
         self._restored_state: dict[str, Any] | None = None
         self._total_steps = 0
+        self._run_length: str | None = None
+        self._after_build: Callable[[], None] = lambda: None
         self.scheduler: LRScheduler | None = None
 
-    def plan(self, total_steps: int | None, communicator: Communicator) -> LRScheduler:
+    def plan(
+        self, total_steps: int | None, communicator: Communicator, run_length: str | None = None
+    ) -> LRScheduler:
         """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
 
+        `run_length` is the setting of TrainConfig that limits the run, such as "max_epochs=10", for error messages.
         A second call returns the same scheduler. Raises, on every rank, ConfigError if the number of steps is unknown,
         or if `build` does not return a scheduler of this optimizer, and CheckpointError if the checkpoint's scheduler
         was built for a different number of steps.
         """
         if self.scheduler is None:
-            self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps))
+            self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps, run_length))
         return self.scheduler
 
     def step(self) -> None:
@@ -109,9 +114,13 @@ class PlannedScheduler:
         self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state and the number of steps for which it was built."""
+        """Return the scheduler's state, and the number of steps and the `run_length` for which it was built."""
         assert self.scheduler is not None
-        return {"total_steps": self._total_steps, "scheduler": self.scheduler.state_dict()}
+        return {
+            "total_steps": self._total_steps,
+            "run_length": self._run_length,
+            "scheduler": self.scheduler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Store the state until `plan` builds the scheduler. Raises ValueError for a state that is not a result of
@@ -120,18 +129,31 @@ class PlannedScheduler:
             raise ValueError("its scheduler was not built from the number of steps")
         self._restored_state = state
 
-    def _build_restored(self, total_steps: int | None) -> LRScheduler:
+    def call_after_build(self, function: Callable[[], None]) -> None:
+        """Let `plan` call `function` after it has built the scheduler, and before it restores the checkpoint's state.
+
+        At this time, the optimizer has the initial learning rates that the new scheduler has set. `function` is not
+        called if the checkpoint has no state of the scheduler.
+        """
+        self._after_build = function
+
+    def _build_restored(self, total_steps: int | None, run_length: str | None) -> LRScheduler:
         if total_steps is None:
             raise ConfigError(
                 "The scheduler is built from the number of steps, which is unknown for data without a length. "
                 "Use TrainConfig(max_steps=10_000) instead of max_epochs."
             )
         if self._restored_state is not None and self._restored_state["total_steps"] != total_steps:
-            planned = self._restored_state["total_steps"]
+            planned, planned_length = self._restored_state["total_steps"], self._restored_state.get("run_length")
+            if planned_length is None:  # written by an older version
+                fix = "Resume with the same max_epochs or max_steps, and the same TrainConfig.global_batch_size"
+            elif planned_length != run_length:
+                fix = f"It was planned for {planned_length}. Resume with TrainConfig({planned_length})"
+            else:
+                fix = "Resume with the same data and global batch: TrainConfig(global_batch_size=...)"
             raise CheckpointError(
                 f"The checkpoint's schedule was planned for {planned} steps, but this run has {total_steps}, which "
-                "changes its learning rates. Resume with the same length and global batch: "
-                "TrainConfig(global_batch_size=...)."
+                f"changes its learning rates. {fix}."
             )
         groups = self._optimizer.param_groups
         current = [_group_settings(group) for group in groups]
@@ -146,10 +168,11 @@ class PlannedScheduler:
                 "Use scheduler=lambda optimizer, total_steps: CosineAnnealingLR(optimizer, total_steps)."
             )
         if self._restored_state is not None:
+            self._after_build()
             for group, settings in zip(groups, current, strict=True):
                 group.update(settings)
             scheduler.load_state_dict(self._restored_state["scheduler"])
-        self._total_steps = total_steps
+        self._total_steps, self._run_length = total_steps, run_length
         return scheduler
 
 
