@@ -32,6 +32,8 @@ MERGE_KEYS = "seed: &a0 {x: 1}\n" + "".join(
 )
 
 PARTS = '''
+import sys
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -67,6 +69,18 @@ def decay(optimizer: Optimizer, total_steps: int) -> LRScheduler:
 
 def constant(optimizer: Optimizer, **options: float) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1.0)
+
+def nothing() -> nn.Module:
+    return None
+
+def number() -> nn.Module:
+    return 5
+
+def leave() -> nn.Module:
+    sys.exit(0)
+
+def leave_later(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    sys.exit(0)
 
 class Table:
     """A dataset that is not a subclass of torch's, such as datasets.Dataset."""
@@ -322,6 +336,62 @@ def test_exception_in_a_class_or_function_is_raised_with_a_note(
         build("config/run.yaml", "failing.yaml")
     assert caught.value.__notes__[0].startswith(f"failing.yaml, line 1: {text.partition(':')[0]}: the exception was")
     assert caught.traceback[-1].name in ("create_data", "__init__")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('raise ArithmeticError("import failed")', ArithmeticError, "import failed"),
+        ("def broken(:", SyntaxError, "invalid syntax"),
+        ("import no_such_package", ModuleNotFoundError, "No module named 'no_such_package'"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model", "train_data", "metrics"])
+def test_exception_of_a_module_is_raised_with_a_note(
+    key: str, text: str, error: type[Exception], message: str, folder: Path
+) -> None:
+    (folder / "config" / "failing.py").write_text(f"\n{text}\n")
+    path = "{a: failing.x}" if key == "metrics" else "failing.x"
+    (folder / "failing.yaml").write_text(f"seed: 1\n{key}: {path}\n")
+    name = "metrics.a" if key == "metrics" else key
+    for words, location in ((("failing.yaml",), "failing.yaml, line 2: "), ((f"--{name}=failing.x",), "--")):
+        with pytest.raises(error, match=message) as caught:
+            read_command_line(("config/run.yaml", *words))
+        note = f"{location}{name}: the exception was raised while the module 'failing' was imported"
+        assert caught.value.__notes__ == [note]
+        if error is ArithmeticError:
+            assert str(caught.traceback[-1].path).endswith("failing.py")
+
+
+def test_exit_of_a_module_or_function_is_an_error(folder: Path) -> None:
+    (folder / "config" / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "leaving.yaml").write_text("model: leaving.x\n")
+    done = CliRunner().invoke(command_line, ["train", "config/run.yaml", "leaving.yaml"])
+    assert done.exit_code == 2
+    output = " ".join(done.stderr.split())
+    assert "Error: leaving.yaml, line 1: model: the import of leaving called sys.exit(0) in" in output
+    assert "leaving.py, line 2. Raise an exception instead" in output
+    (folder / "leaving.yaml").write_text("model: config_parts.leave\n")
+    with pytest.raises(ConfigError, match=r"leaving.yaml, line 1: model: config_parts.leave called sys.exit\(0\) in .*py"):
+        build("config/run.yaml", "leaving.yaml")
+    arguments = build("config/run.yaml", "--scheduler=config_parts.leave_later")
+    with pytest.raises(ConfigError, match=r"--scheduler: config_parts.leave_later called sys.exit\(0\)"):
+        arguments["scheduler"](arguments["optimizer"], 3)
+
+
+@pytest.mark.parametrize(("function", "kind"), [("nothing", "None"), ("number", "an object of type int")])
+def test_model_function_must_return_a_module(function: str, kind: str, folder: Path) -> None:
+    (folder / "wrong.yaml").write_text(f"seed: 1\nmodel: config_parts.{function}\n")
+    message = rf"wrong.yaml, line 2: model: config_parts\.{function} returned {kind}, not a torch\.nn\.Module\. Return a"
+    with pytest.raises(ConfigError, match=message):
+        build("config/run.yaml", "wrong.yaml")
+
+
+def test_standard_output_is_not_used_before_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        for output in (None, full):
+            monkeypatch.setattr(sys, "stdout", output)
+            assert parse(["config/run.yaml"]).values.batch_size == 5
 
 
 def test_dataset_need_not_be_a_subclass_of_torch_dataset(folder: Path) -> None:

@@ -47,7 +47,7 @@ def train(words: tuple[str, ...]) -> None:
     try:
         parsed = instantiation.read_command_line(words)
     except ConfigError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError("\n".join([str(error), *getattr(error, "__notes__", [])])) from error
     except MissingDependencyError as error:
         raise click.ClickException(str(error)) from error
     results = training.train(parsed)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from unitrain.config_files.imports import ExitError, call_without_exit
 from unitrain.config_files.parser import ParsedConfig, parse
 from unitrain.config_files.settings import build_config, check_values
 from unitrain.randomness import seed_generators
@@ -20,16 +23,20 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     """Return the arguments of `Trainer` and `fit`, except "backend", as a dictionary.
 
     Seeds the generators of torch, numpy and Python with the configuration's seed, and then creates the model before any
-    other object. Raises ConfigError for invalid settings. If a user's class raises an exception, a note that names the
-    key is added to the exception.
+    other object. Raises ConfigError for invalid settings, for a function that returns an object of the wrong type, and
+    for a function that calls sys.exit. If a user's class raises an exception, a note that names the key is added to the
+    exception.
     """
     config = build_config(parsed)
     seed_generators(config.seed)
     model = _build(parsed, "model")
-    optimizer = _build(parsed, "optimizer")
+    _check_type(parsed, "model", model, nn.Module, "a torch.nn.Module")
+    build_optimizer = _build(parsed, "optimizer")
+    optimizer = _call(parsed, "optimizer", lambda: build_optimizer(model.parameters()))
+    _check_type(parsed, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     arguments = {
         "model": model,
-        "optimizer": _call(parsed, "optimizer", lambda: optimizer(model.parameters())),
+        "optimizer": optimizer,
         "loss_fn": _build(parsed, "loss_fn"),
         "config": config,
         "metrics": _build(parsed, "metrics"),
@@ -39,7 +46,10 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     }
     scheduler = _build(parsed, "scheduler")
     if scheduler is not None:
-        arguments["scheduler"] = _call(parsed, "scheduler", lambda: _build_scheduler(scheduler, arguments["optimizer"]))
+        built = _call(parsed, "scheduler", lambda: _build_scheduler(scheduler, optimizer))
+        is_function = callable(built) and not isinstance(built, LRScheduler)
+        # The Trainer calls the function when it knows the number of steps.
+        arguments["scheduler"] = partial(_call_scheduler, parsed, built) if is_function else built
     return arguments | {name: _build(parsed, name) for name in ("train_data", "val_data")}
 
 
@@ -69,10 +79,29 @@ def _build(parsed: ParsedConfig, name: str) -> Any:
 def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
     """Call `function`. If it raises an exception, add a note with the location of the key `name`."""
     try:
-        return function()
+        return call_without_exit(parsed.location(name), _describe(parsed, name), function)
+    except ExitError:
+        raise
     except Exception as error:
         error.add_note(str(parsed.error([name], "the exception was raised while this object was created")))
         raise
+
+
+def _check_type(parsed: ParsedConfig, name: str, value: Any, expected: type, description: str) -> None:
+    """Raise ConfigError unless `value`, which the key `name` specifies, is an instance of `expected`."""
+    if not isinstance(value, expected):
+        kind = "None" if value is None else f"an object of type {type(value).__name__}"
+        fix = f"Return {description} from this function"
+        raise parsed.error([name], f"{_describe(parsed, name)} returned {kind}, not {description}. {fix}.")
+
+
+def _describe(parsed: ParsedConfig, name: str) -> str:
+    """Return the import path that the key `name` contains, or a description if it is not the only one."""
+    return str(getattr(parsed.values[name], "class_path", "a class or function of this key"))
+
+
+def _call_scheduler(parsed: ParsedConfig, function: Callable[..., Any], optimizer: Optimizer, total_steps: int) -> Any:
+    return _call(parsed, "scheduler", lambda: function(optimizer, total_steps))
 
 
 def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

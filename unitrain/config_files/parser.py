@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.config_files import yaml_text
+from unitrain.config_files.imports import import_modules
 from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
 from unitrain.loggers.logger import Logger
@@ -177,6 +179,10 @@ class ParsedConfig:
             failure = raised[0] if raised else error
         raise failure
 
+    def location(self, name: str) -> str:
+        """Return the location of the key `name`, as in an error message."""
+        return _locate_key(self.files, self.overrides, [name], None)
+
     def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
         """Return an error whose message begins with the location of the key `names`, such as ("model", "hidden")."""
         return ConfigError(f"{_locate_key(self.files, self.overrides, names, value)}: {message}")
@@ -187,7 +193,7 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help,
     --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError if jsonargparse is
-    missing.
+    missing. An exception of a module is raised unchanged, with a note that contains the location of the module's name.
     """
     jsonargparse = _import_jsonargparse()
     count = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
@@ -195,6 +201,7 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     parser = _create_parser(jsonargparse)
     _check_keys(files, overrides)
     _extend_module_search(files)
+    import_modules(files, overrides)
     arguments = [word for file in files for word in ("--config", str(file.path))]
     printed = io.StringIO()
     try:
@@ -203,8 +210,8 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     except jsonargparse.ArgumentError as error:
         raise _locate_error(str(error), files, overrides) from None
     finally:
-        # The output of --print_config and --KEY.help.
-        sys.stdout.write(_remove_subclasses(printed.getvalue()))
+        if text := printed.getvalue():  # the output of --print_config and --KEY.help
+            click.echo(_remove_subclasses(text), nl=False)
     values.pop("config", None)
     parsed = ParsedConfig(parser, values, files, overrides)
     for name in REQUIRED:

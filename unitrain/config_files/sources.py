@@ -102,6 +102,18 @@ class ConfigFile:
         return None
 
 
+def read_value(key: Key, text: str) -> Sequence[ConfigEntry]:
+    """Return the entries of `text`, the value of the key `key` on the command line, in YAML.
+
+    Raises yaml.YAMLError, ConfigError or RecursionError if it is invalid.
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is None:
+        return ()
+    entry = ConfigEntry(key, 1, node.value if isinstance(node, yaml.ScalarNode) else None)
+    return (entry, *_entries(Path("options"), node, key))
+
+
 class _TooManyEntriesError(Exception):
     """A file has more than _MAX_ENTRIES entries."""
 
