@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import importlib
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from unitrain.config_files.instantiation import build_arguments, read_command_li
 from unitrain.config_files.parser import parse
 from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError
+from unitrain.supervisor import submission
 
 # Each list contains ten aliases of the preceding list, so the expanded document would have 10^9 items.
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
@@ -481,6 +483,26 @@ def test_command_for_another_host_is_printed_if_jsonargparse_is_missing(
         done = CliRunner().invoke(command_line, [*line.split(), "config/run.yaml"])
         assert done.exit_code == 0, done.output
         assert "unitrain train config/run.yaml" in done.stdout
+
+
+def test_unknown_options_after_the_file_are_rejected_before_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("submit", "submit_and_follow"):
+        monkeypatch.setattr(submission, name, lambda *arguments: pytest.fail("a job was submitted"))
+    monkeypatch.setattr(importlib.import_module("unitrain.cli.launch"), "execute", lambda *arguments: pytest.fail("ranks were started"))
+    for line in ("launch -np 2", "submit --to slurm"):
+        for option in ("--dry-run", "-np", "--nodes=2", "--bach_size=4"):
+            words = [*line.split(), "config/run.yaml", "--optimizer.lr", "-1e-3", "-inf", option]
+            done = CliRunner().invoke(command_line, words)
+            assert done.exit_code == 2, done.output
+            message = f"Unknown option {option.partition('=')[0]} after the configuration file 'config/run.yaml'. "
+            assert message in " ".join(done.stderr.split())
+            assert done.stderr.rstrip().endswith("Options of unitrain go before the file.")
+        options = ["--batch_size", "4", "--model.hidden=3", "--callbacks+=unitrain.EarlyStopping", "--dry_run=true"]
+        done = CliRunner().invoke(command_line, [*line.split(), "--dry-run", "config/run.yaml", "more.yaml", *options])
+        assert done.exit_code == 0, done.output
+        assert "--model.hidden=3" in done.stdout
 
 
 def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) -> None:

@@ -78,7 +78,7 @@ _MAX_NODES = 65_536  # Slurm supports at most this number
 def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
     """Submit SCRIPT with its ARGS to a scheduler, as a preemptible job that resumes from its checkpoint.
 
-    SCRIPT may be a configuration file of `unitrain train`.
+    SCRIPT may be a configuration file of `unitrain train`, whose options follow the file.
 
     Prints the batch script or manifest first. Unknown options are passed to sbatch and must use the form --qos=high.
     With --follow, Ctrl-C stops following, but not the job.

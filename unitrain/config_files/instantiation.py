@@ -97,7 +97,10 @@ def _check_type(parsed: ParsedConfig, name: str, value: Any, expected: type, des
 
 def _describe(parsed: ParsedConfig, name: str) -> str:
     """Return the import path that the key `name` contains, or a description if it is not the only one."""
-    return str(getattr(parsed.values[name], "class_path", "a class or function of this key"))
+    value = parsed.values[name]
+    if inspect.isfunction(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(getattr(value, "class_path", "a class or function of this key"))
 
 
 def _call_scheduler(parsed: ParsedConfig, function: Callable[..., Any], optimizer: Optimizer, total_steps: int) -> Any:

@@ -296,7 +296,7 @@ def _create_parser(jsonargparse: Any) -> Any:
 
 def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
     """Raise ConfigError for unknown keys of files, for unknown options, and for the option --python_path."""
-    known_keys = [*(name for name, *_ in _KEYS), *setting_names()]
+    known_keys = _known_keys()
     for file in files:
         for entry in file.entries:
             name = str(entry.key[0])
@@ -305,18 +305,32 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
                     f"{file.location(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys "
                     "with: unitrain train --help"
                 )
-    for word in overrides:
-        if not word.startswith("--"):
+    check_options(overrides)
+
+
+def check_options(words: Sequence[str], where: str = "", fix: str = "Print all options with: unitrain train --help") -> None:
+    """Raise ConfigError if `words`, the arguments after the configuration files, contain an unknown option or the
+    option --python_path.
+
+    `where` and `fix` are parts of the message about an unknown option. The values of the options are not checked.
+    """
+    known_keys = _known_keys()
+    for word in words:
+        if not re.match(r"--|-[A-Za-z]", word) or word in ("-h", "-inf", "-nan"):
             continue
-        name = word[2:].partition("=")[0].rstrip("+")
+        option = word.partition("=")[0].rstrip("+")
+        name = option.lstrip("-")
         if name == PYTHON_PATH:
             raise ConfigError(f"--{PYTHON_PATH} is read from files only. Use: export PYTHONPATH=folder")
-        if name.partition(".")[0] not in (*known_keys, "config", "print_config", "help"):
-            hyphen = name.replace("-", "_")
-            raise ConfigError(
-                f"Unknown option --{name}. {did_you_mean(hyphen, known_keys)}Print all options with: unitrain train "
-                "--help"
-            )
+        if not option.startswith("--") or name.partition(".")[0] not in (
+            *known_keys, "config", "print_config", "help"
+        ):  # fmt: skip
+            suggestion = did_you_mean(name.replace("-", "_"), known_keys)
+            raise ConfigError(f"Unknown option {option}{where}. {suggestion}{fix}")
+
+
+def _known_keys() -> list[str]:
+    return [*(name for name, *_ in _KEYS), *setting_names()]
 
 
 def _extend_module_search(files: Iterable[ConfigFile]) -> None:

@@ -49,6 +49,16 @@ def check_config_packages() -> None:
         )
 
 
+def check_config_options(file: str | Path, args: Sequence[str]) -> None:
+    """Raise ConfigError if `args`, the arguments after a configuration file, contain an option that `unitrain train`
+    does not have. The ranks would otherwise start, and fail."""
+    if any(word.startswith("-") for word in args):
+        from unitrain.config_files.parser import check_options  # imports torch
+
+        where = f" after the configuration file '{file}'"
+        check_options(args, where, "Options of unitrain go before the file.")
+
+
 def check_metrics_package(port: int) -> None:
     """Raise LaunchError if the package that serves the metrics endpoint on `port` is missing."""
     if importlib.util.find_spec("prometheus_client") is None:

@@ -33,6 +33,7 @@ from unitrain.launchers.hosts import add_slots, format_hosts
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.attempt import SupervisedJob
 from unitrain.supervisor.checks import (
+    check_config_options,
     check_metrics_package,
     check_module,
     check_not_launched,
@@ -193,6 +194,8 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     else:
         check_script(request.script, runs_here=not request.is_dry_run)
     runs_config = not request.is_module and is_config_file(request.script)
+    if runs_config:
+        check_config_options(request.script, request.args)
     program = "unitrain train" if runs_config else f"python{' -m' if request.is_module else ''}"
     check_not_launched(f"In the command of that launcher, replace unitrain launch with: {program} {request.script}")
     options = launchers.parse_launcher_args(request.launcher_args)

@@ -21,7 +21,7 @@ from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
 from unitrain.supervisor import following
-from unitrain.supervisor.checks import check_script, is_config_file
+from unitrain.supervisor.checks import check_config_options, check_script, is_config_file
 from unitrain.supervisor.kubernetes_job import KubernetesJob
 from unitrain.supervisor.slurm_job import SlurmJob
 
@@ -70,6 +70,8 @@ def build_submission(request: SubmitRequest) -> Translation:
         suggestion = did_you_mean(scheduler, _SUBMIT_COMMANDS)
         raise LaunchError(f"Unknown scheduler {scheduler!r}. {suggestion}Available: {', '.join(_SUBMIT_COMMANDS)}.")
     scheduler_options, script, args = _split_arguments(request.script_and_args, scheduler)
+    if is_config_file(script):
+        check_config_options(script, args)
     timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
     forwarded, values = parse_exports(request.exports)
     if scheduler == "kubernetes":
