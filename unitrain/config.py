@@ -413,9 +413,11 @@ class TrainConfig:
         validation.check_instance(
             _full_name("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix
         )
+        signals = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
         for name in self.preemption_signals:
-            if not isinstance(name, str) or name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-                suggestion = did_you_mean(name, signal.Signals.__members__) if isinstance(name, str) else ""
+            if name not in signals:
+                is_exact = not isinstance(name, str) or name in signal.Signals.__members__
+                suggestion = "" if is_exact else did_you_mean(name, signals)
                 raise ConfigError(
                     f"TrainConfig.preemption_signals has {validation.describe_value(name)}, which is not a "
                     "signal that a program can handle. "

@@ -260,6 +260,28 @@ def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
             "  init_args: {patience: soon}",
             r"bad.yaml, line 5: callbacks\.patience: expected int, got 'soon'",
         ),
+        (
+            "optimizer:\n  class_path: torch.optim.SGDD",
+            r"bad.yaml, line 3: optimizer: module 'torch.optim' has no attribute 'SGDD'\. Print the arguments with: "
+            r"unitrain train config/run.yaml bad.yaml --optimizer.help CLASS$",
+        ),
+        (
+            "optimizer:\n  init_args: {lrr: 1}",
+            r"bad.yaml, line 3: optimizer\.lrr: Option 'lrr' is not accepted\. Print the arguments with: unitrain train "
+            r"config/run.yaml bad.yaml --optimizer.help torch.optim.SGD$",
+        ),
+        ("optimizer: {init_args: {lr: x}}", r"bad.yaml, line 2: optimizer\.lr: expected float.* got 'x'\. Print"),
+        (
+            "scheduler: {class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lrr: 0.2}}",
+            r"bad.yaml, line 2: scheduler\.max_lrr: Option 'max_lrr' is not accepted\. Print",
+        ),
+        (
+            "train_data: {init_args: {sample: 2}}",
+            r"bad.yaml, line 2: train_data\.sample: config_parts.create_data: Option 'sample' is not accepted\. Print the "
+            r"arguments with: unitrain train config/run.yaml bad.yaml --train_data.help config_parts.create_data$",
+        ),
+        ("preemption_signals: [SIGKILL]", r"bad.yaml, line 2: .* that a program can handle\. Use preemption_signals: \["),
+        ("preemption_signals: [SIGTERN]", r"bad.yaml, line 2: .* that a program can handle\. Did you mean 'SIGTERM'\?"),
         ("python_path: src", r"bad.yaml, line 2: python_path: .*src"),
         ("- 1", r"bad.yaml, line 2: the file contains a value of type list\. Use a mapping"),
         ("model: null", r"The key 'model' is not set\. Add it to 'bad.yaml', as in model: torch"),
@@ -519,6 +541,20 @@ def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) 
     assert "known subclasses" not in printed
     (folder / "start.yaml").write_text(printed + "python_path: [config]\n" * ("\npython_path" not in printed))
     assert build("config/run.yaml", "start.yaml")["config"] == build("config/run.yaml")["config"]
+
+
+def test_help_describes_the_parameters_of_a_function(folder: Path) -> None:
+    (folder / "bad.yaml").write_text("train_data: {init_args: {sample: 3}}\noptimizer: {init_args: {lrr: 1}}\n")
+    for words in (["bad.yaml", "--train_data.help"], ["--train_data.help", "config_parts.create_data"]):
+        shown = train("config/run.yaml", *words)
+        assert "Help for --train_data.help=config_parts.create_data\n" in shown
+        assert re.search(r"--train_data.samples SAMPLES\s+\(type: int, default: 24\)", shown)
+        assert "CONFIG" not in shown
+        assert "<function" not in shown
+    assert "The function has no arguments." in train("config/run.yaml", "--model.help=config_parts.nothing")
+    assert "The function has no arguments." in train("config/run.yaml", "--scheduler.help", "config_parts.unannotated")
+    assert "--optimizer.momentum" in train("config/run.yaml", "bad.yaml", "--optimizer.help")
+    assert "config_parts' has no attribute 'x'" in error_message("config/run.yaml", "--model.help", "config_parts.x")
 
 
 def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -46,6 +47,26 @@ def import_modules(files: Iterable[ConfigFile], overrides: Sequence[str]) -> Non
         except Exception as error:
             _add_note(error, location, module)
             raise
+
+
+def find_object(path: str) -> object:
+    """Return the object with the import path `path` if its module is imported; otherwise None."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def named_object(key: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> str | None:
+    """Return the import path of the class or function that the key `key` specifies, or None if there is not exactly
+    one."""
+    names = (key, f"{key}.{CLASS_PATH}")
+    for option, value in reversed(list(option_values(overrides))):
+        if option in names and _IMPORT_PATH.fullmatch(value):
+            return value
+    for file in reversed(files):
+        for entry in file.entries:
+            if ".".join(map(str, entry.key)) in names and entry.value is not None:
+                return entry.value
+    return None
 
 
 def call_without_exit(location: str, task: str, function: Callable[[], Result]) -> Result:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.config_files import yaml_text
-from unitrain.config_files.imports import import_modules
+from unitrain.config_files.imports import find_object, import_modules, named_object, option_values
 from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
 from unitrain.loggers.logger import Logger
@@ -117,6 +117,8 @@ _ANNOTATIONS = {
     "callbacks": "unitrain.Callback",
     "loggers": "unitrain.Logger",
 }
+# By key, the number of parameters of a function that are not set in a file.
+_TRAINER_PARAMETERS = {"optimizer": 1, "scheduler": 2, "loss_fn": 2}
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY_PATTERN = re.compile(r'(?:Parser )?[Kk]ey "([^"]+)"')
 _CLASS_PATTERN = re.compile(r"<class '([\w.]+)'>")
@@ -201,12 +203,20 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     parser = _create_parser(jsonargparse)
     _check_keys(files, overrides)
     _extend_module_search(files)
-    import_modules(files, overrides)
-    arguments = [word for file in files for word in ("--config", str(file.path))]
+    if (request := _help_request(files, overrides)) is None:
+        import_modules(files, overrides)
+        arguments = [*(word for file in files for word in ("--config", str(file.path))), *overrides]
+    else:  # without the files, whose errors the user may want to correct with this help
+        key, path = request
+        import_modules((), [f"--{key}={path}"])
+        if inspect.isfunction(function := find_object(path)):
+            click.echo(_function_help(parser, key, path, function))
+            sys.exit(0)
+        arguments = [f"--{key}.help={path}"]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            values = parser.parse_args([*arguments, *overrides])
+            values = parser.parse_args(arguments)
     except jsonargparse.ArgumentError as error:
         raise _locate_error(str(error), files, overrides) from None
     finally:
@@ -221,6 +231,32 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
                 f"The key {name!r} is not set. Add it to {where}, as in {name}: {_EXAMPLES[name]}, or use --{name}"
             )
     return parsed
+
+
+def _help_request(files: Sequence[ConfigFile], overrides: Sequence[str]) -> tuple[str, str] | None:
+    """Return the key and the import path of the option --KEY.help, or None if there is no such option with a path.
+
+    Without a value, the option describes the class or function that `files` or the other options name.
+    """
+    for name, value in option_values(overrides):
+        key = name.removesuffix(".help")
+        if key != name and key in _CLASS_KEYS and (path := value or named_object(key, files, overrides)):
+            return key, path
+    return None
+
+
+def _function_help(parser: Any, key: str, path: str, function: Callable[..., Any]) -> str:
+    """Return a description of the parameters of `function`, except those that the Trainer sets."""
+    names = list(inspect.signature(function).parameters)
+    described = type(parser)(prog="unitrain train", usage=argparse.SUPPRESS, add_help=False)
+    skipped = set(names[: _TRAINER_PARAMETERS.get(key, 0)])
+    described.add_function_arguments(function, key, fail_untyped=False, skip=skipped)
+    text = re.sub(rf"^  --{key} CONFIG\s.*\n( {{10,}}.*\n?)*", "", described.format_help(), flags=re.MULTILINE)
+    text = re.sub(r"<function .* at 0x\w+>:|Optional\[Untyped\]", lambda match: "Any" if "U" in match[0] else "", text)
+    if f"--{key}." not in text:
+        text += "\nThe function has no arguments.\n"
+    body = text.strip("\n")
+    return f"Help for --{key}.help={path}\n\n{body}"
 
 
 def keys_help() -> str:
@@ -349,7 +385,10 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     if (option := re.search(r"Option '([^']+)' is not accepted", text)) is not None:
         names.append(option[1])
     top = names[0]
-    fix = f"Print the arguments of a class with: unitrain train --{top}.help CLASS"
+    path = named_object(top, files, overrides)
+    is_found = path is not None and callable(find_object(path))
+    words = ["unitrain train", *(str(file.path) for file in files), f"--{top}.help", str(path) if is_found else "CLASS"]
+    fix = f"Print the arguments with: {' '.join(words)}"
     if top not in _CLASS_KEYS:
         fix = "Print the types of all keys with: unitrain train --help"
     place = _locate_key(files, overrides, names, value)
@@ -383,7 +422,13 @@ def _shorten_message(text: str) -> tuple[str, str | None]:
     """Return the message of jsonargparse in one line, and the invalid value if it is known."""
     text = _CLASS_PATTERN.sub(lambda match: "None" if match[1] == "NoneType" else match[1], text)
     text = re.sub(r"\bunitrain\.config_files\.parser\.Data\b|(?<=subclass of )Data\b", "Dataset or DataLoader", text)
+    text = re.sub(r"\bType collections\.abc\.Callable\[.*?\] expects a function or a callable class: ", "", text)
+    text = re.sub(r"\. Got value: Namespace\(.*\)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"(has no attribute '[^']*'|is not accepted)\. Got value: .*$", r"\1", text, flags=re.MULTILINE)
     text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
+    causes = re.findall(r"^\s*- (module '[^']*' has no attribute '[^']*'|Option '[^']*' is not accepted)$", text, re.M)
+    if text.count(_UNION) == 1 and causes:
+        return str(causes[0]), None
     types, given = re.search(r"Subtypes: \[(.*)\]$", text, re.MULTILINE), re.search(r"Given value: (.*)", text)
     if text.count(_UNION) == 1 and types and given and "Problem with" not in text:
         expected = sorted(_split_types(types[1]), key=lambda name: name == "None")  # the order differs between versions
