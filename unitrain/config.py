@@ -416,8 +416,8 @@ class TrainConfig:
         signals = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
         for name in self.preemption_signals:
             if name not in signals:
-                is_exact = not isinstance(name, str) or name in signal.Signals.__members__
-                suggestion = "" if is_exact else did_you_mean(name, signals)
+                is_misspelt = isinstance(name, str) and name not in signal.Signals.__members__
+                suggestion = did_you_mean(name, signals) if is_misspelt else ""
                 raise ConfigError(
                     f"TrainConfig.preemption_signals has {validation.describe_value(name)}, which is not a "
                     "signal that a program can handle. "

@@ -146,12 +146,18 @@ def test_learning_rates_that_a_scheduler_function_explains_do_not_cause_a_warnin
     def decay(_: Any) -> Any:
         return lambda optimizer, total_steps: LambdaLR(optimizer, lambda step: 1 - step / total_steps)
 
-    cycle, decayed, settings = str(tmp_path / "cycle"), str(tmp_path / "decay"), {"checkpoint_format": checkpoint_format}
+    cycle, decayed, settings = (
+        str(tmp_path / "cycle"),
+        str(tmp_path / "decay"),
+        {"checkpoint_format": checkpoint_format},
+    )
     with init("local") as backend:
         for _ in range(2):
             train(backend, cycle, 2, scheduler=one_cycle(0.25), **settings)
             train(backend, decayed, 2, scheduler=decay, **settings)
-        train(backend, cycle, 2, scheduler=one_cycle(0.25), options={"lr": 0.3}, **settings)  # replaced by the scheduler
+        train(
+            backend, cycle, 2, scheduler=one_cycle(0.25), options={"lr": 0.3}, **settings
+        )  # replaced by the scheduler
         assert caplog.text == ""
         train(backend, cycle, 2, scheduler=one_cycle(0.5), **settings)
         train(backend, decayed, 2, scheduler=decay, options={"lr": 0.2}, **settings)

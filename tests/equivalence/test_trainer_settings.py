@@ -236,7 +236,9 @@ def test_schedule_of_unknown_length_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The scheduler function returned int, not a scheduler of its optimizer"):
         trainer(LOCAL, lambda optimizer, total_steps: total_steps).fit(data())
     trainer(LOCAL, one_cycle, max_epochs=1, output_dir=tmp_path / "a").fit(data())
-    planned = r"planned for 6 steps, but this run has 12, which .* rates\. It was planned for max_epochs=1\. Resume with"
+    planned = (
+        r"planned for 6 steps, but this run has 12, which .* rates\. It was planned for max_epochs=1\. Resume with"
+    )
     with pytest.raises(CheckpointError, match=planned):
         trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
     trainer(LOCAL, None, max_epochs=1, output_dir=tmp_path / "b").fit(data())

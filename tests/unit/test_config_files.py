@@ -262,13 +262,13 @@ def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
         ),
         (
             "optimizer:\n  class_path: torch.optim.SGDD",
-            r"bad.yaml, line 3: optimizer: module 'torch.optim' has no attribute 'SGDD'\. Print the arguments with: "
+            r"bad.yaml, line 2: optimizer: module 'torch.optim' has no attribute 'SGDD'\. Print the arguments with: "
             r"unitrain train config/run.yaml bad.yaml --optimizer.help CLASS$",
         ),
         (
             "optimizer:\n  init_args: {lrr: 1}",
-            r"bad.yaml, line 3: optimizer\.lrr: Option 'lrr' is not accepted\. Print the arguments with: unitrain train "
-            r"config/run.yaml bad.yaml --optimizer.help torch.optim.SGD$",
+            r"bad.yaml, line 3: optimizer\.lrr: Option 'lrr' is not accepted\. Print the arguments with: unitrain "
+            r"train config/run.yaml bad.yaml --optimizer.help torch.optim.SGD$",
         ),
         ("optimizer: {init_args: {lr: x}}", r"bad.yaml, line 2: optimizer\.lr: expected float.* got 'x'\. Print"),
         (
@@ -277,10 +277,13 @@ def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
         ),
         (
             "train_data: {init_args: {sample: 2}}",
-            r"bad.yaml, line 2: train_data\.sample: config_parts.create_data: Option 'sample' is not accepted\. Print the "
-            r"arguments with: unitrain train config/run.yaml bad.yaml --train_data.help config_parts.create_data$",
+            r"bad.yaml, line 2: train_data\.sample: config_parts.create_data: Option 'sample' is not accepted\. Print "
+            r"the arguments with: unitrain train config/run.yaml bad.yaml --train_data.help config_parts.create_data$",
         ),
-        ("preemption_signals: [SIGKILL]", r"bad.yaml, line 2: .* that a program can handle\. Use preemption_signals: \["),
+        (
+            "preemption_signals: [SIGKILL]",
+            r"bad.yaml, line 2: .* that a program can handle\. Use preemption_signals: \[",
+        ),
         ("preemption_signals: [SIGTERN]", r"bad.yaml, line 2: .* that a program can handle\. Did you mean 'SIGTERM'\?"),
         ("python_path: src", r"bad.yaml, line 2: python_path: .*src"),
         ("- 1", r"bad.yaml, line 2: the file contains a value of type list\. Use a mapping"),
@@ -396,7 +399,9 @@ def test_exit_of_a_module_or_function_is_an_error(folder: Path) -> None:
     assert "Error: leaving.yaml, line 1: model: the import of leaving called sys.exit(0) in" in output
     assert "leaving.py, line 2. Raise an exception instead" in output
     (folder / "leaving.yaml").write_text("model: config_parts.leave\n")
-    with pytest.raises(ConfigError, match=r"leaving.yaml, line 1: model: config_parts.leave called sys.exit\(0\) in .*py"):
+    with pytest.raises(
+        ConfigError, match=r"leaving.yaml, line 1: model: config_parts.leave called sys.exit\(0\) in .*py"
+    ):
         build("config/run.yaml", "leaving.yaml")
     arguments = build("config/run.yaml", "--scheduler=config_parts.leave_later")
     with pytest.raises(ConfigError, match=r"--scheduler: config_parts.leave_later called sys.exit\(0\)"):
@@ -406,13 +411,15 @@ def test_exit_of_a_module_or_function_is_an_error(folder: Path) -> None:
 @pytest.mark.parametrize(("function", "kind"), [("nothing", "None"), ("number", "an object of type int")])
 def test_model_function_must_return_a_module(function: str, kind: str, folder: Path) -> None:
     (folder / "wrong.yaml").write_text(f"seed: 1\nmodel: config_parts.{function}\n")
-    message = rf"wrong.yaml, line 2: model: config_parts\.{function} returned {kind}, not a torch\.nn\.Module\. Return a"
+    message = (
+        rf"wrong.yaml, line 2: model: config_parts\.{function} returned {kind}, not a torch\.nn\.Module\. Return a"
+    )
     with pytest.raises(ConfigError, match=message):
         build("config/run.yaml", "wrong.yaml")
 
 
 def test_standard_output_is_not_used_before_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         for output in (None, full):
             monkeypatch.setattr(sys, "stdout", output)
             assert parse(["config/run.yaml"]).values.batch_size == 5
@@ -512,7 +519,9 @@ def test_unknown_options_after_the_file_are_rejected_before_the_start(
 ) -> None:
     for name in ("submit", "submit_and_follow"):
         monkeypatch.setattr(submission, name, lambda *arguments: pytest.fail("a job was submitted"))
-    monkeypatch.setattr(importlib.import_module("unitrain.cli.launch"), "execute", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        importlib.import_module("unitrain.cli.launch"), "execute", lambda *arguments: pytest.fail("ranks were started")
+    )
     for line in ("launch -np 2", "submit --to slurm"):
         for option in ("--dry-run", "-np", "--nodes=2", "--bach_size=4"):
             words = [*line.split(), "config/run.yaml", "--optimizer.lr", "-1e-3", "-inf", option]

@@ -24,7 +24,8 @@ def train(words: tuple[str, ...]) -> None:
 
     \b
       --help                print all keys with their types and defaults
-      --KEY.help CLASS      print the arguments of a class, as in --model.help package.Network
+      --KEY.help [CLASS]    print the arguments of a class or function, as in --model.help package.Network
+                            [default: the class or function in CONFIG]
       --print_config        print the resolved configuration and exit: a file to start from
 
     \b

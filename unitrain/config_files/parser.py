@@ -344,7 +344,9 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
     check_options(overrides)
 
 
-def check_options(words: Sequence[str], where: str = "", fix: str = "Print all options with: unitrain train --help") -> None:
+def check_options(
+    words: Sequence[str], where: str = "", fix: str = "Print all options with: unitrain train --help"
+) -> None:
     """Raise ConfigError if `words`, the arguments after the configuration files, contain an unknown option or the
     option --python_path.
 

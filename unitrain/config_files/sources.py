@@ -118,7 +118,7 @@ class _TooManyEntriesError(Exception):
     """A file has more than _MAX_ENTRIES entries."""
 
 
-class _LimitedLoader(yaml.SafeLoader):
+class _LimitedLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Loader that raises _TooManyEntriesError while it reads a file with more than _MAX_ENTRIES entries."""
 
     _count = 0

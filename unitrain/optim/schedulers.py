@@ -94,9 +94,7 @@ class PlannedScheduler:
         self._after_build: Callable[[], None] = lambda: None
         self.scheduler: LRScheduler | None = None
 
-    def plan(
-        self, total_steps: int | None, communicator: Communicator, run_length: str | None = None
-    ) -> LRScheduler:
+    def plan(self, total_steps: int | None, communicator: Communicator, run_length: str | None = None) -> LRScheduler:
         """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
 
         `run_length` is the setting of TrainConfig that limits the run, such as "max_epochs=10", for error messages.
