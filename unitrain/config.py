@@ -415,7 +415,7 @@ class TrainConfig:
         )
         signals = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
         for name in self.preemption_signals:
-            if name not in signals:
+            if not isinstance(name, str) or name not in signals:
                 is_misspelt = isinstance(name, str) and name not in signal.Signals.__members__
                 suggestion = did_you_mean(name, signals) if is_misspelt else ""
                 raise ConfigError(
