@@ -14,7 +14,7 @@ from typing import TypeVar
 import yaml
 
 from unitrain.config_files.sources import ConfigEntry, ConfigFile, read_value
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, Preempted
 
 CLASS_PATH = "class_path"
 # Keys whose value is an import path, or contains import paths by name or in a list.
@@ -73,6 +73,8 @@ def call_without_exit(location: str, task: str, function: Callable[[], Result]) 
     """Call `function` and return its result. Raises ExitError with `location` if `task` calls sys.exit."""
     try:
         return function()
+    except Preempted:
+        raise
     except SystemExit as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ExitError(
