@@ -100,7 +100,7 @@ class CollectiveMismatchError(UnitrainError, RuntimeError):
 
 
 class CollectiveTimeoutError(UnitrainError, TimeoutError):
-    """Some ranks did not join a collective, a backward pass or the rendezvous within the timeout."""
+    """Some ranks did not join a collective, a backward pass or the rendezvous within the timeout, or exited before."""
 
 
 class ModelError(UnitrainError, ValueError):

@@ -15,7 +15,7 @@ import inspect
 import socket
 import subprocess
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -173,13 +173,30 @@ def transport_versions() -> dict[str, str]:
     return version_by_transport
 
 
-def call_in_ranks_of_torchrun(function: Callable[[], object]) -> None:
-    """Call `function` in each rank that torchrun starts from this process, before the rank executes its program.
-    Checked with torch 2.14."""
+def observe_ranks_of_torchrun(
+    in_rank: Callable[[], object], after_exit: Callable[[Mapping[str, str], int], object]
+) -> None:
+    """Call `in_rank` in each rank that torchrun starts from this process, before the rank executes its program.
+
+    Call `after_exit` in this process, with the environment and the exit status of the rank, when torchrun detects that
+    a rank has exited. Checked with torch 2.14.
+    """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    class Rank(subprocess.Popen[bytes]):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**{"preexec_fn": in_rank, **arguments})
+            self._environment: Mapping[str, str] = arguments["env"]
+
+        def poll(self) -> int | None:
+            has_exited = self.returncode is not None
+            status = super().poll()
+            if status is not None and not has_exited:
+                after_exit(self._environment, status)
+            return status
+
     handlers: Any = subprocess_handler
-    handlers.Popen = functools.partial(subprocess.Popen, preexec_fn=function)
+    handlers.Popen = Rank
 
 
 def default_process_group() -> dist.ProcessGroup:

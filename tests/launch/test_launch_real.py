@@ -162,6 +162,21 @@ def test_signal_to_the_launch_terminates_all_ranks(options: list[str], script: s
 WITHOUT_INIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(300)"
 
 
+@pytest.mark.parametrize(
+    ("rank", "options"), [("0", []), ("1", ["--backend", "horovod", "--launcher", "torchrun"])], ids=["ddp", "horovod"]
+)
+def test_job_ends_if_a_rank_exits_normally_before_init(
+    rank: str, options: list[str], script: str, tmp_path: Path
+) -> None:
+    """The ranks would otherwise wait for 60 s, and the message would not name the exit."""
+    Path(script).write_text(f"import os\nif os.environ['RANK'] == '{rank}':\n    raise SystemExit(0)\n{SCRIPT}")
+    with running_launcher([*UNITRAIN, *options, script, str(tmp_path), "returns"]) as launch:
+        output = launch.output()
+        launch.wait_until_all_exited(30)
+    assert launch.process.returncode == 1, output
+    assert f"failed: rank {rank} exited with status 0 before unitrain.init(). Call" in output
+
+
 @pytest.mark.parametrize("options", [[], ["--max-restarts", "1"]], ids=["torchrun", "supervisor"])
 def test_ranks_that_do_not_call_init_exit_if_the_launch_is_killed(options: list[str], tmp_path: Path) -> None:
     """`unitrain launch` replaces itself with torchrun or, with --max-restarts, supervises torchrun."""

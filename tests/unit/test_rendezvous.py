@@ -22,7 +22,8 @@ from torch.distributed import HashStore, Store, TCPStore
 from unitrain.bootstrap import environment, messages, network, torchrun
 from unitrain.bootstrap.authentication import unseal
 from unitrain.bootstrap.environment import RankInfo
-from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
+from unitrain.bootstrap.messages import MessageStore
+from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks, report_normal_exit
 from unitrain.errors import (
     AuthenticationError,
     CollectiveTimeoutError,
@@ -329,6 +330,37 @@ def test_timeout_names_every_missing_rank() -> None:
         texts = list(pool.map(error_of, ranks))
     assert texts[0] == texts[1]
     assert texts[0].startswith("The rendezvous of 4 ranks timed out after 1 s, at 'key'. Missing: ranks 0, 3. ")
+
+
+def test_ranks_do_not_wait_for_a_rank_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setattr("unitrain.bootstrap.rendezvous._open_shared_store", lambda *_: (store, "127.0.0.1"))
+    report_normal_exit(store, {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"})
+    report_normal_exit(store, {"RANK": "2", "TORCHELASTIC_RESTART_COUNT": "1"})  # in an earlier attempt
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        connect_ranks(RankInfo("torchrun", 0, 4, 0), timedelta(seconds=300))
+    assert str(caught.value).startswith(
+        "The rendezvous of 4 ranks failed: rank 1 exited with status 0 before unitrain.init(). "
+    )
+
+
+def test_values_of_a_rank_that_has_exited_are_returned() -> None:
+    """A rank may exit as soon as it has posted its value."""
+    store = HashStore()
+    exits = MessageStore(store, "exits")
+    for rank in (1, 2):
+        exits.append("exits", str(rank))
+    ranks = [
+        Rendezvous(RankInfo("torchrun", rank, 3, rank), store, "127.0.0.1", timedelta(seconds=60), exits=exits)
+        for rank in range(3)
+    ]
+    ranks[1].post("key", 1)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 2 exited with status 0 during unitrain\.init\(\)"):
+        ranks[0].allgather("key", 0)
+    ranks[2].post("key", 2)
+    assert ranks[0].allgather("key", 0) == [0, 1, 2]
 
 
 def test_values_are_returned_if_the_last_rank_failed_before_it_published_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -30,9 +30,11 @@ from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVari
 _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
+_EXITS_PERIOD_SECONDS = 1.0
 _GROUPS = 2
 _SERVED_CONNECTIONS_PER_RANK = 5  # connections to rank 0, in addition to those of process groups
 _SPARE_DESCRIPTORS = 512  # file descriptors reserved for data, DataLoader workers and files
+_POSITIONS, _EXITS = "positions", "exits"  # keys
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -53,7 +55,8 @@ class NodePosition:
 class Rendezvous:
     """A set of connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`.
 
-    `backend` is the name of the backend that this rank starts, if known.
+    `backend` is the name of the backend that this rank starts, if known. `exits` contains the ranks that have exited
+    with status 0, one line per rank, if the launcher reports them; see `report_normal_exit`.
     """
 
     rank_info: RankInfo
@@ -61,16 +64,18 @@ class Rendezvous:
     host: str
     timeout: timedelta
     backend: str | None = None
+    exits: MessageStore | None = None
 
     def allgather(self, key: str, value: Any, cause: str = "") -> list[Any]:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
-        the missing ranks, and LauncherMismatchError if the ranks have different sizes. `cause` describes the likely
-        cause of such a timeout, in complete sentences.
+        the missing ranks, and LauncherMismatchError if the ranks have different sizes. If a missing rank has exited
+        with status 0 and the launcher reports it, the error is raised before the timeout. `cause` describes the likely
+        cause of a timeout, in complete sentences.
         """
         self.post(key, value)
-        posted = self._wait_until_complete(key, self.timeout)
+        posted = self._wait_until_complete(key, self.timeout, self._check_no_exit)
         if posted is None:
             complete = json.loads(self.messages.get(_complete_key(key)))
             if isinstance(complete, str):
@@ -80,7 +85,7 @@ class Rendezvous:
         if (mismatch := _find_size_mismatch(self._posted_lines(key))) is not None:
             raise LauncherMismatchError(mismatch)
         if missing_ranks := self._missing_ranks(posted):
-            names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
+            names = _name_ranks(missing_ranks)
             signature, cause = "", f"{cause} " if cause else ""
             if self.messages.has_rejected_lines(_posted_key(key)):
                 signature = (
@@ -125,16 +130,36 @@ class Rendezvous:
         posted = self._wait_until_complete(key, timeout or self.timeout)
         return [] if posted is None else self._missing_ranks(posted)
 
-    def _wait_until_complete(self, key: str, timeout: timedelta) -> dict[int, Any] | None:
+    def _wait_until_complete(
+        self, key: str, timeout: timedelta, while_waiting: Callable[[str], object] | None = None
+    ) -> dict[int, Any] | None:
         """Wait until the complete list is published, and return None; after `timeout`, return the posted values by
-        rank."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        rank. `while_waiting` is called with the key once per second."""
+        start_time = next_call = time.monotonic()
+        deadline = start_time + timeout.total_seconds()
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
         while not self.messages.check([_complete_key(key)]):
             if time.monotonic() > deadline:
                 return _values_by_rank(self._posted_lines(key))
+            if while_waiting is not None and time.monotonic() >= next_call:
+                while_waiting(key)
+                next_call = time.monotonic() + _EXITS_PERIOD_SECONDS
             time.sleep(poll_seconds)
         return None
+
+    def _check_no_exit(self, key: str) -> None:
+        """Raise CollectiveTimeoutError if a rank has exited with status 0 and has not posted under `key`."""
+        if self.exits is None or not (lines := self.exits.lines(_EXITS)):
+            return
+        # Read the exits first: these ranks have posted everything that they post.
+        missing_ranks = set(map(int, lines)) & set(self._missing_ranks(_values_by_rank(self._posted_lines(key))))
+        if missing_ranks:
+            names = _name_ranks(sorted(missing_ranks))
+            raise CollectiveTimeoutError(
+                f"The rendezvous of {self.rank_info.size} ranks failed: {names} exited with status 0 "
+                f"{'before' if key == _POSITIONS else 'during'} unitrain.init(). Call unitrain.init() on every rank "
+                "before its program ends, or start fewer ranks."
+            )
 
     def _missing_ranks(self, posted: dict[int, Any]) -> list[int]:
         return [rank for rank in range(self.rank_info.size) if rank not in posted]
@@ -156,7 +181,7 @@ class Rendezvous:
         if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is None:
             host_name = environment.get_variable("HOROVOD_HOSTNAME") or host_name
         own = [host_name, self.rank_info.node_rank, self.rank_info.local_rank, self.backend]
-        values = self.allgather("positions", own)
+        values = self.allgather(_POSITIONS, own)
         _check_same_backend([backend for *_, backend in values])
         hosts = [(host, node_rank) for host, node_rank, *_ in values]
         local_sizes = Counter(hosts)
@@ -180,6 +205,20 @@ class Rendezvous:
         # Debian's installer maps the name of the first host to 127.0.1.1 on that host.
         remote = [address for address in addresses if address is not None and not is_loopback(address)]
         return local_address_for(remote[0]) if remote else own
+
+
+def report_normal_exit(store: Store, variables: Mapping[str, str]) -> None:
+    """Report that a rank with the environment `variables` has exited with status 0. The launcher, which serves the
+    ranks' `store`, calls it. Ranks that wait for this rank in their rendezvous then raise CollectiveTimeoutError."""
+    _open_exits(store, variables.get("TORCHELASTIC_RESTART_COUNT") or "0").append(_EXITS, variables["RANK"])
+
+
+def _open_exits(store: Store, attempt: str) -> MessageStore:
+    return MessageStore(PrefixStore(f"unitrain/{attempt}", store), "exits")
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _complete_key(key: str) -> str:
@@ -225,7 +264,8 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None =
     Raises LauncherMismatchError if the launcher provides no rendezvous address or if the ranks have different sizes,
     EnvironmentVariableError for an invalid address, CollectiveTimeoutError, which names the missing ranks, ConfigError
     if this rank needs too many file descriptors or cannot listen at the address, and, on every rank, ConfigError if the
-    ranks pass different names of a `backend`.
+    ranks pass different names of a `backend`. Under `unitrain.bootstrap.torchrun`, CollectiveTimeoutError is raised
+    within seconds if a missing rank has exited with status 0.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
@@ -236,7 +276,8 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None =
     attempt = (environment.get_variable("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_rendezvous_numbers)}"
     store, host = _open_shared_store(rank_info, timeout, name)
-    rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout, backend)
+    exits = _open_exits(store, attempt) if is_shared else None  # torchrun's process reports exits to its own store
+    rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout, backend, exits)
     _ = rendezvous.node_positions  # waits for all ranks
     return rendezvous
 

@@ -9,6 +9,7 @@ SIGUSR1 and SIGUSR2 are forwarded to the ranks; with --max-restarts, the ranks r
 failed rank exits with 75 because it was preempted, this process also exits with 75. After a signal such as SIGTERM,
 this process exits with 128 plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The
 summary of failed ranks is printed without torchrun's traceback. If this process is killed, its ranks receive SIGTERM.
+If a rank exits with status 0, ranks that wait for it in `unitrain.init` raise an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import signal
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,10 +37,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unitrain.bootstrap.network import LOOPBACK, listen
+from unitrain.bootstrap.rendezvous import report_normal_exit
 from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
 from unitrain.errors import PREEMPTED_EXIT_CODE
 from unitrain.processes import parent_death_signal_setter
-from unitrain.torch_compat import call_in_ranks_of_torchrun
+from unitrain.torch_compat import observe_ranks_of_torchrun
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
@@ -85,6 +89,13 @@ class BoundRendezvous(RendezvousHandler):
         address = RendezvousStoreInfo(self._host, self._port)
         return RendezvousInfo(store, self._node_rank, self._num_nodes, address)
 
+    def report_exit(self, variables: Mapping[str, str], status: int) -> None:
+        """Report the exit of a rank with the environment `variables` to ranks that wait for it. If the status is not 0,
+        do nothing, because torchrun then terminates these ranks."""
+        if status == 0 and self._store is not None:
+            with suppress(dist.DistError):  # the process that serves the store has exited
+                report_normal_exit(self._store, variables)
+
     def is_closed(self) -> bool:
         """Return False: the rendezvous is open until torchrun exits."""
         return False
@@ -126,12 +137,22 @@ def main() -> None:
 @record
 def _main(error_folder: str) -> None:
     """Run torchrun. The ranks write error files to `error_folder`, unless an option selects another folder."""
-    rendezvous_handler_registry.register(_BACKEND, _create_rendezvous)
+    rendezvous: list[BoundRendezvous] = []
+
+    def create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
+        rendezvous.append(_create_rendezvous(parameters))
+        return rendezvous[-1]
+
+    def report_exit(variables: Mapping[str, str], status: int) -> None:
+        for handler in rendezvous:
+            handler.report_exit(variables, status)
+
+    rendezvous_handler_registry.register(_BACKEND, create_rendezvous)
     options = run.parse_args(None)
     if not options.log_dir and options.redirects == options.tee == "0":
         options.log_dir = error_folder  # otherwise, torchrun would create a folder and not remove it
     # A rank with a watchdog cancels the signal and detects the exit of this process itself.
-    call_in_ranks_of_torchrun(parent_death_signal_setter(signal.SIGTERM))
+    observe_ranks_of_torchrun(parent_death_signal_setter(signal.SIGTERM), report_exit)
     if options.max_restarts:
         # Ranks that receive a warning signal exit after a checkpoint, and torchrun would restart them. torchrun
         # forwards SIGTERM to the ranks and does not restart them.
