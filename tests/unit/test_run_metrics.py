@@ -350,6 +350,26 @@ def test_incomplete_requests_do_not_exhaust_the_connections_of_the_endpoint(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_request_that_is_sent_slowly_is_ended(values: RunValues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte restarts the timeout of the socket."""
+    monkeypatch.setattr(metrics_server, "_REQUEST_SECONDS", 0.5)
+    port = find_free_port()
+    endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
+    endpoint.set_values(values)
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.05) as client:
+            deadline = time.monotonic() + 30
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    client.sendall(b"G")
+                    with contextlib.suppress(TimeoutError):
+                        assert not client.recv(100)
+                        break
+        assert time.monotonic() < deadline
+    finally:
+        endpoint.close()
+
+
 def test_endpoint_starts_without_a_dns_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DNS request can take seconds if the DNS server does not respond."""
     lookups: list[str] = []

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -15,21 +17,21 @@ Application = Callable[..., Iterable[bytes]]
 
 # Prometheus needs one connection. Connections that exceed the limit are closed immediately.
 _MAX_CONNECTIONS = 32
-_RECEIVE_TIMEOUT_SECONDS = 10.0
+_REQUEST_SECONDS = 10.0  # for a complete request and its response
 
 
 class _Handler(WSGIRequestHandler):
-    """Handles one request. It closes a connection that sends nothing for `timeout` seconds, and logs nothing."""
+    """Handles one request, and logs nothing. The timeout of the socket applies to each part that the client sends."""
 
-    timeout = _RECEIVE_TIMEOUT_SECONDS
+    timeout = _REQUEST_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """WSGI server with one thread per connection and a limit on the number of connections. Raises OSError if it cannot
-    listen."""
+    """WSGI server with one thread per connection. It limits the number of connections and the time of each connection.
+    Raises OSError if it cannot listen."""
 
     daemon_threads = True
 
@@ -38,6 +40,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         self._free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._deadlines: dict[Any, float] = {}  # of each open connection
         super().__init__((str(target[0]), port), _Handler)
         self.set_app(application)
 
@@ -55,9 +58,11 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         if not self._free_connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._deadlines[request] = time.monotonic() + _REQUEST_SECONDS
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
+            del self._deadlines[request]
             self._free_connections.release()
             raise
 
@@ -65,7 +70,15 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._deadlines[request]
             self._free_connections.release()
+
+    def service_actions(self) -> None:
+        """End connections whose time is over. `serve_forever` calls this method at least every 0.5 s."""
+        for request, deadline in list(self._deadlines.items()):
+            if time.monotonic() > deadline:
+                with suppress(OSError):  # the connection has just been closed
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing, so that no traceback is printed if a client closes its connection or sends an invalid request."""
