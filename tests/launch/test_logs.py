@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,44 @@ def test_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
         f"unitrain: cannot write more to '{tmp_path}/rank-0.log': No space left on device. The output of the rank is "
         "still printed.\n"
     )
+
+
+LEAVE_A_PROCESS_BEHIND = """
+import os, sys
+
+print("first")
+if os.fork() == 0:
+    sys.stdin.read()  # until the end of the test
+"""
+WRAPPER = """
+import sys
+from pathlib import Path
+from unitrain.supervisor import rank_logs
+
+rank_logs._REMAINING_OUTPUT_SECONDS = 0.1
+rank_logs.main(Path(sys.argv[1]), sys.argv[2:])
+"""
+
+
+def test_copying_process_exits_although_a_process_keeps_the_output_of_its_rank_open(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVE_A_PROCESS_BEHIND)
+    with subprocess.Popen(
+        [sys.executable, "-c", WRAPPER, str(tmp_path), str(script)],
+        env=environment.without_launcher_variables(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with ThreadPoolExecutor() as pool:
+            output = pool.submit(process.stdout.read)  # only the copying process has this pipe open
+            try:
+                assert process.wait(60) == 0
+                assert output.result(60) == "[0] first\n"
+            finally:
+                process.stdin.close()
 
 
 def test_log_is_continued_after_the_reader_of_the_output_has_exited(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` on each rank. This program forks a child process and
 replaces itself with the script. The child process copies the output of the script to FOLDER/rank-N.log and prints it,
-with the rank as a prefix unless the launcher adds one.
+with the rank as a prefix unless the launcher adds one. It exits when the output is closed, or 10 s after the rank has
+exited: a process that the rank has left behind may keep the output open.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,10 +29,12 @@ from unitrain.bootstrap import environment
 _FAILED_FIRST_PATTERN = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
 _MAX_BYTES = 2**24  # of the end of a log that are read after a failure; a log may be larger than the memory
-# After the launcher has exited, the time for the copying processes to write the last lines. A process that a rank has
-# left behind may keep the output of the rank open.
+# After a rank has exited, the time for the copying process to copy the remaining output, also of processes that the rank
+# has left behind.
+_REMAINING_OUTPUT_SECONDS, _RANK_POLL_SECONDS = 10.0, 0.5
+# After the launcher has exited, the time for the copying processes to write the last lines.
 _COMPLETE_SECONDS, _POLL_SECONDS = 2.0, 0.02
-# The copying process ignores signals that terminate a job. It exits when the rank closes its output.
+# The copying process ignores signals that terminate a job.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -112,8 +116,10 @@ def main(folder: Path, program: list[str]) -> None:
     with suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the copying process exits
     reader, writer = os.pipe()
+    rank_pid = os.getpid()
     if os.fork() == 0:
         os.close(writer)
+        threading.Thread(target=_exit_after_rank, args=(rank_pid,), daemon=True).start()
         for signum in _IGNORED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         # horovodrun already prefixes each line with the rank.
@@ -126,6 +132,14 @@ def main(folder: Path, program: list[str]) -> None:
         os.dup2(writer, stream)
     os.close(writer)
     os.execv(sys.executable, [sys.executable, "-u", *program])
+
+
+def _exit_after_rank(rank_pid: int) -> None:
+    """End this process 10 s after the rank, which is its parent process, has exited."""
+    while os.getppid() == rank_pid:
+        time.sleep(_RANK_POLL_SECONDS)
+    time.sleep(_REMAINING_OUTPUT_SECONDS)
+    os._exit(0)
 
 
 def _copy_output(reader: int, file: Path, log: BinaryIO, prefix: bytes) -> None:
