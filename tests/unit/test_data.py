@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -330,6 +333,54 @@ def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind:
     assert set(first).isdisjoint(second)
     assert set(first).isdisjoint(samples_in_epoch(share(1), 0))
     assert torch.equal(before, torch.get_rng_state())
+
+
+LOOPS_THAT_DO_NOT_END = """
+import torch
+import unitrain
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from TensorDataset(torch.randn(40, 4), torch.ones(40).long())
+
+
+class Failing(unitrain.Callback):
+    def on_step_end(self, *args, **kwargs):
+        raise ValueError("item 31 is broken")
+
+
+if __name__ == "__main__":
+    backend = unitrain.init("local", device="cpu")
+    streams = [DataLoader(Stream(), batch_size=4, num_workers=workers) for workers in (0, 1)]
+    loaders = [
+        unitrain.ShardedLoader(data, backend, **arguments)
+        for data in (DataLoader(list(Stream()), batch_size=4), *streams)
+        for arguments in ({}, {"shuffle": False})
+    ]
+    iterators = [iter(loader) for loader in loaders]
+    for iterator in iterators:
+        next(iterator)
+    model = nn.Linear(4, 2)
+    trainer = unitrain.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, backend=backend,
+        config=unitrain.TrainConfig(max_epochs=1, progress="off"), callbacks=[Failing()],
+    )
+    try:
+        trainer.fit(streams[1])
+    except unitrain.CallbackError as error:
+        failure = error  # its traceback contains the iterators of the Trainer
+    print("complete", type(failure).__name__)
+"""
+
+
+def test_iterators_that_are_not_exhausted_print_nothing_at_exit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOPS_THAT_DO_NOT_END)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "complete CallbackError\n", "")
 
 
 def test_persistent_workers_are_seeded_when_they_start() -> None:

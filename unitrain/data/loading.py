@@ -26,7 +26,7 @@ from unitrain.data.batch import CountedBatch, CountingCollate
 from unitrain.data.samplers import find_custom_sampler, is_random_sampler
 from unitrain.data.seeded_batches import SeededDataset, SeededIndices, load_with_isolated_rng
 from unitrain.data.stream_state import has_custom_iter, is_stateful_loader
-from unitrain.data.workers import WorkerInit
+from unitrain.data.workers import WorkerInit, close_at_exit
 from unitrain.errors import ConfigError, DataError
 from unitrain.torch_compat import stop_workers
 
@@ -224,7 +224,12 @@ def _create_loader(
 
 
 def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
-    """Yield the batches of `loader`. Closing the generator terminates its workers, unless they are persistent."""
+    """Yield the batches of `loader`. Closing the generator terminates its workers, unless they are persistent. The
+    generator is also closed when the interpreter exits."""
+    return close_at_exit(_iterate_loader(loader))
+
+
+def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     fetched = _start_iteration(loader)
     try:
         yield from fetched

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import open_training_data
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import ShardSettings, TrainingData, describe_order_fix
+from unitrain.data.workers import close_at_exit
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.sync_batch_norm import set_current_batch
 
@@ -207,6 +208,9 @@ class ShardedLoader:
         """Yield this rank's batches of the next epoch, or of the remainder of the epoch that `load_state_dict`
         restored.
         """
+        return close_at_exit(self._iterate())
+
+    def _iterate(self) -> Generator[Any]:
         if isinstance(self._shard, EvaluationShard):
             batches = self._prefetcher(self._shard, ahead=self._shard.can_prefetch)
             if self._shard.seeds_batches:

@@ -1,4 +1,5 @@
-"""DataLoader workers: signal handling, termination when their rank terminates, and activity reports."""
+"""DataLoader workers: signal handling, termination when their rank terminates, and activity reports. Also closes
+iterators over data when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +26,24 @@ from unitrain.processes import preemption_signals, terminate_with_parent
 _EXIT_TIMEOUT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
 _REPORT_INTERVAL_SECONDS = 1.0
 _REPORT_BYTES = 512
+
+ItemT = TypeVar("ItemT")
+_generators: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+
+
+def close_at_exit(generator: Generator[ItemT]) -> Generator[ItemT]:
+    """Return `generator`, and close it when the interpreter exits. Otherwise, its `finally` block would run when the
+    interpreter has already deleted the functions that it calls."""
+    _generators.add(generator)
+    return generator
+
+
+# Registered when this module is imported, so that `_terminate_workers`, which is registered later, runs before it.
+@atexit.register
+def _close_generators() -> None:
+    for generator in list(_generators):
+        with suppress(ValueError):  # another thread executes the generator
+            generator.close()
 
 
 @dataclass(frozen=True)
