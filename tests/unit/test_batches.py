@@ -152,7 +152,7 @@ class Sample:
     """Batch type of a custom `collate_fn`."""
 
     left: Tensor
-    is_correct: Tensor
+    right: Tensor
     target: Tensor
 
 
