@@ -70,34 +70,6 @@ def local_shard(tensor: Tensor) -> Tensor:
 # --- torch.optim ---
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, keeps_dtypes: bool = False
-) -> None:
-    """Call `optimizer.load_state_dict(state_dict)`, but keep the dtype of tensors without dimensions, or of all tensors
-    if `keeps_dtypes` is True.
-
-    torch converts floating-point state to the dtype of its parameter, except "step". This would round scalars in
-    float32, such as `mu_product` of NAdam, or make the ranks compute in different dtypes. Checked with torch 2.14.
-    """
-    optimizer.load_state_dict(state_dict)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for parameter, index in zip(parameters, indices, strict=True):
-        entry, saved_entry = optimizer.state.get(parameter), state_dict["state"].get(index)
-        if not isinstance(entry, dict) or not isinstance(saved_entry, dict):
-            continue
-        for key, saved in saved_entry.items():
-            loaded = entry.get(key)
-            if (
-                isinstance(saved, Tensor)
-                and isinstance(loaded, Tensor)
-                and saved.dtype != loaded.dtype
-                and saved.shape == loaded.shape
-                and (keeps_dtypes or not saved.dim())
-            ):
-                entry[key] = saved.detach().to(loaded.device, copy=True)
-
-
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run `optimizer.step()` without calling its registered hooks. Checked with torch 2.14."""
     step: Any = type(optimizer).step

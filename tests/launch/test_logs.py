@@ -191,16 +191,15 @@ rank_logs.main(Path(sys.argv[1]), sys.argv[2:])
 """
 
 
+def start_with_pipes(*command: str) -> subprocess.Popen[str]:
+    variables, pipe = environment.without_launcher_variables(), subprocess.PIPE
+    return subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, text=True)
+
+
 def test_copying_process_exits_although_a_process_keeps_the_output_of_its_rank_open(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAVE_A_PROCESS_BEHIND)
-    with subprocess.Popen(
-        [sys.executable, "-c", WRAPPER, str(tmp_path), str(script)],
-        env=environment.without_launcher_variables(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start_with_pipes(sys.executable, "-c", WRAPPER, str(tmp_path), str(script)) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         with ThreadPoolExecutor() as pool:
@@ -215,13 +214,7 @@ def test_copying_process_exits_although_a_process_keeps_the_output_of_its_rank_o
 def test_log_is_continued_after_the_reader_of_the_output_has_exited(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('first')\ninput()\nfor number in range(100):\n    print('line', number)\n")
-    with subprocess.Popen(
-        [sys.executable, str(Path(rank_logs.__file__)), str(tmp_path), str(script)],
-        env=environment.without_launcher_variables(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start_with_pipes(sys.executable, str(Path(rank_logs.__file__)), str(tmp_path), str(script)) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "[0] first\n"

@@ -47,6 +47,7 @@ from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.process_group_collectives import ProcessGroupCollectives
 from unitrain.backends.rank_groups import Subgroup, create_rank_groups
 from unitrain.backends.row_exchange import RowExchange
@@ -63,7 +64,6 @@ from unitrain.errors import ConfigError
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
     default_process_group,
-    load_optimizer_state,
     set_transport_timeout,
     unwrap_compiled,
 )

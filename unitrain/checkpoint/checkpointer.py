@@ -298,7 +298,7 @@ class Checkpointer:
         """Raise CheckpointError if another process has written a checkpoint since the run selected one. Only rank 0
         calls it, and holds the lock.
 
-        The run would otherwise repeat steps, and write older checkpoints beside the new one.
+        The run would otherwise repeat steps, and write checkpoints of earlier steps to the same folder.
         """
         found = files.identify_checkpoints(folder)
         new = next((path for path, identity in found.items() if self._known_checkpoints.get(path) != identity), None)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.checkpoint import sharded_files
 from unitrain.checkpoint.files import MODEL, RUN_ID, TRAINING, load_model_file, read_manifest, read_tensors
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.optim.schedulers import PlannedScheduler
-from unitrain.torch_compat import load_optimizer_state
 
 _log = logging.getLogger(__name__)
 

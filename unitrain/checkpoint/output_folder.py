@@ -122,7 +122,7 @@ def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -
 
 
 class _Verification:
-    """`files.find_corruption`, which may read large files, with the arguments of the constructor in a thread."""
+    """Calls `files.find_corruption(*arguments)`, which may read large files, in a thread."""
 
     def __init__(self, *arguments: Any) -> None:
         self._found: Future[str | None] = Future()

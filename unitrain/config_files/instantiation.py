@@ -48,7 +48,7 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     if scheduler is not None:
         built = _call(parsed, "scheduler", lambda: _build_scheduler(scheduler, optimizer))
         is_function = callable(built) and not isinstance(built, LRScheduler)
-        # The Trainer calls the function when it knows the number of steps.
+        # The Trainer calls the function when the number of steps is known.
         arguments["scheduler"] = partial(_call_scheduler, parsed, built) if is_function else built
     return arguments | {name: _build(parsed, name) for name in ("train_data", "val_data")}
 

@@ -20,6 +20,7 @@ from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.gradients.forward_buffers import split_running_statistics
 from unitrain.backends.local_sgd_config import LocalSGDConfig, parse_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.sharding.state_format import keeps_shards
 from unitrain.backends.synchronized_errors import call_on_all_ranks
@@ -30,7 +31,7 @@ from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ra
 from unitrain.optim.outer_groups import OuterGroups, outer_weight
 from unitrain.optim.parameter_bucket import vector_shape
 from unitrain.optim.step import optimizer_parameters
-from unitrain.torch_compat import load_optimizer_state, tensor_version
+from unitrain.torch_compat import tensor_version
 
 _log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
 from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
+from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.backends.sharding.gradient_reducer import GradientReducer
 from unitrain.backends.sharding.partition import (
@@ -40,7 +41,6 @@ from unitrain.torch_compat import (
     add_innermost_step_hooks,
     disable_compile,
     is_nested_step,
-    load_optimizer_state,
     step_without_hooks,
 )
 

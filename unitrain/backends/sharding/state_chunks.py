@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.sharding.optimizer_state import ShardedState, sharded_state
 from unitrain.backends.sharding.tensor_chunks import (
     TensorChunk,
@@ -28,7 +29,6 @@ from unitrain.backends.sharding.tensor_chunks import (
     range_chunks,
     whole_chunk,
 )
-from unitrain.torch_compat import load_optimizer_state
 
 
 @dataclass(frozen=True)
