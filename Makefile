@@ -25,7 +25,7 @@ DOCS := docs/_build/html
 # make test-torch uses a separate virtual environment for each version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
-.PHONY: demo test test-ci test-all test-torch test-torch-suites check docs docs-serve bench fuzz chaos gpu-check setup horovod clean
+.PHONY: demo test test-ci test-all test-torch test-torch-suites check lint types docs docs-serve bench fuzz chaos gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -63,11 +63,16 @@ test-torch-suites: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python -m tests.torch_suites --write benchmarks/results/torch_suites.md \
 		$(if $(PYTORCH),--folder $(PYTORCH)) $(if $(HOROVOD_SOURCE),--horovod-folder $(HOROVOD_SOURCE))
 
-check: docs
+# With --jobs 2, mypy runs beside the other checks.
+check: docs lint types
+
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(INSTALLED)
+	$(BIN)/mypy
 
 # Warnings, such as broken links, are errors. Sphinx downloads nothing.
 docs: $(INSTALLED)

@@ -12,8 +12,7 @@ from torch_suites.suites import BY_NAME
 @pytest.mark.parametrize(
     ("suite", "backend"),
     [
-        pytest.param("wheel", "horovod", marks=pytest.mark.ci),
-        pytest.param("groups", "horovod", marks=pytest.mark.nightly),
+        *(pytest.param(one, "horovod", marks=pytest.mark.nightly) for one in ("wheel", "groups")),
         *(pytest.param(one, "horovod-mpi", marks=[pytest.mark.nightly, needs_mpi]) for one in ("wheel", "groups")),
     ],
 )

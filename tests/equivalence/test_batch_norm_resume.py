@@ -20,6 +20,8 @@ from unitrain.testing import RankGroup
 
 SHARDS: Any = ("none", "state", "gradients", "parameters")
 PAIRS = list(product(SHARDS, SHARDS))
+FEW_CASES = list(range(0, len(PAIRS), 3))  # each value of `shard` before and after the resume
+OTHER_CASES = [number for number in range(4 * len(PAIRS)) if number not in FEW_CASES]
 # The gradient of a bias before a BatchNorm is zero except for rounding. With a large eps, Adam does not amplify it.
 EPS = 1e-3
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -167,8 +169,8 @@ def compare_all(backend: Backend, numbers: list[int]) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("ranks", [("horovod", 3), *nightly(("ddp", 2), ("ddp", 3), ("horovod", 2))])
-@pytest.mark.parametrize("cases", [range(len(PAIRS)), *nightly(range(len(PAIRS), 4 * len(PAIRS)))], ids=["16", "48"])
-def test_batch_norm_models_resume_with_any_sharding(ranks: tuple[str, int], cases: range) -> None:
+@pytest.mark.parametrize("cases", [FEW_CASES, *nightly(OTHER_CASES)], ids=["few", "others"])
+def test_batch_norm_models_resume_with_any_sharding(ranks: tuple[str, int], cases: list[int]) -> None:
     backend, size = ranks
     with RankGroup(backend, size) as group:
-        group.run(compare_all, list(cases), timeout_seconds=280)
+        group.run(compare_all, cases, timeout_seconds=280)

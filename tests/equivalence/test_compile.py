@@ -48,7 +48,7 @@ def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> 
     return model.state_dict(), results["val_loss"], counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2), *nightly(("local", 1), ("horovod", 2))], ids=str)
+@pytest.fixture(scope="module", params=[("local", 1), *nightly(("ddp", 2), ("horovod", 2))], ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

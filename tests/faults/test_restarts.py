@@ -197,7 +197,7 @@ with unitrain.init(device="cpu") as backend, PreemptionHandler(["SIGTERM"]) as p
 """
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_ranks_save_before_the_restart_if_their_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAVES_SLOWLY)
     command = [*LAUNCH, "-np", "2", "--max-restarts", "1", str(tmp_path / "train.py"), str(tmp_path)]

@@ -84,7 +84,7 @@ def starts(folder: Path, size: int) -> dict[int, list[Any]]:
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @needs_hosts
 @pytest.mark.timeout(400)
 def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Path) -> None:
