@@ -260,10 +260,10 @@ class TrainConfig:
             _full_name("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True
         )
         validation.check_positive(
-            _full_name("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True
+            _full_name("max_grad_norm"), self.max_grad_norm, "Use None to disable clipping", optional=True
         )
         validation.check_positive(
-            _full_name("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True
+            _full_name("ema_decay"), self.ema_decay, "Use 0.999, or None to disable averaging", optional=True
         )
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(

@@ -178,9 +178,11 @@ def _check_arguments(min_lr: Any, max_lr: Any, steps: Any, divergence_factor: An
     fix = f"Use steps=100; at least {_MIN_POINTS} steps are needed for a suggestion"
     validation.check_integer(f"{_NAME}(steps=...)", steps, _MIN_POINTS, fix)
     name = f"{_NAME}(divergence_factor=...)"
-    validation.check_positive(name, divergence_factor, "Use 4.0, or None not to stop early", optional=True)
+    validation.check_positive(name, divergence_factor, "Use 4.0, or None to disable early stopping", optional=True)
     if divergence_factor is not None and divergence_factor <= 1:
-        raise ConfigError(f"{name} must be above 1, got {divergence_factor:g}. Use 4.0, or None not to stop early.")
+        raise ConfigError(
+            f"{name} must be above 1, got {divergence_factor:g}. Use 4.0, or None to disable early stopping."
+        )
 
 
 def _check_enough_losses(losses: Sequence[float], rates: Sequence[float], reason: str | None) -> None:

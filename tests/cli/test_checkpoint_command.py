@@ -83,7 +83,7 @@ def test_damaged_checkpoint_is_reported(run: Path) -> None:
     done = ckpt("verify", run)
     assert done.exit_code == 1
     assert "step-000000008  DAMAGED: the content of model.safetensors has changed since it was written\n" in done.output
-    assert "1 of 3 checkpoints are damaged." in done.output
+    assert "Damaged checkpoints: 1 of 3." in done.output
     assert ckpt("verify", run / "step-000000012").exit_code == 0
 
 

@@ -48,7 +48,7 @@ from unitrain.errors import ConfigError
         ({"max_epochs": 1, "log_every_n_steps": 0}, r"log_every_n_steps must be at least 1, got 0\."),
         (
             {"max_epochs": 1, "max_grad_norm": 0},
-            r"max_grad_norm must be .* above 0, got 0\. Use None not to clip\.$",
+            r"max_grad_norm must be .* above 0, got 0\. Use None to disable clipping\.$",
         ),
         ({"max_epochs": 1, "max_grad_norm": float("nan")}, r"max_grad_norm must be a number above 0, got nan\."),
         (
@@ -63,7 +63,7 @@ from unitrain.errors import ConfigError
         ),
         (
             {"max_epochs": 1, "ema_decay": 0},
-            r"ema_decay must be a number above 0, got 0\. Use 0\.999, or None not to average",
+            r"ema_decay must be a number above 0, got 0\. Use 0\.999, or None to disable averaging",
         ),
         (
             {"max_epochs": 1, "local_sgd": 0},

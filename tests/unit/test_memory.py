@@ -162,7 +162,8 @@ def test_gradients_are_the_same_while_saved_tensors_are_tracked() -> None:
 
 @pytest.mark.parametrize("classes", [10, 1000], ids=["blocks dominate", "outputs dominate"])
 def test_checkpointed_activations_equal_the_prediction(classes: int) -> None:
-    """`checkpoint_activations` saves the predicted bytes, and reentrant checkpointing reaches the predicted peak.
+    """With `checkpoint_activations`, autograd keeps the predicted number of bytes, and reentrant checkpointing reaches
+    the predicted peak.
 
     In the reentrant variant, autograd also saves the recomputed tensors.
     """
@@ -337,7 +338,7 @@ def test_summary_names_the_largest_part_and_the_best_setting() -> None:
     assert "over 4 ranks would save the most: " in found
     found = summarize_record(**without, forward_backward_peak=10_000 * MB, other=9_400 * MB, ranks=1)
     assert found.endswith(
-        "Python, libraries, data need 9.18 GB, so none of the settings would save a significant part of the memory."
+        "Python, libraries and data need 9.18 GB, so none of the settings would save a significant part of the memory."
     )
 
 

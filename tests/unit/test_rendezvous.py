@@ -1,4 +1,4 @@
-"""Rendezvous of ranks and its errors. One rank per test waits for a peer that never responds."""
+"""Rendezvous of ranks and its errors. In many tests, one rank waits for a peer that never responds."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def start_other_program(kind: str) -> Iterator[int]:
             connection.close()
 
 
-NOT_RANK_ZERO = "the program that listens there does not respond as rank 0 does"
+NOT_RANK_ZERO = "the program that listens there does not respond like rank 0"
 
 
 @pytest.mark.parametrize("kind", ["silent", "closes", "http"])
@@ -311,7 +311,8 @@ def test_number_of_requests_per_rank_does_not_depend_on_the_number_of_ranks(
     assert sum((store.requests for store in stores), Counter()) == {
         "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 + 4 * size,
     }  # fmt: skip
-    # For each of two keys, the last rank verifies each value, and each rank verifies its value and the complete list.
+    # For each of two keys, the last rank to post verifies each value, and each rank verifies the complete list twice,
+    # in `check` and in `get`.
     assert len(verified) == 2 * (size + 2 * size)
 
 
@@ -406,7 +407,8 @@ def test_different_backends_on_ranks_are_reported() -> None:
 
 @pytest.mark.parametrize(("first", "timeout_seconds"), [(1, 60.0), (0, 1.0)])
 def test_different_world_sizes_on_ranks_are_reported(first: int, timeout_seconds: float) -> None:
-    """The error is raised immediately if the last rank has the smallest world size, otherwise at the timeout."""
+    """The error is raised immediately if the rank that posts last has the smallest world size, otherwise at the
+    timeout."""
     store = HashStore()
     ranks = [
         Rendezvous(RankInfo("env", rank, rank + 2, rank), store, "127.0.0.1", timedelta(seconds=timeout_seconds))

@@ -432,7 +432,7 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
     error = errors[0] if errors else None
     reason = "no program accepts connections there" if error is None else str(error).splitlines()[0]
     if is_accepted.is_set():
-        reason = "the program that listens there does not respond as rank 0 does"
+        reason = "the program that listens there does not respond like rank 0"
     raise CollectiveTimeoutError(
         f"Rank {rank_info.rank} could not reach rank 0 at {host}:{port} within {timeout.total_seconds():g} s: "
         f"{reason}. "

@@ -213,7 +213,7 @@ def _read_job_file(folder: Path) -> dict[str, Any]:
         raise _corrupt_file_error(folder, str(error)) from None
     batches = read.get("batches", []) if isinstance(read, dict) else None
     if not isinstance(batches, list) or not all(_is_batch_size(batch) for batch in batches):
-        raise _corrupt_file_error(folder, "it has another format")
+        raise _corrupt_file_error(folder, "it has an unexpected format")
     return dict(read)
 
 

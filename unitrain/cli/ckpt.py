@@ -101,7 +101,7 @@ def verify(folder: Path) -> None:
     damaged = sum(damage is not None for damage in damages.values())
     if damaged:
         raise CheckpointError(
-            f"{damaged} of {len(checkpoints)} checkpoints are damaged. Remove them, or restore their files: a run "
+            f"Damaged checkpoints: {damaged} of {len(checkpoints)}. Remove them, or restore their files: a run "
             "resumes from the newest valid checkpoint."
         )
 

@@ -103,7 +103,7 @@ class ConfigFile:
 
 
 def read_value(key: Key, text: str) -> Sequence[ConfigEntry]:
-    """Return the entries of `text`, the value of the key `key` on the command line, in YAML.
+    """Return the entries of `text`, the YAML value that the command line gives for the key `key`.
 
     Raises yaml.YAMLError, ConfigError or RecursionError if it is invalid.
     """
@@ -170,7 +170,8 @@ def _check_file(path: Path) -> None:
 
 def _nesting_error(path: Path) -> ConfigError:
     return ConfigError(
-        f"{path}: the values are nested too deeply, or an alias contains itself. Remove the alias, as in callbacks: []"
+        f"{path}: the values are nested too deeply, or an alias contains itself. Reduce the nesting, or replace the "
+        "alias with a plain value, for example callbacks: []"
     )
 
 

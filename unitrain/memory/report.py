@@ -85,7 +85,7 @@ def memory_rows(usage: Usage) -> list[MemoryRow]:
         rows.append(MemoryRow(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
     remainder = record.peak - (record.other - fusion) - sum(row.at_peak for row in rows)
     rows.append(MemoryRow(name=_REMAINDER, predicted=None, measured=None, at_peak=remainder))
-    libraries = "other tensors" if record.device.startswith("cuda") else "Python, libraries, data"
+    libraries = "other tensors" if record.device.startswith("cuda") else "Python, libraries and data"
     rows.append(MemoryRow(name=libraries, predicted=None, measured=None, at_peak=record.other - fusion))
     return rows
 

@@ -4,9 +4,9 @@ Rank 0 divides the time of an attempt into CATEGORIES, and writes the seconds of
 output folder at sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second.
 If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts,
 as `hosts`. An attempt of `unitrain launch` that failed before `fit` has no record; the next attempt adds one, with the
-category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run, from the start
-of its first attempt, or of the wait for hosts before this attempt, to the last record. This module does not import
-torch, because `unitrain report` also uses it.
+category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run. This time begins
+with the first attempt, or with the wait for hosts that preceded it, and ends at the last record. This module does not
+import torch, because `unitrain report` also uses it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class AttemptRecord:
-    """The time of one attempt. `started` and `ended` are in seconds since 1970, `seconds` maps CATEGORIES to seconds.
+    """The time of one attempt. `started` and `ended` are Unix timestamps in seconds, and `seconds` maps each category
+    to its seconds.
 
     `seconds` also contains the time between the preceding attempt and this one. `ended` is the time of the last record.
     """
@@ -74,7 +75,8 @@ class GoodputSummary:
 
     @classmethod
     def of(cls, attempts: Sequence[AttemptRecord]) -> GoodputSummary:
-        """Return the sums over all `attempts` of a run."""
+        """Return the summary of `attempts`, all attempts of a run: `steps` is the highest step reached, the other
+        values are sums."""
         summary = cls(dict.fromkeys(CATEGORIES, 0.0), 0, 0, 0)
         for attempt in attempts:
             summary = summary.with_attempt(attempt)
@@ -116,8 +118,8 @@ class AttemptStart:
 def unrecorded_attempt(
     previous: AttemptRecord | None, started: float, ended: float, waiting_seconds: float, ranks: int
 ) -> AttemptRecord | None:
-    """Return the record of an attempt that ended without a record of itself, or None if it is `previous`, the newest
-    record. `started` and `ended` are in seconds since 1970, according to the supervisor.
+    """Return a record for an attempt that ended without one, or None if the attempt is that of `previous` (the newest
+    record) or an earlier one. `started` and `ended` are Unix timestamps in seconds, according to the supervisor.
 
     The attempt has waited for hosts for `waiting_seconds`. Its number of ranks is that of `previous`, or else `ranks`.
     """
@@ -169,7 +171,7 @@ class GoodputMeter:
 
     @property
     def started(self) -> float:
-        """The start of the attempt, in seconds since 1970."""
+        """The start of the attempt, as a Unix timestamp in seconds."""
         return self._attempt_start_time + self._clock_offset
 
     def continue_run(self, earlier_attempts: Sequence[AttemptRecord], step: int) -> None:
@@ -301,7 +303,7 @@ def read_attempts(folder: Path) -> list[AttemptRecord]:
     except FileNotFoundError:
         return []
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it has another format ({type(error).__name__}: {error})") from None
+        raise ValueError(f"it has an unexpected format ({type(error).__name__}: {error})") from None
 
 
 def _parse_attempt(attempt_fields: Mapping[str, Any]) -> AttemptRecord:

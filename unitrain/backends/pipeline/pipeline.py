@@ -36,13 +36,14 @@ from unitrain.backends.pipeline.micro_batches import (
 from unitrain.backends.pipeline.overrides import PipelineArguments, load_pipeline_overrides
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
-from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, StageRuns
+from unitrain.backends.pipeline.stage_runs import SingleStageRunner, StageModule, StageRunner
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ModelError
 from unitrain.torch_compat import foreach_copy_
 
-# Gradients are reduced in pieces of about this size. A reduction needs as much additional memory.
+# Gradients are reduced in buckets of about this size. A reduction needs additional memory for a contiguous copy of the
+# bucket and for the mean, which is computed in float32 for half precision.
 _BUCKET_BYTES = 25 * 2**20
 _MAX_LISTED = 4
 
@@ -136,7 +137,7 @@ class Pipeline:
         checks.forbid_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
         self._pipeline_number, self._call_counts = next(_pipeline_numbers), Counter[str]()
-        self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
+        self._runner = _create_runner(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
             self._overrides.on_pipeline_start(self._module, stages, backend)
 
@@ -178,7 +179,7 @@ class Pipeline:
         a tuple, list or dictionary of such tensors. Batches may differ in shape, even between replicas. A batch is
         divided into micro-batches whose sizes differ by at most one sample; a batch with fewer samples than
         `micro_batches` has fewer micro-batches. `loss_weight` is the attribute `loss_weight` of the ShardedLoader. The
-        loss is float64 [], and is the same on every rank.
+        loss is a float64 scalar tensor, and is the same on every rank.
 
         With several stages, the first micro-batch of each shape takes an additional forward pass, in which the stages
         exchange the shapes of their outputs. Raises TensorError and ConfigError for invalid arguments, and ModelError
@@ -203,7 +204,7 @@ class Pipeline:
         micro_batches, weighted_targets = self._check_arguments("forward_backward", split, range(self._backend.size))
         sizes = [len(values) for values in micro_batches]
         with self._reporting_errors():
-            loss = self._runs.forward_backward(micro_batches, weighted_targets)
+            loss = self._runner.forward_backward(micro_batches, weighted_targets)
             self._reduce_gradients()
             total = torch.zeros((), dtype=torch.float64, device=self._backend.device) if loss is None else loss
             mean = self._backend.allreduce(total, "sum") / self._replicas.size
@@ -221,10 +222,10 @@ class Pipeline:
         self._backend.check_collective_allowed("Pipeline.forward")
         group = self._replica_group
         if group is None:
-            return self._runs.forward(split_batch(inputs, self._micro_batches))
+            return self._runner.forward(split_batch(inputs, self._micro_batches))
         micro_batches = self._check_arguments("forward", lambda: split_batch(inputs, self._micro_batches), group.ranks)
         with self._reporting_errors():
-            return self._runs.forward(micro_batches)
+            return self._runner.forward(micro_batches)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -326,8 +327,10 @@ class Pipeline:
             raise
 
     def _create_groups(self) -> tuple[Subgroup | None, Subgroup | None]:
-        """Return the group of this rank's replica, and the group of this stage in all replicas. A group is None if it
-        would have only one member or, with one stage, all ranks.
+        """Return the group of this rank's replica, and the group of this stage in all replicas.
+
+        A group is None if it would have only one member. With one stage, both are None, because the group of the stage
+        would contain all ranks.
         """
         if self._stages == 1:
             return None, None
@@ -360,15 +363,15 @@ class Pipeline:
         return [parameter.grad for _, parameter in trained if parameter.grad is not None]
 
 
-def _create_runs(
+def _create_runner(
     module: StageModule, group: Subgroup | None, schedule: str, loss_fn: LossFunction, device: torch.device
-) -> StageRuns:
+) -> StageRunner:
     if group is None:
-        return SingleStageRuns(module, loss_fn)
+        return SingleStageRunner(module, loss_fn)
     # This imports torch's pipelining, which takes seconds.
-    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRuns
+    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRunner
 
-    return ScheduledStageRuns(module, group, schedule, loss_fn, device)
+    return ScheduledStageRunner(module, group, schedule, loss_fn, device)
 
 
 def _named_blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -417,8 +420,9 @@ def _choose_blocks_per_stage(
     blocks_per_stage = partition(len(blocks), stages, cost)
     if blocks_per_stage is None:
         raise ModelError(
-            f"The model cannot be divided into {stages} stages. Each needs trainable parameters, and must begin with a "
-            f"block whose input is one tensor that requires a gradient. Use fewer than {stages} stages."
+            f"The model cannot be divided into {stages} stages. Each needs trainable parameters, and each except the "
+            "first must begin with a block whose input is one tensor that requires a gradient. Use fewer than "
+            f"{stages} stages."
         )
     return blocks_per_stage
 

@@ -21,7 +21,7 @@ from unitrain.backends.pipeline.micro_batches import (
     specification,
     weighted_loss,
 )
-from unitrain.backends.pipeline.stage_runs import StageModule, StageRuns
+from unitrain.backends.pipeline.stage_runs import StageModule, StageRunner
 from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.errors import DataError, ModelError
@@ -37,7 +37,7 @@ _Shapes = tuple[TensorShape, TensorShape]
 _FIX = "Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ...)."
 
 
-class ScheduledStageRuns(StageRuns):
+class ScheduledStageRunner(StageRunner):
     """Runs one of several stages. `group` contains the ranks of the replica in the order of the stages."""
 
     def __init__(

@@ -24,7 +24,7 @@ class StageModule(nn.Sequential):
         return output
 
 
-class StageRuns(ABC):
+class StageRunner(ABC):
     """Runs the micro-batches of a batch through the stages of one replica."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class StageRuns(ABC):
         """Return the outputs of all micro-batches, [samples, ...], on every rank of the replica."""
 
 
-class SingleStageRuns(StageRuns):
+class SingleStageRunner(StageRunner):
     """Runs the only stage of a pipeline, on any backend."""
 
     def __init__(self, module: StageModule, loss_fn: LossFunction) -> None:
