@@ -100,7 +100,8 @@ class CollectiveMismatchError(UnitrainError, RuntimeError):
 
 
 class CollectiveTimeoutError(UnitrainError, TimeoutError):
-    """Some ranks did not join a collective, a backward pass or the rendezvous within the timeout, or exited before."""
+    """Some ranks did not join a collective, a backward pass or the rendezvous within the timeout, or exited before they
+    joined it."""
 
 
 class ModelError(UnitrainError, ValueError):

@@ -85,7 +85,7 @@ def parse(words: Sequence[str]) -> Job:
         hosts = ()  # horovodrun ignores -H with a discovery script
     if not size:
         raise LaunchError("The horovodrun command lacks the number of processes. Add: -np N")
-    options.take_all("--gloo", "--disable-cache")  # `build` always adds these options
+    options.take_all("--gloo", "--disable-cache")  # `build` adds these options where they are needed
     tuning_options = [
         _tuning_option(option)
         for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)

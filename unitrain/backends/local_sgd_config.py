@@ -1,4 +1,4 @@
-"""Values of `local_sgd=`, the setting of low-communication training, and their formulas.
+"""The configuration of low-communication training (`local_sgd=`), and the formulas that it selects.
 
 In each step, every rank updates its own copy w of the weights with the gradient of its own samples, or with the mean
 gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the synchronized weights
@@ -134,7 +134,7 @@ class LocalSGDConfig:
     @property
     def is_streaming(self) -> bool:
         """Whether the parameters are synchronized in fragments or with overlapped transfers, so that a synchronization
-        may not make all weights equal."""
+        does not necessarily make all weights equal."""
         return self.fragments > 1 or self.overlap_steps > 0
 
 

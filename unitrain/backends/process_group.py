@@ -71,8 +71,8 @@ from unitrain.torch_compat import (
 if TYPE_CHECKING:
     from unitrain.backends.sharding.parameters import ShardedParameters
 
-# When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
-# the watchdog's timeout.
+# When NCCL's timeout expires, NCCL aborts the process without naming missing ranks. NCCL's timeout is therefore longer,
+# by this margin, than the timeout of the backend, after which unitrain's watchdog reports the missing ranks.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
@@ -119,8 +119,8 @@ class ProcessGroupBackend(
         # NCCL can deadlock if ranks use several groups in different orders.
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
-        # A rank with a GPU does not need direct connections: it usually has several cores, so Gloo's threads do not
-        # share a core with the waiting thread.
+        # Only CPU ranks exchange small messages over the direct connections of `RowExchange`. A rank with a GPU uses
+        # Gloo: it usually has several CPU cores, so Gloo's threads do not compete with the waiting thread for a core.
         row_exchange = RowExchange.connect(rendezvous, is_wanted=device.type == "cpu")
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
         self._broadcasts: Broadcasts | None = None
@@ -260,7 +260,7 @@ class ProcessGroupBackend(
 
     def _get_or_create_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
         """Return the group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
-        ranks call it. The first call with a value of `find_unused_parameters` creates a group.
+        ranks call it. The first call with each value of `find_unused_parameters` creates a separate group.
 
         In one backward pass through two models, ranks may start the buckets of a model with `find_unused_parameters`
         earlier or later than the buckets of a model without it, so the two models use different groups.

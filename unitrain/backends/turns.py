@@ -211,7 +211,7 @@ class _ThreadSettings:
 
 class _CancelledError(BaseException):
     """Raised in a function because another function has raised an exception. It is not a subclass of Exception, so that
-    functions do not handle it by `except Exception`."""
+    `except Exception` in a function does not catch it."""
 
 
 def layer_mismatch_error() -> CollectiveMismatchError:

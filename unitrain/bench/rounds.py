@@ -15,7 +15,7 @@ from unitrain.bench import collectives, training
 from unitrain.bench.collectives import LOWER_BOUNDS, round_up_bytes
 from unitrain.bench.rank_sets import RankSet
 from unitrain.bench.results import PHASES
-from unitrain.bench.training import TrainTurn
+from unitrain.bench.training import TrainTurnResult
 
 _MIN_ROUNDS = 3
 # Target duration of a turn: small collectives are called several times per turn.
@@ -99,7 +99,7 @@ def measure_training(
     In `settings`, the key None stands for the unchanged configuration. The warm-up round is not recorded. The result is
     plain data: "rows" with the slowest rank's seconds per step in each round, and the mean over ranks for each phase.
     """
-    rounds_by_case: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}  # one turn per rank in each round
+    rounds_by_case: dict[tuple[int, str | None], list[list[TrainTurnResult]]] = {}  # one turn per rank in each round
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
     for round_index, index in rounds:
         with rank_sets[index].activate():

@@ -46,9 +46,9 @@ FIXED_SETTINGS: dict[str, Any] = {
 }
 
 
-class TrainTurn(NamedTuple):
-    """A turn on this rank: `seconds` and `samples` per step, seconds per step by phase, peak memory, number of
-    trainable parameters, and duration of the turn."""
+class TrainTurnResult(NamedTuple):
+    """The measurements of one turn (one of several interleaved runs) on this rank: `seconds` and `samples` per step,
+    seconds per step by phase, peak memory, number of trainable parameters, and duration of the turn."""
 
     seconds: float
     samples: float
@@ -74,7 +74,7 @@ class StepProfiler(Callback):
         self._forward, self._loss_fn = forward, loss_fn
         self._phase_start_time: float | None = None
 
-    def start(self, *, is_active: bool) -> None:
+    def reset(self, *, is_active: bool) -> None:
         """Reset the counters. The first step is not profiled, because it includes the start of the data loader."""
         self.is_active = is_active
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -133,14 +133,14 @@ _prepared: dict[str, _PreparedTraining] = {}
 
 def take_turn(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
-) -> TrainTurn:
+) -> TrainTurnResult:
     """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some of the steps to
     time their phases.
 
     All ranks must call it. `settings` must not contain `max_steps` or FIXED_SETTINGS, and take precedence over
-    `batch_size`. `target` is passed to `factories.call_training_function`. The first turn creates the model,
-    and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.
-    Raises ConfigError and the errors of the Trainer.
+    `batch_size`. `target` is passed to `factories.call_training_function`. The first turn with the same arguments
+    creates the model, and later ones continue its training. Checkpoints, validation, schedulers, loggers and callbacks
+    are disabled. Raises ConfigError and the errors of the Trainer.
     """
     start_time = time.perf_counter()
     key = json.dumps([target, dict(settings), batch_size, steps], default=str)
@@ -155,7 +155,8 @@ def take_turn(
     phases = {phase: seconds / profiler.steps for phase, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
-    return TrainTurn(seconds / steps, samples, phases, memory_bytes, parameters, time.perf_counter() - start_time)
+    turn_seconds = time.perf_counter() - start_time
+    return TrainTurnResult(seconds / steps, samples, phases, memory_bytes, parameters, turn_seconds)
 
 
 def _prepare(
@@ -187,7 +188,7 @@ def _fit(
 ) -> float:
     """Train the steps after step `num_done_steps`. Return the seconds from barrier to barrier."""
     trainer.progress.reset(step=num_done_steps)
-    profiler.start(is_active=is_active)
+    profiler.reset(is_active=is_active)
     backend.barrier()
     start_time = time.perf_counter()
     trainer.fit(data)

@@ -17,8 +17,9 @@ from unitrain.config_files.sources import ConfigEntry, ConfigFile, read_value
 from unitrain.errors import ConfigError, Preempted
 
 CLASS_PATH = "class_path"
-# Keys whose value is an import path, or contains import paths by name or in a list.
+# Top-level keys whose value may be an import path.
 _KEYS = ("model", "optimizer", "scheduler", "loss_fn", "forward", "train_data", "val_data", "metrics", "callbacks")
+# Top-level keys whose value may be a list of import paths, or may map names to import paths.
 _LIST_KEYS = ("metrics", "val_data", "callbacks", "loggers")
 Result = TypeVar("Result")
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -55,9 +56,9 @@ def find_object(path: str) -> object:
     return getattr(sys.modules.get(module), name, None)
 
 
-def named_object(key: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> str | None:
-    """Return the import path of the class or function that the key `key` specifies, or None if there is not exactly
-    one."""
+def find_import_path(key: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> str | None:
+    """Return the import path that `key` specifies, or None if `key` is not set to a single value. Options take
+    precedence over files, and later options and files over earlier ones."""
     names = (key, f"{key}.{CLASS_PATH}")
     for option, value in reversed(list(option_values(overrides))):
         if option in names and _IMPORT_PATH.fullmatch(value):
@@ -70,7 +71,8 @@ def named_object(key: str, files: Sequence[ConfigFile], overrides: Sequence[str]
 
 
 def call_without_exit(location: str, task: str, function: Callable[[], Result]) -> Result:
-    """Call `function` and return its result. Raises ExitError with `location` if `task` calls sys.exit."""
+    """Call `function` and return its result. Raises ExitError if `function` calls sys.exit. The message contains
+    `location` and `task`, a description of the call."""
     try:
         return function()
     except Preempted:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.config_files import yaml_text
-from unitrain.config_files.imports import find_object, import_modules, named_object, option_values
+from unitrain.config_files.imports import find_import_path, find_object, import_modules, option_values
 from unitrain.config_files.sources import ConfigFile
 from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
 from unitrain.loggers.logger import Logger
@@ -240,7 +240,7 @@ def _help_request(files: Sequence[ConfigFile], overrides: Sequence[str]) -> tupl
     """
     for name, value in option_values(overrides):
         key = name.removesuffix(".help")
-        if key != name and key in _CLASS_KEYS and (path := value or named_object(key, files, overrides)):
+        if key != name and key in _CLASS_KEYS and (path := value or find_import_path(key, files, overrides)):
             return key, path
     return None
 
@@ -387,7 +387,7 @@ def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[st
     if (option := re.search(r"Option '([^']+)' is not accepted", text)) is not None:
         names.append(option[1])
     top = names[0]
-    path = named_object(top, files, overrides)
+    path = find_import_path(top, files, overrides)
     is_found = path is not None and callable(find_object(path))
     words = ["unitrain train", *(str(file.path) for file in files), f"--{top}.help", str(path) if is_found else "CLASS"]
     fix = f"Print the arguments with: {' '.join(words)}"

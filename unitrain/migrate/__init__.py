@@ -12,7 +12,7 @@ aliases         other variables of the model that is wrapped
 environment_variables  reads of RANK, WORLD_SIZE and others
 imports         imports that are added and removed
 horovod, ddp, trainers  the rules of each library; `trainers` is for Accelerate and Fabric
-indirect        imports of all names or by a string, and names in strings, which the rules cannot follow
+indirect        wildcard imports, imports whose module name is a string, and names in strings
 unsupported     names that cannot be converted, each with a fix
 
 Only names that the rules list are converted. Names of torch.distributed that work on every backend (`ddp.KEPT_NAMES`)

@@ -1,5 +1,5 @@
-"""Uses of a library that the rules cannot follow, because the script does not refer to its names: imports of all names,
-imports of a module by a string, and names in strings that are executed."""
+"""Uses of a library that the rules cannot follow, because the script does not refer to its names: wildcard imports
+(`from module import *`), imports whose module name is a string, and names in strings that are executed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _EXECUTES = ("exec", "eval", "compile")
 
 
 def refuse_imports(edits: Edits) -> set[str]:
-    """Refuse imports of all names of a module of the libraries, and imports by a string, such as
-    `importlib.import_module("horovod.torch")`. Return the libraries that these import."""
+    """Refuse wildcard imports (`from module import *`) from the libraries, and imports whose module name is a string,
+    such as `importlib.import_module("horovod.torch")`. Return the libraries that these import."""
     script = edits.script
     libraries = set[str]()
     for node in script.nodes:
@@ -61,7 +61,8 @@ def refuse_strings(edits: Edits) -> None:
 
 
 def _indirectly_imported(script: Script, node: cst.CSTNode) -> str | None:
-    """Return the module that `node` imports by a string or with all of its names, or None for other nodes."""
+    """Return the module that `node` imports with a wildcard import or by a name in a string, or None for other
+    nodes."""
     if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
         return None if node.relative or node.module is None else script.text(node.module)
     name: object = None

@@ -97,7 +97,7 @@ class GradientPhase(NamedTuple):
 
 
 class FlightEntry(NamedTuple):
-    """An operation, the user's line that called it, and the time at which it started, in ns since 1970."""
+    """An operation, the user's line that called it, and its start as a Unix timestamp in nanoseconds."""
 
     position: int
     operation: CollectiveCall | GradientPhase

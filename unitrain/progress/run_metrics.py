@@ -253,7 +253,7 @@ class RunMetrics:
         self._write_goodput("running")
 
     def _add_unrecorded_attempts(self, attempts: list[AttemptRecord]) -> None:
-        """Append records of the attempts of this job after the last of `attempts`, which failed before `fit`."""
+        """Append a record for each attempt of this job that followed the last of `attempts` and failed before `fit`."""
         for earlier in self._earlier_attempts:
             started = self._goodput.started - earlier.started_before_seconds
             ended = self._goodput.started - earlier.ended_before_seconds

@@ -52,7 +52,7 @@ class RankTimes:
         ]
 
     def stragglers(self) -> list[Straggler]:
-        """Return the stragglers over all epochs: ranks that other ranks waited for."""
+        """Return the stragglers over these epochs: ranks that other ranks waited for."""
         ranks = list(zip(*(self.seconds[phase] for phase in TRAINING), strict=True))
         return find_stragglers(ranks, max(1, self.num_steps))
 

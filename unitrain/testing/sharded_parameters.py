@@ -164,23 +164,23 @@ def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Bac
 def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
     """Use one submodule in two layers, which then cannot be blocks, and use one layer twice."""
 
-    def build(module: str) -> nn.Module:
+    def build(shared_submodule: str) -> nn.Module:
         model = build_model()
         layers: Any = model.layers
-        if module:
-            setattr(layers[1], module, getattr(layers[0], module))
+        if shared_submodule:
+            setattr(layers[1], shared_submodule, getattr(layers[0], shared_submodule))
         else:
             layers[1] = layers[0]
         return model
 
-    for module, blocks, expected in (
+    for shared_submodule, blocks, expected in (
         ("up", (), []),
         ("up", 50, ["layers.0.attention", "layers.1.attention"]),
         ("attention", 50, ["layers.0.attention"]),
         ("", ("TransformerLayer",), ["layers.0"]),
     ):
-        model, twin = build(module), build(module)
-        assert list(choose_blocks(model, blocks)) == expected, (module, blocks)
+        model, twin = build(shared_submodule), build(shared_submodule)
+        assert list(choose_blocks(model, blocks)) == expected, (shared_submodule, blocks)
         wrapped, optimizer = distribute(backend, model, blocks=blocks)
         _train_and_compare(backend, wrapped, optimizer, twin)
 

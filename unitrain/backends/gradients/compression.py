@@ -135,7 +135,9 @@ class _BucketCompression:
     def _compress(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, PowerSGDCompressor):
             buffer = bucket.buffer()
-            if buffer.is_complex():  # converting a complex number to half precision drops its imaginary part
+            # Currently, DDP passes a complex bucket as real numbers. If it were complex, a conversion to half precision
+            # would drop the imaginary parts.
+            if buffer.is_complex():
                 buffer = torch.view_as_real(buffer).view(-1)
             scratch = self._scratch_for(bucket.index(), buffer, DTYPE_BY_COMPRESSION[self._compressor])
             return self._reduce_half(buffer, scratch)
@@ -165,8 +167,8 @@ class _BucketCompression:
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
-        On two ranks, one allgather transfers the same number of bytes, and no collective must wait for the end of the
-        backward pass.
+        On two ranks, one allgather transfers the same number of bytes, and there is no second collective that would
+        have to wait for the end of the backward pass.
         """
         group = self._get_process_group()
         own, received = scratch[0], scratch[1:].view(-1)

@@ -1,4 +1,4 @@
-"""Validation of optimizers whose state will be sharded, without communication."""
+"""Checks, without communication, of optimizers whose state will be sharded."""
 
 from __future__ import annotations
 
