@@ -47,7 +47,7 @@ _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
 WIDTHS += [4 * base for base, _ in _STAGES]
 Costs = dict[str, tuple[float, float]]  # (seconds, bytes) by method
-ROW_LENGTH = 145  # number of int64 in a row of the baseline; the last 128 contained small tensors
+ROW_LENGTH = 145  # int64 values per row of the baseline; the last 128 hold small tensors
 HEADER_LENGTH = 17
 
 
@@ -70,7 +70,7 @@ class IdenticalRanks(dist.ProcessGroup):
         (tensor,) = tensors
         if opts.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
-        IdenticalRanks.received_bytes += 2 * tensor.nbytes  # like in a ring: first partial sums, then the sum
+        IdenticalRanks.received_bytes += 2 * tensor.nbytes  # as in a ring allreduce: first partial sums, then the sum
         return _Done()
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
@@ -111,7 +111,7 @@ class SimulatedBackend(ProcessGroupBackend):
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)
-        self._check_consistency._has_point_to_point = True  # like with Gloo
+        self._check_consistency._has_point_to_point = True  # as with Gloo
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class RowCall:
 
 
 def compare_rows(size: int) -> None:
-    """Compare the calls of all ranks with the method of the baseline."""
+    """Check, as the baseline does, that the calls of all ranks are equal."""
     row = torch.zeros(ROW_LENGTH, dtype=torch.int64)
     row[:HEADER_LENGTH] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER_LENGTH - 8)])
     rows = torch.empty(size, ROW_LENGTH, dtype=torch.int64)
@@ -142,7 +142,7 @@ def compare_rows(size: int) -> None:
 
 
 def compare_tables(backend: SimulatedBackend, model: nn.Module) -> None:
-    """Compare the models of all ranks with the method of the baseline."""
+    """Check, as the baseline does, that the models of all ranks are equal."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
     payload = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
@@ -240,7 +240,7 @@ def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
 
 
 def table(
-    sizes: Sequence[int], costs: dict[int, dict[str, tuple[float, float]]], stores: dict[int, dict[str, float]]
+    sizes: Sequence[int], costs: dict[int, dict[str, tuple[float, float]]], store_seconds: dict[int, dict[str, float]]
 ) -> list[str]:
     """Return the lines of the table."""
     lines = [
@@ -266,7 +266,7 @@ def table(
             cells = [f"{_time(costs[size][key + suffix][0])}, {_bytes(costs[size][key + suffix][1])}" for size in sizes]
             lines.append(f"| {description}, {version} | {' | '.join(cells)} |")
     for suffix, version in ((", baseline", "baseline"), ("", "unitrain")):
-        found = [stores[size].get("store" + suffix) for size in sizes]
+        found = [store_seconds[size].get("store" + suffix) for size in sizes]
         cells = ["not measured" if seconds is None else _time(seconds) for seconds in found]
         lines.append(f"| an exchange over the store, {version} | {' | '.join(cells)} |")
     return lines
@@ -293,9 +293,13 @@ def main(sizes: list[int], repeats: int, output: Path) -> None:
         "identical", lambda _store, rank, size, _timeout: IdenticalRanks(rank, size), devices=["cpu"]
     )
     costs = {size: measure_simulated_rank(size, repeats) for size in sizes}
-    stores = {size: measure_store_exchange(size, max(1, repeats // 20)) for size in sizes}
+    store_seconds = {size: measure_store_exchange(size, max(1, repeats // 20)) for size in sizes}
     save_results(
-        table(sizes, costs, stores), "control_plane", output, seconds_and_bytes=costs, seconds_over_the_store=stores
+        table(sizes, costs, store_seconds),
+        "control_plane",
+        output,
+        seconds_and_bytes=costs,
+        seconds_over_the_store=store_seconds,
     )
 
 

@@ -2,7 +2,7 @@
 
 Trainers that differ in one setting take turns on the same ranks, in a new order in every round. The table shows the
 ratio of the micro-batch times with and without the feature in the same round. For example, 1.05 is five percent slower.
-`gradient_accumulation_steps=4` is also compared with four micro-batches that each reduce gradients, like in a loop
+`gradient_accumulation_steps=4` is also compared with four micro-batches that each reduce gradients, as in a loop
 without `no_sync`.
 
     python benchmarks/feature_costs.py            # starts its own ranks; writes benchmarks/results/feature_costs.*

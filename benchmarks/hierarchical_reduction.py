@@ -1,6 +1,6 @@
 """Step time with the hierarchical allreduce of gradients, compared with an allreduce over all ranks.
 
-The ranks run on two hosts with a slow network, which are simulated like in slow_network.py. Both ways take turns in the
+The ranks run on two hosts with a slow network, which are simulated as in slow_network.py. Both ways take turns in the
 same processes. The benchmark requires root.
 
     python benchmarks/hierarchical_reduction.py      # writes benchmarks/results/hierarchical_reduction.md

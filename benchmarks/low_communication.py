@@ -66,7 +66,7 @@ def measure_speeds(
     rate: str, delay: float, backend: str, arguments: dict[str, Any], timeout_seconds: float
 ) -> dict[str, Any]:
     """Return the seconds and bytes per step of each method, and a network model that is fitted to allreduces between
-    the hosts, like in `unitrain bench predict`."""
+    the hosts, as in `unitrain bench predict`."""
     network = (delay, bits_per_second(rate)) if delay else None
     with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), network=network) as both:
         if not delay:

@@ -64,7 +64,7 @@ def main(folder: Path | None, runs: bool, write: bool) -> None:
         outcomes.append(outcome)
         counts += [] if lines is None else [lines]
     numbers = ", ".join(f"{name}: {outcomes.count(name)}" for name in ("converted", "needs edits", "refused"))
-    summary = f"{numbers}. Median of changed lines of the converted scripts: {median(counts) if counts else 'none'}."
+    summary = f"{numbers}. Median number of changed lines per converted script: {median(counts) if counts else 'none'}."
     table = [
         "| script | commit | library | result | changed lines | lines to edit |",
         "|---|---|---|---|---|---|",
@@ -99,8 +99,9 @@ def describe_runs(folder: Path | None) -> list[str]:
 
 
 EXPLANATION = (
-    "Blank lines and comments do not count as changed lines. A script needs edits if `unitrain migrate` refuses single",
-    "lines, and is refused if it starts its own ranks.",
+    "Blank lines and comments do not count as changed lines. A script needs edits if `unitrain migrate` refuses",
+    "individual lines, and is refused if it cannot be converted as a whole, for example because it starts its own",
+    "ranks.",
 )
 EXPLANATION_OF_RUNS = (
     "The scripts run on CPUs and without a network, on random data in the format that they read, with small, randomly",

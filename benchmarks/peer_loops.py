@@ -62,7 +62,7 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
 
 
 class Batches:
-    """This rank's shard of the data of an epoch, like in `loops`. It is passed to the libraries as a data loader."""
+    """This rank's shard of the data of an epoch, as in `loops`. It is passed to the libraries as a data loader."""
 
     def __init__(self, backend: Backend, data: TensorDataset) -> None:
         self.epoch = 0

@@ -23,7 +23,8 @@ Episode = tuple[Tensor, Tensor, Tensor]
 
 
 class Episodes(IterableDataset[Episode]):
-    """Random walks until the goal is reached: states [24, 4], moves [24], and whether a move was good, 0 or 1 [24].
+    """Random walks that end at the goal or after 24 moves: states [24, 4], moves [24], and whether a move was good, 0
+    or 1 [24].
 
     A good move brings the player closer to the goal. The dataset itself does not handle ranks and workers: each of them
     has different random numbers and therefore generates different episodes.
@@ -49,7 +50,8 @@ class Episodes(IterableDataset[Episode]):
 
 
 def every_board() -> TensorDataset:
-    """Return every combination of player and goal as an episode with one move; [boards, 1, 4] marks all good moves."""
+    """Return every combination of different player and goal positions as an episode with one move. The third tensor,
+    [boards, 1, 4], marks all good moves."""
     corners = torch.cartesian_prod(*[torch.arange(BOARD_SIZE)] * 4)
     states = corners[(corners[:, :2] != corners[:, 2:]).any(1)]
     after = states[:, None, :2] + MOVES
@@ -58,14 +60,15 @@ def every_board() -> TensorDataset:
     return TensorDataset(states[:, None] / BOARD_SIZE, good.int().argmax(1, keepdim=True), good[:, None].float())
 
 
-def play(policy: nn.Module, batch: Episode) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def compute_logits(policy: nn.Module, batch: Episode) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the logits of all moves in all states, and the target for the loss."""
     states, moves, value = batch
     return policy(states), (moves, value)
 
 
 def imitation_loss(scores: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p(move) over the good moves, and their number."""
+    """For episodes, return the sum of -log p(move) over the good moves, and their number. For boards, return the sum of
+    -log p(any good move), and the number of boards."""
     moves, value = target
     if value.dim() == 3:  # boards, where several moves may be good
         return -(scores.softmax(-1) * value).sum(-1).log().sum(), torch.tensor(float(len(value)))
@@ -100,7 +103,7 @@ def main(
         )  # fmt: skip
         trainer = unitrain.Trainer(
             policy, torch.optim.Adam(policy.parameters(), lr=3e-3), imitation_loss, backend=backend, config=config,
-            forward=play, metrics={"accuracy": is_good_move},
+            forward=compute_logits, metrics={"accuracy": is_good_move},
         )  # fmt: skip
         results = trainer.fit(Episodes(episodes), every_board())
         if backend.rank == 0:

@@ -1,5 +1,5 @@
-"""Fine-tune a language model of transformers on a datasets.Dataset, on any backend. Nothing is downloaded.
-It requires transformers and datasets: pip install '.[huggingface]'
+"""Fine-tune a language model from transformers on a datasets.Dataset, on any backend. Nothing is downloaded.
+This example requires transformers and datasets: pip install '.[huggingface]'
 
 python examples/huggingface.py
 torchrun --nproc-per-node 2 examples/huggingface.py --output runs/model
@@ -40,7 +40,7 @@ def paragraphs() -> list[str]:
 
 
 def train_tokenizer(texts: list[str]) -> str:
-    """Return a byte-pair encoding of `texts` as JSON text."""
+    """Train a byte-pair tokenizer on `texts`, and return it as JSON."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
