@@ -19,7 +19,7 @@ PHASES = (
 )  # fmt: skip
 # Faults that occur inside the rank of an incident.
 OWN_FAULTS = ("kill", "exception", "stop")
-# Faults that the runner injects: on any number of hosts, and only on two hosts.
+# Faults that the runner injects: FAULTS on one or two hosts, NETWORK_FAULTS only on two hosts.
 FAULTS = (
     "kill a rank", "kill all ranks", "kill the command", "kill the launcher", "terminate the command", "stop a rank",
     "stop the command", "stop the launcher", "full disk",
@@ -123,75 +123,75 @@ def parse_trial(text: str) -> Trial:
 
 def draw_trial(seed: int) -> Trial:
     """Return the trial of a seed."""
-    chance = random.Random(seed)
-    num_hosts = 2 if chance.random() < 0.25 else 1
-    is_logical = chance.random() < 0.75
-    is_elastic = is_logical and chance.random() < 0.35
+    rng = random.Random(seed)
+    num_hosts = 2 if rng.random() < 0.25 else 1
+    is_logical = rng.random() < 0.75
+    is_elastic = is_logical and rng.random() < 0.35
     # Without logical ranks, the results of three ranks depend on the order of gradients in DDP's buckets, which differs
     # in the first step after a restart.
     most_ranks = 3 if is_logical else 2
-    starts = [_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic)]
+    starts = [_draw_start(rng, num_hosts, most_ranks, is_elastic=is_elastic)]
     for _ in range(2):
         # Without logical ranks, the exact results depend on the backend and on the number of ranks.
-        starts.append(_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic) if is_logical else starts[0])
-    shard = "none" if is_logical else chance.choice(["none", "none", "state", "gradients", "parameters"])
-    incidents = tuple(_draw_incident(chance, num_hosts, is_elastic=is_elastic) for _ in range(chance.randint(1, 4)))
+        starts.append(_draw_start(rng, num_hosts, most_ranks, is_elastic=is_elastic) if is_logical else starts[0])
+    shard = "none" if is_logical else rng.choice(["none", "none", "state", "gradients", "parameters"])
+    incidents = tuple(_draw_incident(rng, num_hosts, is_elastic=is_elastic) for _ in range(rng.randint(1, 4)))
     return Trial(
         tuple(starts),
         incidents,
         is_logical=is_logical,
         shard=shard,
         is_elastic=is_elastic,
-        standby=chance.random() < 0.4,
-        in_memory=chance.random() < 0.5,
-        is_async=chance.random() < 0.6,
-        max_restarts=chance.randint(1, 3),
+        standby=rng.random() < 0.4,
+        in_memory=rng.random() < 0.5,
+        is_async=rng.random() < 0.6,
+        max_restarts=rng.randint(1, 3),
     )
 
 
-def _draw_start(chance: random.Random, num_hosts: int, most_ranks: int, *, is_elastic: bool) -> Start:
-    backend = chance.choice(["ddp", "horovod"])
+def _draw_start(rng: random.Random, num_hosts: int, most_ranks: int, *, is_elastic: bool) -> Start:
+    backend = rng.choice(["ddp", "horovod"])
     launchers = ["torchrun", "torchrun", "horovodrun", "horovodrun", "mpirun"]
     if num_hosts == 2 and is_elastic:
         launchers = ["horovodrun", "horovodrun", "mpirun"]
-    launcher = chance.choice(launchers)
-    if launcher == "horovodrun" and backend == "ddp" and chance.random() < 0.7:
+    launcher = rng.choice(launchers)
+    if launcher == "horovodrun" and backend == "ddp" and rng.random() < 0.7:
         backend = "horovod"
-    ranks = (1, chance.randint(1, most_ranks - 1)) if num_hosts == 2 else (chance.choice([1, 2, 2, most_ranks]),)
+    ranks = (1, rng.randint(1, most_ranks - 1)) if num_hosts == 2 else (rng.choice([1, 2, 2, most_ranks]),)
     if num_hosts == 2 and is_elastic and (backend, launcher) == ("ddp", "mpirun"):
         return Start("ddp", "torchrun", (1, 1))  # torchrun's agents need equal numbers of slots
     return Start(backend, launcher, ranks)
 
 
-def _draw_incident(chance: random.Random, num_hosts: int, *, is_elastic: bool) -> Incident:
-    phase = chance.choice([*PHASES, "forward", "optimizer step", "checkpoint"])
+def _draw_incident(rng: random.Random, num_hosts: int, *, is_elastic: bool) -> Incident:
+    phase = rng.choice([*PHASES, "forward", "optimizer step", "checkpoint"])
     numbers = {"start": 3, "init": 3, "resume": 3, "validation": EPOCHS, "epoch end": EPOCHS, "checkpoint": 80}
-    number = chance.randint(1, numbers.get(phase, STEPS))
+    number = rng.randint(1, numbers.get(phase, STEPS))
     # Rank 0 writes the files.
-    rank = 0 if phase == "checkpoint" else chance.randrange(3)
-    own = chance.choice(["", "kill", "kill", "exception", "stop"])
+    rank = 0 if phase == "checkpoint" else rng.randrange(3)
+    own = rng.choice(["", "kill", "kill", "exception", "stop"])
     if own == "exception" and phase == "checkpoint":
         own = "kill"
     kinds = [*FAULTS, *(NETWORK_FAULTS * 2 if num_hosts == 2 else ())]
     if is_elastic and num_hosts == 1:
         kinds += [SLOTS_FAULT] * 5
-    count = chance.choice([0, 1, 1, 2, 2] if own else [1, 2, 2, 3])
-    faults = tuple(_draw_fault(chance, chance.choice(kinds)) for _ in range(count))
-    return Incident(phase, number, rank, own, _draw_stop_seconds(chance) if own == "stop" else 0.0, faults)
+    count = rng.choice([0, 1, 1, 2, 2] if own else [1, 2, 2, 3])
+    faults = tuple(_draw_fault(rng, rng.choice(kinds)) for _ in range(count))
+    return Incident(phase, number, rank, own, _draw_stop_seconds(rng) if own == "stop" else 0.0, faults)
 
 
-def _draw_stop_seconds(chance: random.Random) -> float:
+def _draw_stop_seconds(rng: random.Random) -> float:
     """Return the duration for which a rank is stopped. It may exceed the timeout of the rank."""
-    return 60.0 if chance.random() < 0.08 else round(chance.uniform(0.1, 3.0), 2)
+    return 60.0 if rng.random() < 0.08 else round(rng.uniform(0.1, 3.0), 2)
 
 
-def _draw_fault(chance: random.Random, kind: str) -> Fault:
-    delay = chance.choice([0.0, 0.0, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0])
+def _draw_fault(rng: random.Random, kind: str) -> Fault:
+    delay = rng.choice([0.0, 0.0, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0])
     if kind == SLOTS_FAULT:
-        return Fault(kind, delay, number=chance.randint(1, 3))
+        return Fault(kind, delay, number=rng.randint(1, 3))
     longest = {"stop the command": 3.0, "stop the launcher": 3.0, "full disk": 4.0}
     longest |= {"cut the link": 6.0, "slow link": 6.0, "lose a host": 6.0}
-    seconds = round(chance.uniform(0.1, longest[kind]), 2) if kind in longest else 0.0
+    seconds = round(rng.uniform(0.1, longest[kind]), 2) if kind in longest else 0.0
     if kind == "stop a rank":
-        seconds = _draw_stop_seconds(chance)
-    return Fault(kind, delay, seconds, chance.randrange(3))
+        seconds = _draw_stop_seconds(rng)
+    return Fault(kind, delay, seconds, rng.randrange(3))

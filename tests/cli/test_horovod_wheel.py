@@ -102,8 +102,8 @@ class RecordingReporter:
         self.percents.append(percent)
 
 
-def with_steps(decided: plan.BuildPlan, *steps: plan.BuildStep) -> plan.BuildPlan:
-    return dataclasses.replace(decided, build_steps=steps, install_steps=())
+def with_steps(build_plan: plan.BuildPlan, *steps: plan.BuildStep) -> plan.BuildPlan:
+    return dataclasses.replace(build_plan, build_steps=steps, install_steps=())
 
 
 def test_cached_wheel_is_rebuilt_only_with_force(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def hierarchical_hook(backend: Backend) -> Any:
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
     from hierarchical import HierarchicalReduction
 
-    return HierarchicalReduction(backend, [0, 0, 1][: backend.size])  # simulates the last rank on another host
+    # With three ranks, simulates that the last rank is on another host.
+    return HierarchicalReduction(backend, [0, 0, 1][: backend.size])
 
 
 def train(backend: Backend, register: Register | None) -> list[Tensor]:

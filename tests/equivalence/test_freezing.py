@@ -29,7 +29,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 2, generator=generator))
 
 
-def make() -> tuple[nn.Sequential, torch.optim.SGD]:
+def build_model_and_optimizer() -> tuple[nn.Sequential, torch.optim.SGD]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -41,15 +41,15 @@ def train(backend: Backend, epochs: int = EPOCHS, **settings: Any) -> list[list[
         sys.path.append(EXAMPLES)
     from freezing import Freeze
 
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     config = TrainConfig(max_epochs=epochs, global_batch_size=BATCH, progress="off", max_grad_norm=0.5, **settings)
     callbacks = [Freeze([model[0]], FROZEN)]
     Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config, callbacks=callbacks).fit(data())
     return [nn.utils.parameters_to_vector(layer.parameters()).tolist() for layer in (model[0], model[2])]
 
 
-def plain(epochs: int = EPOCHS) -> list[Tensor]:
-    model, optimizer = make()
+def train_in_plain_torch(epochs: int = EPOCHS) -> list[Tensor]:
+    model, optimizer = build_model_and_optimizer()
     inputs, targets = data().tensors
     for epoch in range(epochs):
         model[0].requires_grad_(epoch >= FROZEN)
@@ -79,13 +79,13 @@ def test_frozen_layers_have_the_results_of_plain_torch(group: tuple[str, int], t
     else:
         with RankGroup(*group) as started:
             ranks = started.run(runs_on, str(tmp_path))
-    initial = nn.utils.parameters_to_vector(make()[0][0].parameters()).tolist()
+    initial = nn.utils.parameters_to_vector(build_model_and_optimizer()[0][0].parameters()).tolist()
     for runs in ranks:
         frozen = runs.pop("frozen")
         assert frozen[0] == initial  # bit-identical
-        torch.testing.assert_close(torch.tensor(frozen[1]), plain(FROZEN)[1], atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(frozen[1]), train_in_plain_torch(FROZEN)[1], atol=1e-6, rtol=0)
         for found in runs.values():
-            for layer, expected in zip(found, plain(), strict=True):
+            for layer, expected in zip(found, train_in_plain_torch(), strict=True):
                 torch.testing.assert_close(torch.tensor(layer), expected, atol=1e-6, rtol=0)
 
 

@@ -114,7 +114,7 @@ def undisturbed(group: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> l
     return list(parameters)
 
 
-def in_memory(folder: Path) -> list[Path]:
+def checkpoints_in_memory(folder: Path) -> list[Path]:
     return sorted((folder / "memory").glob("*/step-*"))
 
 
@@ -122,7 +122,7 @@ def test_restarted_run_resumes_from_the_step_in_memory(
     group: RankGroup, undisturbed: list[str], tmp_path: Path
 ) -> None:
     group.run(partial(run, kill_after=KILLED_AFTER), str(tmp_path))
-    (newest,) = in_memory(tmp_path)
+    (newest,) = checkpoints_in_memory(tmp_path)
     assert newest.name.endswith(str(KILLED_AFTER))
     for steps, parameters in group.run(run, str(tmp_path)):
         assert steps == list(range(KILLED_AFTER + 1, STEPS + 1))
@@ -136,7 +136,7 @@ def test_restarted_run_resumes_from_disk_without_a_valid_newer_checkpoint_in_mem
     """The checkpoint in memory is corrupt or missing, or is not newer than the one on disk."""
     killed_after = ON_DISK_EVERY if damage == "is older" else KILLED_AFTER
     group.run(partial(run, kill_after=killed_after), str(tmp_path))
-    (newest,) = in_memory(tmp_path)
+    (newest,) = checkpoints_in_memory(tmp_path)
     if damage == "is corrupt":
         with (newest / "training.pt").open("r+b") as file:
             file.write(b"damaged")
@@ -167,7 +167,7 @@ def test_a_checkpoint_in_memory_of_an_earlier_run_is_not_loaded(
     case: str, group: RankGroup, undisturbed: list[str], tmp_path: Path
 ) -> None:
     group.run(run, str(tmp_path))
-    (newest,) = in_memory(tmp_path)
+    (newest,) = checkpoints_in_memory(tmp_path)
     assert newest.name.endswith(str(STEPS))
     if case == "of another run":
         newest.rename(tmp_path / newest.name)
@@ -186,12 +186,13 @@ def test_run_continues_if_the_memory_cannot_be_written(
     for steps, parameters in group.run(partial(run, remove_after=3), str(tmp_path)):
         assert steps == list(range(1, STEPS + 1))
         assert parameters == undisturbed
-    assert not in_memory(tmp_path)
+    assert not checkpoints_in_memory(tmp_path)
     assert (tmp_path / "run" / f"step-{STEPS:09d}").exists()
 
 
 def verify_slowly_in_memory(backend: Backend, folder: str, checkpoint_format: str) -> tuple[str, int]:
-    """Return the checkpoint that `run` finds in memory, and how often the ranks communicate during its verification.
+    """Return the name of the checkpoint in memory that a restarted run would load, and how often the ranks communicate
+    while it is verified.
 
     With the full format, rank 0 verifies it alone; otherwise, the last rank verifies longer than the others.
     """
@@ -229,7 +230,7 @@ def test_ranks_communicate_while_a_checkpoint_in_memory_is_verified(
 ) -> None:
     """Otherwise, a wait for a rank that verifies a large file would time out."""
     group.run(partial(run, kill_after=KILLED_AFTER, checkpoint_format=checkpoint_format), str(tmp_path))
-    (newest,) = in_memory(tmp_path)
+    (newest,) = checkpoints_in_memory(tmp_path)
     newest.parent.rename(tmp_path / "memory" / "run")
     for name, num_reports in group.run(verify_slowly_in_memory, str(tmp_path), checkpoint_format):
         assert name == newest.name
@@ -243,7 +244,7 @@ def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list
     """
     recorded = [Path(folder) / f"recorded-{rank}" for rank in range(backend.size)]
 
-    class Announces(Recorder):
+    class AnnouncingRecorder(Recorder):
         def on_step_end(self, trainer: Trainer) -> None:
             super().on_step_end(trainer)
             with recorded[backend.rank].open("a") as file:
@@ -260,7 +261,7 @@ def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list
 
         return write
 
-    recorder = Announces(None, None, f"{folder}/memory")
+    recorder = AnnouncingRecorder(None, None, f"{folder}/memory")
     with (
         mock.patch.object(files, "write", slow(files.write)),
         mock.patch.object(sharded_files, "write_shard", slow(sharded_files.write_shard)),

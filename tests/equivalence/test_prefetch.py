@@ -310,7 +310,7 @@ def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any,
 
 
 class CopyingPrefetcher(Prefetcher):
-    """Prefetches on the CPU with real copies, like on a GPU."""
+    """Prefetches on the CPU with real copies, as on a GPU."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         if not ahead:

@@ -1,5 +1,5 @@
-"""Trainer with sharded state or gradients has the results of replicated training. Checkpoints can be loaded with any
-sharding, backend and number of ranks."""
+"""Training with sharded state or gradients gives the same results as replicated training. Checkpoints can be loaded
+with any sharding, backend and number of ranks."""
 
 from __future__ import annotations
 

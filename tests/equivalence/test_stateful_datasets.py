@@ -448,7 +448,7 @@ def test_a_shuffle_buffer_is_not_resumed_because_its_items_would_be_lost() -> No
 
 
 class ListedStates(IterableDataset[int]):
-    """A dataset whose methods have other parameters, like in MosaicML streaming."""
+    """A dataset whose methods have other parameters, as in MosaicML streaming."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))

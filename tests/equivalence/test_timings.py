@@ -216,7 +216,8 @@ def test_find_stragglers_returns_ranks_that_delay_others(seconds: list[list[floa
 
 
 def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
-    """Each observation lasts one second. A rank is reported after two successive observations."""
+    """An observation lasts at least one second. A rank is reported after two consecutive observations in which it is
+    slow."""
     slow, even, half = (
         [[phase / n for phase in rank] for rank in (FAST, one)]
         for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))

@@ -131,15 +131,15 @@ def results(backend: Backend, root: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     root = tmp_path_factory.mktemp("folders")
     with RankGroup("local", 1) as group:
         return root, group.run(results, root, timeout_seconds=90)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_damaged_folder_is_reported_or_repaired(name: str, found: tuple[Path, dict[str, str]]) -> None:
-    root, texts = found
+def test_a_damaged_folder_is_reported_or_repaired(name: str, outcomes: tuple[Path, dict[str, str]]) -> None:
+    root, texts = outcomes
     expected = CASES[name][1].replace("{}", str(root / str(list(CASES).index(name))))
     assert texts[name].startswith(expected), texts[name]
 
@@ -186,7 +186,8 @@ def test_a_kill_during_the_replacement_of_a_checkpoint_loses_nothing(
                 patched.setattr(owner, name, lambda *a, original=original: call_or_raise(original, *a))
             with contextlib.suppress(KeyboardInterrupt):
                 files.publish(staging, target)
-        for _ in range(2):  # before and after the next run locks the folder
+        # Before and after `remove_unfinished`, which the next run calls once it has locked the folder.
+        for _ in range(2):
             found = files.find_newest_valid(target.parent, required=True)
             assert found is not None
             names.append(found.name)

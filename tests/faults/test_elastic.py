@@ -55,9 +55,9 @@ def wait_until(folder: Path, size: int, step: int) -> None:
         time.sleep(0.1)
 
 
-def check_run(folder: Path, expected: list[float], sizes: list[int], lost: int) -> None:
-    """Assert that the run had the numbers of ranks in `sizes`, repeated at most `lost` steps, completed, and used every
-    sample once per epoch."""
+def check_run(folder: Path, expected: list[float], sizes: list[int], max_repeated_steps: int) -> None:
+    """Assert that the run had the numbers of ranks in `sizes`, repeated at most `max_repeated_steps` steps, completed,
+    and used every sample once per epoch."""
     size, parameters = json.loads((folder / "parameters.json").read_text())
     assert parameters == pytest.approx(expected, rel=0, abs=1e-9)
     assert size == sizes[-1]
@@ -66,7 +66,7 @@ def check_run(folder: Path, expected: list[float], sizes: list[int], lost: int) 
     ]
     used_hosts = [size for _, size, _ in ranks[0]]
     assert [one for at, one in enumerate(used_hosts) if at == 0 or used_hosts[at - 1] != one] == sizes
-    assert len(used_hosts) - STEPS <= lost
+    assert len(used_hosts) - STEPS <= max_repeated_steps
     # Of repeated steps, use the last repetition and its number of ranks.
     last = {step: size for step, size, _ in ranks[0]}
     assert sorted(last) == list(range(1, STEPS + 1))
@@ -99,7 +99,7 @@ def test_elastic_job_uses_added_slots_and_repeats_few_steps_after_a_kill(
     assert launch.process.returncode == 0, output
     assert "there are 3 slots instead of 2: asking the job to save a checkpoint and exit" in output
     assert output.count("(restart 1 of 1)") == 1, output  # a restart for added slots does not count as a failure
-    check_run(tmp_path, undisturbed, [2, 3], lost=5)
+    check_run(tmp_path, undisturbed, [2, 3], max_repeated_steps=5)
 
 
 @pytest.mark.nightly
@@ -126,7 +126,7 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
     assert launch.returncode == 0, output
     assert "there are 3 slots instead of 2" in output
     assert "the host of rank 1 does not respond" in output
-    check_run(tmp_path, undisturbed, [2, 3, 2], lost=5)
+    check_run(tmp_path, undisturbed, [2, 3, 2], max_repeated_steps=5)
 
 
 @pytest.mark.nightly
@@ -156,7 +156,7 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
         wait_until(tmp_path, size=2, step=12)
         outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
     assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
-    check_run(tmp_path, undisturbed, [2, 1, 2], lost=5)
+    check_run(tmp_path, undisturbed, [2, 1, 2], max_repeated_steps=5)
 
 
 @needs_slurm
@@ -174,4 +174,4 @@ def test_job_under_srun_is_restarted_after_a_rank_is_killed(tmp_path: Path, undi
     assert done.returncode == 0, done.stdout
     assert "(restart 1 of 1)" in done.stdout
     assert "cannot reach unitrain launch" not in done.stdout
-    check_run(tmp_path, undisturbed, [2], lost=5)
+    check_run(tmp_path, undisturbed, [2], max_repeated_steps=5)

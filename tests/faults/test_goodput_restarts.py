@@ -132,7 +132,9 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
         ]  # fmt: skip
         started = time.time()
         with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
-            while len(launch.find_processes()) < 2:  # with `preload`, the time starts with the forked process
+            # Under tests/support/preload.py, the time of the run starts when the process of `unitrain launch` is
+            # forked, so wait for this process.
+            while len(launch.find_processes()) < 2:
                 assert launch.process.poll() is None, launch.output()
                 time.sleep(0.01)
             since = time.time()
@@ -182,13 +184,13 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert reasons[0] == "rank 1 was killed or crashed" or attempts[0].status == "failed"
     assert reasons[1:] == ["rank 0 was killed or crashed"]
 
-    # Counters of the run do not decrease, also from one attempt to the next.
+    # Counters of the run never decrease, not even from one attempt to the next.
     for name in ("unitrain_goodput_seconds_total", "unitrain_restarts_total", "unitrain_replayed_steps_total"):
         for key in {key for sample in scraper.samples for key in sample if key[0] == name}:
             values = [sample[key] for sample in scraper.samples if key in sample]
             assert values == sorted(values), (key, values)
 
-    # The endpoint was read in all attempts, at the same port.
+    # The endpoint was read in all attempts, on the same port.
     assert {sample[RESTARTS] for sample in scraper.samples if RESTARTS in sample} == {0, 1, 2}
     last = scraper.samples[-1]
     assert last["unitrain_step", ""] == 16

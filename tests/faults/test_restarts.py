@@ -151,7 +151,7 @@ with unitrain.init(device="cpu"):
 
 @pytest.mark.ci
 def test_process_that_outlives_a_killed_rank_does_not_prevent_the_restart(tmp_path: Path) -> None:
-    """horovodrun would wait for it, because it holds the output of the rank."""
+    """horovodrun would wait for this process, because the process keeps the rank's output pipes open."""
     (tmp_path / "train.py").write_text(LEAVES_A_PROCESS)
     command = [*LAUNCH, "--backend", "local", "--launcher", "horovodrun", "-np", "1", "--max-restarts", "1"]
     with running_launcher([*command, str(tmp_path / "train.py"), str(tmp_path)]) as launch:
@@ -201,7 +201,8 @@ with unitrain.init(device="cpu") as backend, PreemptionHandler(["SIGTERM"]) as p
 def test_ranks_save_before_the_restart_if_their_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAVES_SLOWLY)
     command = [*LAUNCH, "-np", "2", "--max-restarts", "1", str(tmp_path / "train.py"), str(tmp_path)]
-    # fresh: the stub of a forked rank would receive the signal of the kernel that the rank has cancelled.
+    # `fresh`, because the ranks disable their parent-death signal. The stub of a rank that is forked from the preloaded
+    # interpreter would still receive this signal, and forward it to the rank.
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
         deadline = time.monotonic() + SECONDS
         while len(list(tmp_path.glob("started-*"))) < 2:

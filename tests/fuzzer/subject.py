@@ -40,7 +40,7 @@ class Recorder(unitrain.Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self.micro_steps = []
 
-    def interrupt(self, moment: str, step: int) -> None:
+    def interrupt_if_due(self, moment: str, step: int) -> None:
         """Raise InterruptionError once, at the moment at which the case interrupts `fit` before calling it again."""
         if self.again == [moment, step]:
             self.again = None
@@ -49,14 +49,14 @@ class Recorder(unitrain.Callback):
     def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
         inputs = batch["x"] if isinstance(batch, dict) else batch[0]
         self.micro_steps.append((inputs[:, 0].long().tolist(), part.samples > 0))
-        self.interrupt("on_micro_batch_end", trainer.progress.step + 1)
+        self.interrupt_if_due("on_micro_batch_end", trainer.progress.step + 1)
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
         rates = [float(group["lr"]) for group in self.held.param_groups]
         cursor = trainer.progress
         self.steps[cursor.step] = {"epoch": cursor.epoch, "micro_steps": self.micro_steps, "rates": rates}
         self.micro_steps = []
-        self.interrupt("on_before_optimizer_step", cursor.step + 1)
+        self.interrupt_if_due("on_before_optimizer_step", cursor.step + 1)
 
     def on_step_end(self, trainer: Any) -> None:
         step, change = trainer.progress.step, self.case["change"]
@@ -66,7 +66,7 @@ class Recorder(unitrain.Callback):
             trainer.stop("requested by the case")
         if self.end and step == self.end[1] and self.end[0] == "raise":
             raise InterruptionError
-        self.interrupt("on_step_end", step)
+        self.interrupt_if_due("on_step_end", step)
 
     def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
         if self.end and trainer.progress.step >= self.end[1] and self.end[0] == "raise after epoch":

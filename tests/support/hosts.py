@@ -1,7 +1,7 @@
 """Several hosts on one machine, each with a separate network, name, process namespace and sshd.
 
 A host is a set of Linux namespaces. The first process is sshd. When sshd exits, the kernel kills all processes of the
-host. All hosts share the files of this machine at the same paths, like on a shared file system, except /etc/hosts,
+host. All hosts share the files of this machine at the same paths, as on a shared file system, except /etc/hosts,
 /dev/shm, /run and root's home, which contains the ssh keys. Hosts can only reach each other, by name, at 10.77.0.N. The
 network, files and processes of this machine do not change.
 """

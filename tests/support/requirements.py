@@ -1,4 +1,4 @@
-"""Requirements of tests. Tests with a missing requirement are skipped. If UNITRAIN_TEST_ALL is set, like in CI, they
+"""Requirements of tests. Tests with a missing requirement are skipped. If UNITRAIN_TEST_ALL is set, as in CI, they
 run and fail instead.
 """
 

@@ -28,7 +28,7 @@ from .suites import BY_NAME, SUITES, Suite
 
 Outcomes = dict[str, Any]  # {backend: {test: (outcome, detail, seconds)}}
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "support"))  # like in the other tests
+sys.path.append(str(ROOT / "tests" / "support"))  # as in the other tests
 TITLES = {"horovod": "Horovod over Gloo", "horovod-mpi": "Horovod over MPI"}
 
 

@@ -28,7 +28,7 @@ from unitrain.bootstrap.network import reserve_port
 from . import rank, suites
 
 TEST_SECONDS = 180.0
-# Time for the other ranks to finish a test after the first rank has finished.
+# Time for the other ranks to finish a test after one rank has failed.
 _OTHER_RANKS_SECONDS = 15.0
 _START_SECONDS = 600.0  # ranks of mpirun import torch, which is slow on a busy machine
 Outcome = tuple[str, str, float]
@@ -169,7 +169,7 @@ def _accept(listener: Listener, size: int) -> list[Connection]:
 
 
 def _merge(outcomes: list[Outcome | None], seconds: float) -> Outcome:
-    """Combine the outcomes of all ranks to the outcome of a test. A test has passed if every rank has passed."""
+    """Combine the outcomes of all ranks into the outcome of the test. A test has passed if every rank has passed."""
     failures = [
         f"rank {number}: {'did not finish' if outcome is None else outcome[1]}"
         for number, outcome in enumerate(outcomes)
@@ -199,10 +199,10 @@ def run(
 ) -> dict[str, dict[str, Outcome]]:
     """Run the tests of a suite with each backend, and return {backend: {test: outcome}}.
 
-    Other backends than the first one run only the tests that pass with the first one.
+    Backends other than the first run only the tests that pass with the first.
     """
     module = suites.load_module(suite, source)
-    classes = suites.test_classes(suite, module)
+    classes = suites.find_test_classes(suite, module)
     tests = [
         (test_class, name)
         for test_class, name in suites.select_tests(suite, classes)
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tests", nargs="*", default=[])
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--connect", help="address of the coordinator, in a rank of mpirun")
+    parser.add_argument("--connect", help="address of the coordinator; set only for ranks that mpirun starts")
     arguments = parser.parse_args()
     suite = suites.BY_NAME[arguments.suite]
     if arguments.connect:
@@ -258,7 +258,7 @@ def main() -> None:
         os.environ.update(RANK=number, WORLD_SIZE=size)
         connection = Client(arguments.connect)
         connection.send(int(number))
-        rank.main(module, suites.test_classes(suite, module), "horovod", connection)
+        rank.main(module, suites.find_test_classes(suite, module), "horovod", connection)
     words = arguments.tests
     found = run(
         suite,

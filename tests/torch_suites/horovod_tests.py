@@ -1,6 +1,6 @@
 """Runs Horovod's own tests of its PyTorch interface on the installed Horovod.
 
-The files are part of a Horovod checkout. Like in Horovod's CI, each file runs on 2 new ranks, and with the Gloo
+The files are part of a Horovod checkout. As in Horovod's CI, each file runs on 2 new ranks, and with the Gloo
 controller, each test initializes Horovod and shuts it down. The tests also run with one initialization per file.
 """
 

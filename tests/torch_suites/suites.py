@@ -66,7 +66,7 @@ SUITES = (
         _prefix("DistributedDataParallelTest.", "ReducerTest.", "CommTest."),
         ("ReducerTest",),
     ),
-    Suite("common", "DDP and process groups of Python", f"{_FOLDER}/test_c10d_common.py", None),
+    Suite("common", "DDP, and process groups implemented in Python", f"{_FOLDER}/test_c10d_common.py", None),
     Suite("wrapper", "checks of arguments (TORCH_DISTRIBUTED_DEBUG)", f"{_FOLDER}/test_pg_wrapper.py", None),
     Suite("join", "Join", f"{_FOLDER}/algorithms/test_join.py", None),
     Suite("objects", "object collectives", f"{_FOLDER}/test_c10d_object_collectives.py", None),
@@ -97,7 +97,7 @@ def load_module(suite: Suite, folder: Path | None) -> ModuleType:
     return module
 
 
-def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCase]]:
+def find_test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCase]]:
     """Return the classes with multi-rank tests and the classes in `suite.single_rank`."""
     from torch.testing._internal import common_distributed
 
@@ -115,7 +115,8 @@ def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCas
 
 
 def select_tests(suite: Suite, classes: list[type[unittest.TestCase]]) -> Iterator[tuple[type[unittest.TestCase], str]]:
-    """Yield the class and the name of each test that the suite selects, in alphabetical order."""
+    """Yield the class and the name of each test that the suite selects, in the order of `classes`, alphabetically
+    within a class."""
     for test_class in classes:
         for name in unittest.TestLoader().getTestCaseNames(test_class):
             if suite.selects(f"{test_class.__name__}.{name}"):

@@ -1,4 +1,4 @@
-"""Warnings about differences in properties that affect the bits of results."""
+"""Warnings about different properties that can prevent bit-identical results."""
 
 from __future__ import annotations
 
