@@ -17,9 +17,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
 
 
-def run(script: str, *arguments: str | Path) -> str:
+def run(script: str, *arguments: str | Path, seconds: float = 280) -> str:
     command = [sys.executable, BENCHMARKS / script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -49,9 +49,11 @@ def test_versions_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_peers_benchmark_writes_a_table_of_installed_and_missing_peers(tmp_path: Path) -> None:
     """Peers that are not installed are listed as "not installed"."""
-    shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
+    options = ["--backend", "ddp", "--model", "trial", "--rounds", "2"]
+    shown = run("peers.py", *options, "--output", tmp_path, seconds=850)
     table = (tmp_path / "peers.md").read_text()
     assert table.strip() in shown
     rows = {row[1]: row[2:] for row in re.findall(r"^\| (ddp) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)}
@@ -98,8 +100,8 @@ def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
     assert (tmp_path / "simulated_scale.md").read_text().strip() in shown
     (costs,) = json.loads((tmp_path / "simulated_scale.json").read_text())["64"]
     assert costs["failure_seconds_median"] <= costs["failure_seconds_last"] < 5
-    # Each rank has five connections. In a real job, one of them belongs to torch's process group.
-    assert 4 * 63 <= costs["descriptors_of_rank_0"] < 5 * 63 + 64
+    # Each simulated rank has three connections to rank 0: to the store, of its watchdog, and of the liveness check.
+    assert 3 * 63 <= costs["descriptors_of_rank_0"] < 3 * 63 + 64
 
 
 @pytest.mark.nightly
@@ -178,11 +180,14 @@ def test_slow_network_has_the_requested_bandwidth(two_hosts: list[Host], monkeyp
 @pytest.mark.nightly
 def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> None:
     """On 2 hosts with 2 ranks each, a ring allreduce sends 1.5 times as many bytes as a hierarchical allreduce."""
-    shown = run("hierarchical_reduction.py", "--rate", "1gbit", "--rounds", "2", "--steps", "2", "--output", tmp_path)
+    options = ["--rate", "1gbit", "--backend", "ddp", "--rounds", "2", "--steps", "2"]
+    shown = run("hierarchical_reduction.py", *options, "--output", tmp_path)
     table = (tmp_path / "hierarchical_reduction.md").read_text()
     assert table.strip() in shown
-    assert re.search(rf"^\| 1gbit \| hierarchical reduction \| \d+\.\d \| \d+\.\d ms \| {RATIO} \|$", table, re.M)
-    sent = json.loads((tmp_path / "hierarchical_reduction.json").read_text())["1gbit"]["megabytes"]
+    assert re.search(
+        rf"^\| 1gbit \| ddp \| hierarchical allreduce \| \d+\.\d \| \d+\.\d ms \| {RATIO} \|$", table, re.M
+    )
+    sent = json.loads((tmp_path / "hierarchical_reduction.json").read_text())["1gbit, ddp"]["megabytes"]
     plain, hierarchical = (min(rounds) for rounds in sent.values())
     assert plain / hierarchical == pytest.approx(1.5, rel=0.1)
 
@@ -198,10 +203,11 @@ def test_low_communication_sends_the_expected_bytes(tmp_path: Path) -> None:
     table = (tmp_path / "low_communication.md").read_text()
     assert table.strip() in shown
     assert re.search(r"^\| DiLoCo \| 0.001 \| \d\.\d+ \| -?\d+\.\d % \|", table, re.M), table
-    for method in ("synchronous", "DiLoCo", "DiLoCo, int8"):
+    # Headers and acknowledgements are a larger part of few bytes.
+    for method, tolerance in (("synchronous", 0.02), ("DiLoCo", 0.02), ("DiLoCo, int8", 0.04)):
         row = re.search(rf"^\| 1gbit \| ddp \| {method} \| [\d,.]+ \| [\d,.]+ \| (\d\.\d+) \|", table, re.M)
         assert row is not None, table
-        assert float(row[1]) == pytest.approx(1, abs=0.02)
+        assert float(row[1]) == pytest.approx(1, abs=tolerance)
 
 
 @pytest.mark.nightly
@@ -245,7 +251,7 @@ def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
     table = (tmp_path / "groups.md").read_text()
     assert table.strip() in shown
     assert re.search(r"^Creating a group of 2 of 3 ranks takes \d+\.\d ms", table, re.M)
-    assert len(re.findall(rf"^\| .* \| {RATIO} \| {RATIO} \| {RATIO} \|$", table, re.M)) == 4
+    assert len(re.findall(rf"^\| .* \| {RATIO} \| {RATIO} \| {RATIO} \|$", table, re.M)) == 5
 
 
 @needs_hosts
@@ -268,12 +274,12 @@ def test_recovery_benchmark_measures_all_kinds_of_kills_on_two_hosts(tmp_path: P
 def test_goodput_benchmark_kills_a_rank_and_counts_steps_once(tmp_path: Path) -> None:
     shown = run("goodput.py", "--backend", "ddp", "--way", "standby", "--minutes", "1", "--output", tmp_path)
     assert (tmp_path / "goodput.md").read_text().strip() in shown
-    (goodput,) = json.loads((tmp_path / "goodput.json").read_text())["goodputs"]
-    ((kill, _, lost_steps),) = goodput["recoveries"]
+    rows = json.loads((tmp_path / "goodput.json").read_text())["rows"]
+    ((undisturbed, disturbed, recoveries),) = rows["ddp | standby | 0 ms | 40 steps"]
+    ((kill, _, lost_steps),) = recoveries
     assert kill == "a rank"
     assert 0 <= lost_steps <= 2 * 40
-    assert goodput["disturbed"] > 0
-    assert goodput["ratio"] == goodput["disturbed"] / goodput["undisturbed"]
+    assert undisturbed > 0 < disturbed
 
 
 @needs_hosts
