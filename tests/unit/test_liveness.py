@@ -81,7 +81,7 @@ def test_orderly_exits_are_distinguished_from_killed_processes() -> None:
 
 @pytest.mark.usefixtures("job_key")
 def test_silent_connections_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("unitrain.monitoring.liveness._ACCEPT_TIMEOUT_SECONDS", 60.0)
     ranks = Ranks(3)
     port = ranks.port
     with contextlib.ExitStack() as strangers:
@@ -107,13 +107,27 @@ def test_oldest_silent_connections_are_closed_if_there_are_too_many() -> None:
     ranks.close()
 
 
-def test_rank_0_stops_waiting_for_missing_ranks_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 0.5)
+def test_rank_0_stops_waiting_for_missing_ranks_at_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("unitrain.monitoring.liveness._ACCEPT_TIMEOUT_SECONDS", 0.5)
     ranks = Ranks(3)
     with socket.create_connection(("127.0.0.1", ranks.port), timeout=10):
         ranks._thread.join(10)
     assert not ranks._thread.is_alive()
     assert ranks.checks[0]._peers == {}
+    assert "ranks 1, 2 did not connect to 127.0.0.1 within 0.5 s" in caplog.text
+
+
+def test_rank_0_waits_longer_than_the_limit_of_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 0.2)
+    ranks = Ranks(2)
+    ranks._thread.join(1)
+    assert ranks._thread.is_alive()
+    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 10.0)
+    ranks.connect()
+    assert sorted(ranks.checks[0]._peers) == [1]
+    ranks.close()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +159,7 @@ def test_ranks_start_without_a_liveness_check_if_rank_0_cannot_listen(monkeypatc
         raise OSError("too many open files")
 
     monkeypatch.setattr("unitrain.monitoring.liveness.listen", fail)
-    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("unitrain.monitoring.liveness._ACCEPT_TIMEOUT_SECONDS", 60.0)
     ranks = Ranks(2)
     began = time.monotonic()
     ranks.connect()

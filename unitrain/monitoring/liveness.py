@@ -6,6 +6,7 @@ If no launcher monitors the ranks, only this check detects killed processes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import threading
 from collections.abc import Callable
@@ -18,8 +19,13 @@ from unitrain.bootstrap.rank_connections import accept_ranks, connect_to_rank, n
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PeerConnection
+from unitrain.monitoring.rank_status import format_ranks
+
+_log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
+# Rank 0 waits longer, because a rank can be late, for example on a host whose name server does not respond.
+_ACCEPT_TIMEOUT_SECONDS = 30.0
 _POLL_MILLISECONDS = 500
 _ROLE = "liveness check"
 
@@ -29,7 +35,7 @@ class LivenessCheck:
 
     Rank 0 has one connection to every other rank. `on_process_ended` is called at most once, in the thread of the
     check, with the first connected rank whose process has terminated unexpectedly. A rank is not monitored if its
-    connection could not be established.
+    connection could not be established; rank 0 logs a warning that names such ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:
@@ -96,5 +102,15 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
     with server:
         store.set("address", f"{server.getsockname()[1]} {token}")
         ranks = range(1, rendezvous.rank_info.size)
-        accepted = accept_ranks(server, token, ranks, _ROLE, _CONNECT_TIMEOUT_SECONDS)
+        accepted = accept_ranks(server, token, ranks, _ROLE, _ACCEPT_TIMEOUT_SECONDS)
+    if missing_ranks := [rank for rank in ranks if rank not in accepted]:
+        _log.warning(
+            "%s did not connect to %s within %g s. Rank 0 cannot detect that the process of such a rank is killed, and "
+            "other ranks may wait for it until the timeout. Allow connections between the hosts of the job.",
+            format_ranks(missing_ranks),
+            rendezvous.host,
+            _ACCEPT_TIMEOUT_SECONDS,
+        )
+    for connection in accepted.values():
+        connection.settimeout(_CONNECT_TIMEOUT_SECONDS)
     return {rank: PeerConnection(connection) for rank, connection in accepted.items()}
