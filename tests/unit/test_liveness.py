@@ -116,7 +116,7 @@ def test_rank_0_stops_waiting_for_missing_ranks_at_the_time_limit(
         ranks._thread.join(10)
     assert not ranks._thread.is_alive()
     assert ranks.checks[0]._peers == {}
-    assert "ranks 1, 2 did not connect to 127.0.0.1 within 0.5 s" in caplog.text
+    assert "ranks 1-2 did not connect to 127.0.0.1 within 0.5 s" in caplog.text
 
 
 def test_rank_0_waits_longer_than_the_limit_of_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
