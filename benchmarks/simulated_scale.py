@@ -57,6 +57,7 @@ class SimulatedWatchdog(Watchdog):
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.informed = threading.Event()
         self.informed_time = 0.0
+        self.rendezvous = rendezvous  # a rank keeps its connection to the store
         super().__init__(rendezvous, FlightRecorder(), LoopCounters())
 
     def _terminate_process(self) -> None:

@@ -100,8 +100,9 @@ def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
     assert (tmp_path / "simulated_scale.md").read_text().strip() in shown
     (costs,) = json.loads((tmp_path / "simulated_scale.json").read_text())["64"]
     assert costs["failure_seconds_median"] <= costs["failure_seconds_last"] < 5
-    # Each simulated rank has three connections to rank 0: to the store, of its watchdog, and of the liveness check.
-    assert 3 * 63 <= costs["descriptors_of_rank_0"] < 3 * 63 + 64
+    # Each rank has three connections to the store and one for the liveness check. In a real job, torch's process group
+    # has another one.
+    assert 4 * 63 <= costs["descriptors_of_rank_0"] < 5 * 63 + 64
 
 
 @pytest.mark.nightly
