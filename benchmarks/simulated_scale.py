@@ -112,12 +112,10 @@ def _run_ranks(simulation: Simulation, ranks: Sequence[int], pipe: Connection) -
     with ThreadPoolExecutor(len(ranks)) as pool:
         watchdogs = list(pool.map(partial(connect, simulation), ranks))
     startup = time.monotonic() - started, time.process_time() - used
-    pipe.send(startup)
+    pipe.send((*startup, len(list(Path("/proc/self/fd").iterdir()))))
     used = time.process_time()
     time.sleep(IDLE_SECONDS)
-    idle_share = (time.process_time() - used) / IDLE_SECONDS
-    # The threads of the watchdogs connect to the store after the start-up.
-    pipe.send((idle_share, len(list(Path("/proc/self/fd").iterdir()))))
+    pipe.send((time.process_time() - used) / IDLE_SECONDS)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     for watchdog in watchdogs:
         watchdog.informed.wait(max(0.0, deadline - time.monotonic()))
@@ -141,7 +139,7 @@ def simulate(size: int, processes: int) -> dict[str, float]:
     try:
         simulation.start.set()
         startups = [_receive(pipe) for pipe in pipes]
-        idles = [_receive(pipe) for pipe in pipes]
+        idle_shares = [_receive(pipe) for pipe in pipes]
         killed = time.monotonic()
         os.kill(children[-1].pid or 0, signal.SIGKILL)
         times = [informed - killed for pipe in pipes[:-1] for informed in _receive(pipe)]
@@ -154,12 +152,12 @@ def simulate(size: int, processes: int) -> dict[str, float]:
     if min(times) < 0:
         raise click.ClickException(f"{sum(seconds < 0 for seconds in times)} ranks did not learn of the failure.")
     return {
-        "startup_seconds": max(seconds for seconds, _ in startups),
+        "startup_seconds": max(seconds for seconds, _, _ in startups),
         "startup_cpu_seconds_of_rank_0": startups[0][1],
-        "startup_cpu_seconds_per_other_rank": sum(used for _, used in startups[1:]) / (size - 1),
-        "descriptors_of_rank_0": idles[0][1],
-        "idle_cpu_share_of_rank_0": idles[0][0],
-        "idle_cpu_share_per_other_rank": sum(share for share, _ in idles[1:]) / (size - 1),
+        "startup_cpu_seconds_per_other_rank": sum(used for _, used, _ in startups[1:]) / (size - 1),
+        "descriptors_of_rank_0": startups[0][2],
+        "idle_cpu_share_of_rank_0": idle_shares[0],
+        "idle_cpu_share_per_other_rank": sum(idle_shares[1:]) / (size - 1),
         "failure_seconds_median": statistics.median(times),
         "failure_seconds_last": max(times),
     }

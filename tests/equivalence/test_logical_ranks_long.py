@@ -48,8 +48,13 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     backend, size, transport = request.param
     command = []
     if transport == "mpi":
-        environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-        environment.export_defaults({"OMPI_MCA_mpi_yield_when_idle": "1"})  # there may be more ranks than cores
+        environment.export_defaults(
+            {
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
+            }
+        )
         command = [HOROVODRUN, "-np", str(size), "--mpi"]
     variables = preloaded({}) if command else None
     with RankGroup(backend, size, command=command, variables=variables) as started:

@@ -280,7 +280,7 @@ def test_goodput_benchmark_kills_a_rank_and_counts_steps_once(tmp_path: Path) ->
     ((kill, _, lost_steps),) = recoveries
     assert kill == "a rank"
     assert 0 <= lost_steps <= 2 * 40
-    assert undisturbed > 0 < disturbed
+    assert min(undisturbed, disturbed) > 0
 
 
 @needs_hosts

@@ -19,7 +19,7 @@ from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, ShardingMode
 from unitrain.backends.compression_setting import Compression, PowerSGD, resolve_compression
 from unitrain.backends.objects import broadcast_tensors
-from unitrain.backends.pipeline.stage_runs import StageModule
+from unitrain.backends.pipeline.stage_runner import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.backends.tensors import as_bytes
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean

@@ -105,8 +105,8 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
         accepted = accept_ranks(server, token, ranks, _ROLE, _ACCEPT_TIMEOUT_SECONDS)
     if missing_ranks := [rank for rank in ranks if rank not in accepted]:
         _log.warning(
-            "%s did not connect to %s within %g s. Rank 0 cannot detect that the process of such a rank is killed, and "
-            "other ranks may wait for it until the timeout. Allow connections between the hosts of the job.",
+            "%s did not connect to %s within %g s. If the process of such a rank is killed, the other ranks may wait "
+            "for it until the timeout. Allow connections between the hosts of the job.",
             format_ranks(missing_ranks),
             rendezvous.host,
             _ACCEPT_TIMEOUT_SECONDS,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_with_tensors
-from unitrain.backends.pipeline.stage_runs import StageModule
+from unitrain.backends.pipeline.stage_runner import StageModule
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.validation import describe_value

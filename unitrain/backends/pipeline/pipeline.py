@@ -36,7 +36,7 @@ from unitrain.backends.pipeline.micro_batches import (
 from unitrain.backends.pipeline.overrides import PipelineArguments, load_pipeline_overrides
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
-from unitrain.backends.pipeline.stage_runs import SingleStageRunner, StageModule, StageRunner
+from unitrain.backends.pipeline.stage_runner import SingleStageRunner, StageModule, StageRunner
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ModelError
@@ -369,7 +369,7 @@ def _create_runner(
     if group is None:
         return SingleStageRunner(module, loss_fn)
     # This imports torch's pipelining, which takes seconds.
-    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRunner
+    from unitrain.backends.pipeline.scheduled_stage_runner import ScheduledStageRunner
 
     return ScheduledStageRunner(module, group, schedule, loss_fn, device)
 

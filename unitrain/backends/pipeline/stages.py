@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from unitrain.backends.pipeline.stage_runs import StageModule
+from unitrain.backends.pipeline.stage_runner import StageModule
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.torch_compat import release_receive_buffers, set_receive_shape, skip_shape_validation
 

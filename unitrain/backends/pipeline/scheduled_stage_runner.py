@@ -21,7 +21,7 @@ from unitrain.backends.pipeline.micro_batches import (
     specification,
     weighted_loss,
 )
-from unitrain.backends.pipeline.stage_runs import StageModule, StageRunner
+from unitrain.backends.pipeline.stage_runner import StageModule, StageRunner
 from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.errors import DataError, ModelError
