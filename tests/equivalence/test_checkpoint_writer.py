@@ -330,11 +330,17 @@ def test_checkpoint_that_exists_is_not_reported_as_written(tmp_path: Path) -> No
 def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_format: str
 ) -> None:
-    fsync, delays = os.fsync, iter([1.0])
+    fsync, delays, identify_checkpoints = os.fsync, iter([1.0]), files.identify_checkpoints
 
-    def slow_fsync(file: int) -> None:  # `fit` starts by removing the unfinished folder
-        time.sleep(next(delays, 0.0))
+    def slow_fsync(file: int) -> None:  # if `fit` did not wait, it would remove the unfinished folder
+        if threading.current_thread() is not threading.main_thread():  # the main thread writes the lock file
+            time.sleep(next(delays, 0.0))
         fsync(file)
+
+    def identify_slowly(folder: Path) -> dict[Path, tuple[int, int]]:
+        if threading.current_thread() is not threading.main_thread():  # before the lock of the folder is released
+            time.sleep(1.0)
+        return identify_checkpoints(folder)
 
     class FailsOnce(Callback):
         failed = False
@@ -345,6 +351,7 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
                 raise ValueError("stopped by the test")
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
+    monkeypatch.setattr(files, "identify_checkpoints", identify_slowly)
     one = trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()], checkpoint_format=checkpoint_format)
     with pytest.raises(CallbackError, match="stopped by the test"):
         one.fit(data())

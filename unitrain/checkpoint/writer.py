@@ -269,7 +269,8 @@ class CheckpointWriter:
     def call_when_written(self, function: Callable[[], None]) -> None:
         """Call `function` when this process has finished writing: immediately, or later in a thread.
 
-        Writing may be unfinished after an exception in `fit`. This method does not communicate.
+        Writing may be unfinished after an exception in `fit`. Later waits for the write then also wait for `function`.
+        This method does not communicate.
         """
         thread = self.current_write.thread
         if thread is None or not thread.is_alive():
@@ -280,7 +281,8 @@ class CheckpointWriter:
             thread.join()
             function()
 
-        threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
+        self.current_write.thread = threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True)
+        self.current_write.thread.start()
 
     def _report_written(self, step: int, target: Path, start_time: float) -> None:
         """Report a checkpoint that has been written."""
