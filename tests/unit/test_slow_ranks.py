@@ -360,6 +360,40 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
     assert found["forward"] == pytest.approx(1.0)
 
 
+def test_phases_are_not_longer_than_the_steps_after_a_slowdown_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = LoopTimer(LocalBackend(torch.device("cpu")))
+    clock = [0.0]
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
+    timer.start()
+    for _ in range(STEPS):
+        clock[0] += 0.02
+        timer.end_step(1)
+    timer._recent_steps.clear()
+    timer._recent_steps.append({"compute": 0.06, "forward": 0.04, "wait": 0.02, "update": 0.02})  # a slow step
+    seconds, _ = timer.take_recent_seconds()
+    assert seconds == pytest.approx([0.0, 1.2, 0.4, 0.4])
+    assert timer.recent.forward == pytest.approx(0.8)
+    assert (timer.recent.elapsed, timer.recent.unexplained) == pytest.approx((2.0, 0.0))
+
+
+def test_evidence_covers_an_observation_that_the_phases_of_another_rank_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = LoopTimer(LocalBackend(torch.device("cpu")))
+    clock = [0.0]
+    for module in ("timing", "rank_evidence"):
+        monkeypatch.setattr(f"unitrain.progress.{module}.time.perf_counter", lambda: clock[0])
+    timer.start()
+    evidence = RankEvidence(timer)
+    evidence.take_recent_measurements()
+    monkeypatch.setattr(evidence._cpu, "read", lambda: CpuSeconds(run_queue=0.5))
+    for _ in range(38):
+        clock[0] += 0.025
+        timer.end_step(1)
+    timer._recent_steps.clear()
+    timer._recent_steps.append({"compute": 0.01, "wait": 0.001, "update": 0.001})  # half of the duration of a step
+    *_, row = evidence.take_recent_measurements()
+    assert dict(zip(EVIDENCE, row, strict=False))["cpu_wait"] == 0.5
+
+
 class Event:
     """A simulated CUDA event. It is complete if `seconds` is not None."""
 

@@ -48,6 +48,7 @@ class RankEvidence:
         self._slowest_connection: ConnectionCounters | None = None
         self._figures = RankFigures()
         self._phase_seconds, self._evidence_seconds = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+        self._elapsed_seconds = 0.0
         # Since the last reading.
         self._unexplained_seconds = self._copy_seconds = 0.0
         self._last_reading_time = -math.inf
@@ -73,7 +74,8 @@ class RankEvidence:
         self._evidence_seconds["copy"] += recent.copy
         self._unexplained_seconds += recent.unexplained
         self._copy_seconds += recent.copy
-        if self._is_reading_due(sum(self._phase_seconds) + sum(seconds)):
+        self._elapsed_seconds += recent.elapsed
+        if self._is_reading_due(self._elapsed_seconds):
             cpu_seconds = self._read_counters()
             self._evidence_seconds["cpu_wait"] += max(0.0, cpu_seconds.run_queue - cpu_seconds.throttled)
             self._evidence_seconds["worker_wait"] += max(0.0, cpu_seconds.worker_run_queue - cpu_seconds.throttled)
@@ -93,6 +95,7 @@ class RankEvidence:
     def discard(self) -> None:
         """Discard the evidence since the last observation."""
         self._phase_seconds, self._evidence_seconds = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+        self._elapsed_seconds = 0.0
 
     def end_observation(self, steps: int, *, is_any_suspected: bool, is_suspected: bool) -> None:
         """Store the figures of an observation of `steps` steps, for comparison with later observations.
@@ -122,8 +125,10 @@ class RankEvidence:
             parts.append(str(self._slowest_connection))
         return RankDetails(socket.gethostname(), "; ".join(filter(None, parts)))
 
-    def _is_reading_due(self, observed_seconds: float = 0.0) -> bool:
-        interval = _INTERVAL_SECONDS_AT_END if is_observation_ending(observed_seconds) else _INTERVAL_SECONDS
+    def _is_reading_due(self, elapsed_seconds: float = 0.0) -> bool:
+        # The phases of every rank are at most as long as the steps took, which all ranks complete together. So the
+        # elapsed time of this rank shows whether the observation ends, although the phases of another rank end it.
+        interval = _INTERVAL_SECONDS_AT_END if is_observation_ending(elapsed_seconds) else _INTERVAL_SECONDS
         return time.perf_counter() - self._last_reading_time >= interval
 
     def _read_counters(self) -> CpuSeconds:

@@ -40,12 +40,13 @@ class _Reading(NamedTuple):
 
 
 class RecentTimes(NamedTuple):
-    """Seconds in the interval that the last `take_recent_seconds` covered, extrapolated from the last measured steps.
+    """Seconds in the interval that the last `take_recent_seconds` covered.
 
-    `forward` is the forward pass, `copy` are host-to-device copies, and `unexplained` is the time that belongs to no
-    phase.
+    `elapsed` is the time of all steps. `forward`, the forward pass, and `copy`, host-to-device copies, are extrapolated
+    from the last measured steps. `unexplained` is the part of `elapsed` that belongs to no phase.
     """
 
+    elapsed: float = 0.0
     forward: float = 0.0
     copy: float = 0.0
     unexplained: float = 0.0
@@ -140,7 +141,9 @@ class LoopTimer:
         """Return this rank's seconds per phase of TRAINING since the last call, and the number of steps.
 
         All phases except `data` are extrapolated from the median of the last measured steps, so that a single outlier
-        has no effect. They are zero before the first measured step. `recent` describes the same interval.
+        has no effect. They are zero before the first measured step. If the steps have become faster since these were
+        measured, the phases are scaled so that their sum is not longer than the steps took. `recent` describes the
+        same interval.
         """
         last_reading = self._last_reading
         self._last_reading = now = _Reading(
@@ -155,11 +158,14 @@ class LoopTimer:
         data = max(0.0, now.data - last_reading.data)
         if self._stream is not None:
             data = min(data, max(0.0, now.time - last_reading.time - sum(seconds)))
-        in_steps = now.time - last_reading.time - (now.outside_steps - last_reading.outside_steps)
+        elapsed = now.time - last_reading.time - (now.outside_steps - last_reading.outside_steps)
+        scale = min(1.0, max(0.0, elapsed - data) / (sum(seconds) or 1.0))
+        seconds = [scale * phase for phase in seconds]
         self.recent = RecentTimes(
-            forward=steps * median(laps.get("forward", 0.0) for laps in recent),
+            elapsed=elapsed,
+            forward=scale * steps * median(laps.get("forward", 0.0) for laps in recent),
             copy=steps * self._median_copy_seconds(),
-            unexplained=max(0.0, in_steps - data - sum(seconds)) if self._recent_steps else 0.0,
+            unexplained=max(0.0, elapsed - data - sum(seconds)) if self._recent_steps else 0.0,
         )
         return [data, *seconds], steps
 
