@@ -21,6 +21,7 @@ blocks               the modules of a model with given classes or sizes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
+optimizer_loading    loads the state of an optimizer in the saved dtypes
 compression_setting  the values of `compression=` and their formulas
 local_sgd_config     the values of `local_sgd=` and their formulas
 sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks

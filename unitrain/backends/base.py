@@ -161,12 +161,12 @@ class Backend(Lifecycle, Communicator):
         the returned module moves inputs from other devices depends on the arguments and the backend.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
-        the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
-        first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
-        frozen and unfrozen later if all ranks do so before the same forward pass. If ranks freeze different parameters,
-        ModelError is raised. If only some ranks freeze or unfreeze parameters, those ranks time out. With
-        `find_unused_parameters`, the ranks compare their frozen parameters only when a parameter is unfrozen. A backend
-        may reject any `compression` other than "none" with UnsupportedError.
+        the parameter, its `grad` remains None. Without `find_unused_parameters`, an unused parameter raises ModelError.
+        In the first backward pass, every rank raises the error. In later ones, only the affected ranks raise it, before
+        the optimizer step. Parameters may be frozen and unfrozen later if all ranks do so before the same forward pass.
+        If ranks freeze different parameters, ModelError is raised. If only some ranks freeze or unfreeze parameters,
+        those ranks time out. With `find_unused_parameters`, the ranks compare their frozen parameters only when a
+        parameter is unfrozen. A backend may reject any `compression` other than "none" with UnsupportedError.
 
         With `broadcast_buffers=False`, buffers other than running statistics are broadcast in the first training
         forward pass only (rule 3). Use this value for large buffers that no training step modifies, such as attention

@@ -27,8 +27,8 @@ CapabilityT = TypeVar("CapabilityT")
 class Tunable:
     """An environment variable that affects the speed of a backend. It changes results only by rounding errors.
 
-    A variable with `needs_ranks_on_several_hosts` has an effect only in a job with several hosts, of which at least one
-    runs several ranks, and only on CPUs.
+    A variable with `needs_ranks_on_several_hosts` has an effect only on CPUs, and only if the job has several hosts and
+    at least one host runs several ranks.
     """
 
     variable: str

@@ -3,8 +3,8 @@
 Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over direct TCP connections between all pairs
 of ranks (row_exchange.py), if there are at most `row_exchange.MAX_RANKS` ranks. This avoids the cost of starting an
 operation of the transport. For larger tensors, and without direct connections, an allgather consists of broadcasts, and
-a reducescatter of allreduces or, with the backend ddp, of all-to-alls. Without direct connections, small tensors, and
-tensors on many ranks, are gathered by the native allgather.
+a reducescatter of allreduces or, with the backend ddp, of all-to-alls. Without direct connections, the native allgather
+gathers small tensors and, with more than MAX_BROADCASTING_RANKS ranks, all tensors.
 
 The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
 tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it

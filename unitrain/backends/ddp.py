@@ -26,7 +26,7 @@ _TRANSPORTS = ("gloo", "nccl", "mpi")
 
 
 class DDPBackend(ProcessGroupBackend):
-    """The collectives of torch.distributed and DistributedDataParallel."""
+    """Backend that uses the collectives of torch.distributed, and DistributedDataParallel to reduce gradients."""
 
     name = "ddp"
     transports = _TRANSPORTS

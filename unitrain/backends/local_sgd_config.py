@@ -1,9 +1,9 @@
 """The configuration of low-communication training (`local_sgd=`), and the formulas that it selects.
 
 In each step, every rank updates its own copy w of the weights with the gradient of its own samples, or with the mean
-gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the synchronized weights
-of the previous synchronization, which are equal on all ranks. The outer gradient is g = mean(x - w), and the outer
-optimizer is SGD with Nesterov momentum, as in torch.optim.SGD:
+gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the weights after the
+previous synchronization, which are equal on all ranks. The outer gradient of a rank is x - w. The outer optimizer is
+SGD with Nesterov momentum, as in torch.optim.SGD, and uses the mean of the outer gradients, g = mean(x - w):
 
     v = outer_momentum * v + g,    x = x - outer_lr * (g + outer_momentum * v),    w = x
 
@@ -65,8 +65,8 @@ class LocalSGDConfig:
 
     With `fragments`, the parameters are divided into this number of fragments, which are synchronized in different
     steps. With `overlap_steps`, a transfer of outer gradients is overlapped with this number of steps. After the
-    transfer, each rank merges the synchronized weights into its own weights, of which it keeps the fraction `mixing`
-    (Streaming DiLoCo; Douillard et al., arXiv 2501.18512). Raises ConfigError for an invalid value.
+    transfer, each rank replaces its weights w with `mixing * w + (1 - mixing) * x`, where x are the synchronized
+    weights (Streaming DiLoCo; Douillard et al., arXiv 2501.18512). Raises ConfigError for an invalid value.
     """
 
     steps: int

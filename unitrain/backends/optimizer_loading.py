@@ -11,8 +11,8 @@ from torch import Tensor
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, keeps_dtypes: bool = False
 ) -> None:
-    """Call `optimizer.load_state_dict(state_dict)`, but keep the dtype of tensors without dimensions, or of all tensors
-    if `keeps_dtypes` is True.
+    """Call `optimizer.load_state_dict(state_dict)`, but load zero-dimensional tensors in their saved dtype. If
+    `keeps_dtypes` is True, load all tensors in their saved dtype.
 
     torch converts floating-point state to the dtype of its parameter, except "step". This would round scalars in
     float32, such as `mu_product` of NAdam, or make the ranks compute in different dtypes.

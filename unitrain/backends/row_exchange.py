@@ -153,8 +153,8 @@ class _Transfer:
         return (select.POLLOUT if self._unsent_bytes else 0) | (select.POLLIN if self._missing_bytes else 0)
 
     def advance(self, events: int) -> None:
-        """Send and receive as much as one call transfers without blocking, depending on `events`. Raises RuntimeError
-        if the connection is closed."""
+        """Make one non-blocking call to send, one to receive, or both, depending on `events`. Raises RuntimeError if
+        the connection is closed."""
         with contextlib.suppress(BlockingIOError):
             try:
                 if events & select.POLLOUT:

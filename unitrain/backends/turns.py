@@ -20,9 +20,9 @@ class Turns(Generic[ResultT]):
     """Runs several functions in turns: exactly one function runs at a time, until it calls `exchange` or returns.
 
     The last function runs in the calling thread. Each other function runs in its own thread, which has the same context
-    variables, default device, autocast settings, number of threads and CUDA stream, and ends before `run` returns.
-    Other thread-local settings of torch, such as the grad mode, have their defaults in new threads. A single function
-    needs no threads.
+    variables, default device, autocast settings, number of intra-op threads and CUDA stream, and ends before `run`
+    returns. Other thread-local settings of torch, such as the grad mode, have their defaults in new threads. A single
+    function needs no threads.
 
     `combine` is called in the calling thread, when every function has called `exchange`, with the passed values in the
     order of the functions. `switch` is called in the calling thread with the index of a function before this function
@@ -181,8 +181,8 @@ class _ThreadSettings:
             device=device,
             default_device=torch.get_default_device(),
             autocast={
-                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted({"cpu", device.type})
+                device_type: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+                for device_type in sorted({"cpu", device.type})
             },
             num_threads=torch.get_num_threads(),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
@@ -201,8 +201,8 @@ class _ThreadSettings:
                 stack.enter_context(torch.cuda.stream(self.stream))
             # All threads share the cache of converted weights, so each function would use and clear cache entries of
             # the other functions.
-            for kind, (enabled, dtype) in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+            for device_type, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False))
             # Without this setting, all backward passes would share one thread per GPU, which the first `exchange` would
             # block.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -17,8 +17,8 @@ from unitrain.optim.parameter_bucket import ParameterBucket, create_buckets
 class Fragment:
     """Parameters that are synchronized in the same steps: after step `position` of every `settings.steps` steps.
 
-    `steps_until_merge` is the number of steps until the outer gradient in transfer is merged, or None if no transfer is
-    in progress.
+    `steps_until_merge` is the number of steps until the result of the transfer in progress is merged, or None if no
+    transfer is in progress.
     """
 
     def __init__(self, buckets: list[ParameterBucket], position: int, settings: LocalSGDConfig) -> None:

@@ -1,6 +1,7 @@
 """Gradient reduction over ranks, complete when `backward` returns.
 
 reference         reference implementation: one allreduce per gradient after the backward pass
+wrapped_model     base class of the modules that reduce the gradients of a model
 ddp_wrapper       the fast path: a subclass of DistributedDataParallel
 reducer_group     the process group of DDP's reducer
 hierarchical_group  allreduce within each host, then between the hosts

@@ -120,7 +120,7 @@ class InterleavedRanksModel(LogicalRanksModel):
                 parameter.grad = gradient
             self._install_buffers(rank)
             self._active_rank = rank
-        if rank in self._inactive_states:  # otherwise the function has not started, and sets these states
+        if rank in self._inactive_states:  # otherwise the function has not started; it will set these states
             logical_rank, generators = self._inactive_states.pop(rank)
             set_current_logical_rank(logical_rank)
             set_generator_states(generators, device)

@@ -178,9 +178,9 @@ class LocalGradientTracker:
             more = ", ..." if len(shapes) > _MAX_SHOWN else ""
             raise ModelError(
                 f"The optimizer holds {count} outside of all distributed models, with {noun} "
-                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. Such gradients are never reduced over ranks. Add the "
-                "parameters to the model before backend.distributed_model, or also pass their module to "
-                "backend.distributed_model."
+                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. The gradients of such parameters are never reduced "
+                "over ranks. Add the parameters to the model before backend.distributed_model, or also pass their "
+                "module to backend.distributed_model."
             )
 
 

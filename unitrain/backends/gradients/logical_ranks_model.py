@@ -39,7 +39,7 @@ _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 class LogicalRanksModel(nn.Module, WrappedModel):
     """A module that accumulates the gradients of each logical rank separately, and reduces them exactly.
 
-    In each step, the process runs the micro-batches of one of its logical ranks after those of another. All backward
+    In each step, the process runs its logical ranks one after the other, each with all its micro-batches. All backward
     passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`, plus
     the gradients that `.grad` contained before the step.
 
@@ -93,7 +93,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._has_backward_started = False  # whether a backward pass of the step has started
         # The gradients of the logical ranks that have run their backward passes.
         self._gradients_by_rank: dict[int, list[Tensor | None]] = {}
-        # The gradients in `.grad` before the step, such as reduced ones.
+        # The gradients in `.grad` before the step, such as reduced gradients of an earlier step that were not zeroed.
         self._gradients_before_step: list[Tensor | None] = []
         self._buffers_at_start: list[Tensor] = []
         self._buffers_of_rank_0: list[Tensor] = []

@@ -38,9 +38,9 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Start Horovod and connect the ranks. Raises ConfigError if this Horovod does not use the requested transport,
-        or if two ranks use the same GPU. Raises BackendUnavailableError for a GPU if this Horovod supports only CPU
-        tensors.
+        """Start Horovod, connect the ranks, and return the backend. Raises ConfigError if this Horovod does not use the
+        requested transport, if two ranks use the same GPU, or if this process already has a process group. Raises
+        BackendUnavailableError for a GPU if this Horovod supports only CPU tensors.
         """
         checks.check_no_default_group()
         rank_info = options.rank_info

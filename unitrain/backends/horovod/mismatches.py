@@ -64,7 +64,7 @@ class MismatchDetector:
     ) -> None:
         """`rank` is the index of this rank in `ranks`, the ranks of the group."""
         self._group_store, self._generation = store, 0
-        self._store_to_clone: ResponsiveStore | None = None  # `store`, until `_connect` has cloned it
+        self._store_to_clone: ResponsiveStore | None = None  # created by `_connect`, and kept until it is cloned
         self._store: ResponsiveStore | None = None
         self._rank, self._ranks, self._get_pending_operations = rank, ranks, get_pending_operations
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
@@ -146,7 +146,7 @@ class MismatchDetector:
         return None
 
     def _become_unusable(self, message: str) -> CollectiveMismatchError:
-        """Return the error, which `check_usable` will also raise."""
+        """Return the error with `message`, and make `check_usable` raise an error from now on."""
         self._message = message
         return CollectiveMismatchError(message)
 

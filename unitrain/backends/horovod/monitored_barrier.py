@@ -25,10 +25,10 @@ class MonitoredBarrier:
     def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Block until all ranks have called this method.
 
-        Raises DistBackendError on rank 0 after `timeout`. The error names the first missing rank, or all missing ranks
-        with `wait_all_ranks`. The other ranks that reached the barrier raise a DistBackendError that contains rank 0's
-        error. They also raise DistBackendError if rank 0 does not report a result within twice the timeout plus one
-        second.
+        Raises DistBackendError on rank 0 if ranks are missing after `timeout`. The error names the first missing rank,
+        or all missing ranks with `wait_all_ranks`. The other ranks that reached the barrier raise a DistBackendError
+        that contains rank 0's error. They also raise DistBackendError if rank 0 does not report a result within twice
+        the timeout plus one second.
         """
         self._barrier_index += 1
         prefix = str(self._barrier_index)

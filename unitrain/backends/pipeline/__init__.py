@@ -1,6 +1,7 @@
 """Pipeline parallelism: the stages of a sequential model on different ranks, based on torch.distributed.pipelining.
 
 pipeline                `Pipeline`, the public class
+arguments               validation of the arguments of `Pipeline`
 stages                  torch's PipelineStage with micro-batches of different shapes
 stage_runner            the module of one stage, the interface that runs its micro-batches, and a class for one stage
 scheduled_stage_runner  the class for several stages with torch's schedules, and the exchange of shapes between them

@@ -19,4 +19,5 @@ shards                  conversion of DTensors to complete tensors, and the stat
 checks                  validation of models and settings, and selection of the blocks
 state_format            whether state dicts contain complete tensors or shards
 forward_passes          forward passes that all ranks run together, even without a batch
+fsdp_compat             the private APIs of FSDP2 and DTensors that this package uses
 """

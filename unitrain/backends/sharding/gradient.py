@@ -1,4 +1,4 @@
-"""The `.grad` of a parameter with a sharded gradient (ZeRO-2): a tensor of which each rank stores one shard.
+"""The `.grad` of a parameter with a sharded gradient (ZeRO-2): a tensor whose elements are divided among the ranks.
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
 `nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with

@@ -1,8 +1,8 @@
 """The optimizer state of one rank as chunks of tensors, for checkpoints that all ranks write and read independently.
 
 The state may be replicated, sharded by `ShardedState` (ZeRO-1), or consist of DTensors (FSDP2). Parameters are
-identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates, provided
-that its functions are called within the context manager `state_dicts_of_shards` if parameters are DTensors.
+identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates. If
+parameters are DTensors, call its functions inside the context manager `state_dicts_of_shards`.
 """
 
 from __future__ import annotations
