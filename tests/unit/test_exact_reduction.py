@@ -68,7 +68,7 @@ def reduce(
             [None if one is None else one.clone() for one in terms[rank]]
             for rank in local_logical_ranks(count, process, size)
         ]
-        return reduction.mean(own, all_ranks_have_run=True)
+        return reduction.compute_mean(own, all_ranks_have_run=True)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -157,7 +157,7 @@ def reduce_in_backward(
         allows_unused=False,
     )
     own = [terms[rank] for rank in local_logical_ranks(len(terms), process, size)]
-    first = reduction.mean([[one.clone() for one in term] for term in own], all_ranks_have_run=True)
+    first = reduction.compute_mean([[one.clone() for one in term] for term in own], all_ranks_have_run=True)
     *complete, last = [[one.clone() for one in term] for term in own]
     reduction.begin(complete, all_ranks_have_run=True)
     before = started
@@ -179,7 +179,7 @@ def test_lazy_conjugates_are_reduced() -> None:
         start_allreduce=None,
         allows_unused=False,
     )
-    (mean,) = reduction.mean(terms, all_ranks_have_run=True)
+    (mean,) = reduction.compute_mean(terms, all_ranks_have_run=True)
     assert mean is not None
     torch.testing.assert_close(mean.resolve_conj(), expected)
 
@@ -266,7 +266,7 @@ def test_processes_that_freeze_different_parameters_raise_an_error(allows_unused
         )  # fmt: skip
         gradients = [torch.ones(2), torch.ones(3) if process == 0 else None]
         with pytest.raises(ModelError, match="Parameter 'p1' is trained by some processes and frozen by others"):
-            reduction.mean([gradients], all_ranks_have_run=True)
+            reduction.compute_mean([gradients], all_ranks_have_run=True)
         barrier.wait(10)  # both processes have raised the error
 
     with ThreadPoolExecutor(2) as pool:

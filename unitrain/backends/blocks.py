@@ -81,14 +81,14 @@ def is_of_class(module: nn.Module, block_class: BlockClass) -> bool:
     """Return whether `module` is an instance of `block_class`, which is a class or the name of a class. Instances of
     subclasses count."""
     if isinstance(block_class, str):
-        return any(kind.__name__ == block_class for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+        return any(base.__name__ == block_class for base in type(module).__mro__ if issubclass(base, nn.Module))
     return isinstance(module, block_class)
 
 
 def _is_composite(module: nn.Module) -> bool:
     """Return whether `module` has submodules and is not an nn.Sequential, nn.ModuleList or nn.ModuleDict."""
-    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    return not is_list and any(True for _ in module.children())
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return not is_container and any(True for _ in module.children())
 
 
 def _lacks_forward(module: nn.Module) -> bool:

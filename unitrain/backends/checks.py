@@ -180,8 +180,9 @@ def check_is_optimizer(argument: str, optimizer: Any) -> None:
     fix = f"Build one from the model's parameters: {built}(model.parameters(), lr=0.1)"
     if isinstance(optimizer, nn.Module):
         fix = "Pass the model first and the optimizer second"
-    kind = torch.optim.Optimizer
-    validation.check_instance(argument, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
+    validation.check_instance(
+        argument, optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix, error=ModelError
+    )
 
 
 def check_shard(method: str, shard: ShardingMode) -> None:
@@ -406,7 +407,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
         expected = max(counts, key=counts.__getitem__)
         different = [rank for rank, digest in enumerate(values_by_rank) if digest != expected]
         is_equal = is_equal and not different
-        if different and not _compare_with_rank_zero(communicator, parameters[name].detach()):
+        if different and not _is_close_on_all_ranks(communicator, parameters[name].detach()):
             raise ModelError(
                 f"The values of parameter {name!r} on {format_ranks(different)} differ from those on the other ranks, "
                 "so the ranks train different models. Change weights in the same way on every rank, for example in "
@@ -415,7 +416,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     return is_equal
 
 
-def _compare_with_rank_zero(communicator: Communicator, tensor: Tensor) -> bool:
+def _is_close_on_all_ranks(communicator: Communicator, tensor: Tensor) -> bool:
     """Broadcast the `tensor` of rank 0, and return whether the `tensor` of every rank differs from it by rounding
     errors at most. All ranks call it."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64

@@ -26,11 +26,11 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatc
 from unitrain.monitoring.monitor import FailureMonitor
 
 MAX_GATHERING_RANKS = 64
-# Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1 without a payload.
+# Header of a row: fingerprint, count, and the size in bytes of the tensor in the row, or -1 without a tensor.
 _ROW_HEADER = struct.Struct("=qqq")
 # Maximum number of elements that are summed together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
-# An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
+# An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for up to 2**21 ranks.
 _NUM_PARTS, _PART_BITS = 4, 16
 _SUM_HEADER_ELEMENTS = 4 * _NUM_PARTS + 1
 _TAG = 0x756E69  # tag of point-to-point messages, unlikely to be used by user code
@@ -110,10 +110,10 @@ class ConsistencyCheck:
         self._monitor.record(call)
         tensor = None if problem is not None or dtype is None else tensor
         exchange = self._exchange_rows if self._backend.size <= MAX_GATHERING_RANKS else self._exchange_sums
-        checked = exchange(call, tensor, dtype)
-        if checked is None or problem is not None:
+        result = exchange(call, tensor, dtype)
+        if result is None or problem is not None:
             self._raise_on_all_ranks(call, problem)
-        return checked
+        return result
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
         """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` contains the number of bytes of every

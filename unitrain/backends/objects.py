@@ -152,14 +152,14 @@ class _Placeholder:
 
 def _extract_tensors(obj: Any, tensors: list[Tensor]) -> Any:
     """Return `obj` with placeholders instead of its tensors, and append the tensors to `tensors`."""
-    kind = type(obj)
-    if kind in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided and not obj.is_quantized:
+    obj_type = type(obj)
+    if obj_type in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided and not obj.is_quantized:
         tensors.append(obj)
         return _Placeholder(tuple(obj.shape), obj.dtype, obj.device.type == "cpu")
-    if kind is dict:
+    if obj_type is dict:
         return {key: _extract_tensors(value, tensors) for key, value in obj.items()}
-    if kind in (list, tuple):
-        return kind(_extract_tensors(value, tensors) for value in obj)
+    if obj_type in (list, tuple):
+        return obj_type(_extract_tensors(value, tensors) for value in obj)
     return obj
 
 
@@ -168,11 +168,11 @@ def _insert_tensors(obj: Any, device: torch.device, tensors: list[Tensor]) -> An
     if isinstance(obj, _Placeholder):
         tensors.append(torch.empty(obj.shape, dtype=obj.dtype, device="cpu" if obj.is_on_cpu else device))
         return tensors[-1]
-    kind = type(obj)
-    if kind is dict:
+    obj_type = type(obj)
+    if obj_type is dict:
         return {key: _insert_tensors(value, device, tensors) for key, value in obj.items()}
-    if kind in (list, tuple):
-        return kind(_insert_tensors(value, device, tensors) for value in obj)
+    if obj_type in (list, tuple):
+        return obj_type(_insert_tensors(value, device, tensors) for value in obj)
     return obj
 
 

@@ -266,9 +266,10 @@ class ProcessGroupBackend(
         earlier or later than the buckets of a model without it, so the two models use different groups.
         """
         if find_unused_parameters not in self._hierarchical_groups and 1 < self.num_nodes < self.size:
+            positions = self._rendezvous.node_positions
             ranks_by_host = [
-                [rank for rank, position in enumerate(self._rendezvous.node_positions) if position.node_rank == number]
-                for number in range(self.num_nodes)
+                [rank for rank, position in enumerate(positions) if position.node_rank == node_rank]
+                for node_rank in range(self.num_nodes)
             ]
             self._hierarchical_groups[find_unused_parameters] = HierarchicalGroup(
                 default_process_group(), ranks_by_host, self.create_rank_groups
@@ -305,7 +306,7 @@ class ProcessGroupBackend(
         collectives = ParameterCollectives(
             self._monitor,
             waits_on_stream=self._waits_on_stream,
-            counts_by_kind=self._parameter_collective_counts,
+            counts_by_name=self._parameter_collective_counts,
             check=check,
         )
         return ShardedParameters(model, blocks, self, self._mesh, collectives)

@@ -118,7 +118,7 @@ def _compute_expected_gradients(
         torch.stack([gradient for gradient in gradients if gradient is not None])
         for gradients in zip(*gradients_by_rank, strict=True)
     ]
-    result = reduction.mean(gradients_by_rank, all_ranks_have_run=True)
+    result = reduction.compute_mean(gradients_by_rank, all_ranks_have_run=True)
     for gradient, of_logical_ranks in zip(result, stacked_gradients, strict=True):
         assert gradient is not None
         tolerance = 1e-6 * of_logical_ranks.abs().max().item()

@@ -80,7 +80,7 @@ def register_compression_hook(
     """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks call
     it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
-    # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no annotations.
+    # DDP rejects a hook whose annotations are strings, as all annotations of this module are. A lambda has none.
     DistributedDataParallel.register_comm_hook(model, None, lambda state, bucket: compression.start_bucket(bucket))
 
 

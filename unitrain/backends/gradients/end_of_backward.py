@@ -151,7 +151,7 @@ def _collect_tensors_requiring_grad(
 
 
 def _attributes(output: object) -> list[Any]:
-    names = [name for kind in type(output).__mro__ for name in _slot_names(kind)]
+    names = [name for cls in type(output).__mro__ for name in _slot_names(cls)]
     values = [getattr(output, name) for name in names if name != "__dict__" and hasattr(output, name)]
     return [*values, *getattr(output, "__dict__", {}).values()]
 

@@ -192,7 +192,8 @@ class ExactReduction:
         if step.last_gradients[parameter_index] is not None:
             raise ModelError(
                 f"The gradient of {self._names[parameter_index]!r} was accumulated twice in one backward pass, "
-                "but not in the first one. With logical ranks, use torch.utils.checkpoint with use_reentrant=False, or "
+                "but only once in the first backward pass. With logical ranks, use torch.utils.checkpoint with "
+                "use_reentrant=False, or "
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
         step.last_gradients[parameter_index] = gradient
@@ -232,7 +233,7 @@ class ExactReduction:
                 as_real(mean).copy_(flat_mean.view(as_real(mean).shape))
         return step.means
 
-    def mean(self, gradients: Sequence[Gradients], *, all_ranks_have_run: bool) -> list[Tensor | None]:
+    def compute_mean(self, gradients: Sequence[Gradients], *, all_ranks_have_run: bool) -> list[Tensor | None]:
         """Return the mean gradient of each parameter over all logical ranks, without overlap with a backward pass.
         `gradients` contains the gradients of each logical rank of this process. See `begin` and `finish`."""
         self.begin(gradients[:-1], all_ranks_have_run=all_ranks_have_run)
@@ -285,7 +286,7 @@ class ExactReduction:
         bucket = self._buckets[index]
         maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.value_dtype, device=self._device)
         for piece in bucket.pieces:
-            if gradients := self._pieces_of(step, piece):
+            if gradients := self._gradient_pieces(step, piece):
                 self._write_maxima(maxima[piece.first_block : piece.first_block + piece.num_blocks], gradients)
         flags = [self._parameter_flags(step, parameter_index) for parameter_index in bucket.parameters_starting_here]
         step_flags = _StepFlags(not step.all_ranks_have_run, max(self._times_added) > 1)
@@ -321,7 +322,7 @@ class ExactReduction:
         for piece in pieces:
             start, stop = stop, stop + piece.stop - piece.start
             blocks = slice(piece.first_block, piece.first_block + piece.num_blocks)
-            self._add_up(buffer[start:stop], self._pieces_of(step, piece), scales[blocks], bucket.number_format)
+            self._add_up(buffer[start:stop], self._gradient_pieces(step, piece), scales[blocks], bucket.number_format)
         total = buffer[:stop]
         wait = self._start(total, "sum") if stop else do_not_wait
         step.sums.append(_SumInFlight(bucket, pieces, buffer, total, factors, wait))
@@ -420,7 +421,7 @@ class ExactReduction:
             self._scratch[dtype] = torch.empty(count, dtype=dtype, device=self._device)
         return self._scratch[dtype][: elements.stop - elements.start]
 
-    def _pieces_of(self, step: _Step, piece: Piece) -> list[Tensor]:
+    def _gradient_pieces(self, step: _Step, piece: Piece) -> list[Tensor]:
         """Return the elements of `piece` in each gradient of this process that is not None."""
         flat = step.flat_gradients.get(piece.parameter_index)
         if flat is None:

@@ -109,8 +109,8 @@ def split_running_statistics(model: nn.Module) -> tuple[list[Tensor], list[Tenso
 
 def _reads_buffers_in_eval_only(module: nn.Module) -> bool:
     """Return whether the buffers of `module` are statistics that its forward pass reads in eval mode only."""
-    kind: Any = type(module)
+    module_class: Any = type(module)
     return isinstance(module, BatchNormBase | InstanceNormBase) and (
-        kind.forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward, InstanceNormBase.forward)
-        or getattr(kind, "keeps_statistics", False)
+        module_class.forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward, InstanceNormBase.forward)
+        or getattr(module_class, "keeps_statistics", False)
     )

@@ -118,12 +118,14 @@ class PowerSGDCompressor(CompressionState):
 
         finite = [projection.isfinite().all() for projection in parts[:count]]
         used = [part > 0 for part in parts[count : 2 * count]]
-        bases = [_orthonormalize(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
+        left_bases = [_orthonormalize(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
         # The transpose of M^T P, which is several times faster to compute.
-        queries = [base.T @ matrix.remainder * self._inverse_size for matrix, base in zip(matrices, bases, strict=True)]
+        queries = [
+            basis.T @ matrix.remainder * self._inverse_size for matrix, basis in zip(matrices, left_bases, strict=True)
+        ]
         yield from _allreduce_parts(queries, start_allreduce)
         for index, matrix in enumerate(matrices):
-            self._set_gradient(matrix, bases[index], queries[index].T, finite[index], used[index])
+            self._set_gradient(matrix, left_bases[index], queries[index].T, finite[index], used[index])
 
     def finish(self) -> None:
         """Count the reduction, and apply the new state of all matrices unless a gradient of the backward pass contains
@@ -131,7 +133,7 @@ class PowerSGDCompressor(CompressionState):
         finite = torch.stack(self._finite_flags).all() if self._new_states else torch.tensor(True, device="cpu")
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
-                self._keep_error(name, error, finite)
+                self._store_error(name, error, finite)
             else:
                 self._scratch[name] = error
             if self._settings.warm_start:
@@ -141,7 +143,7 @@ class PowerSGDCompressor(CompressionState):
         self._num_reductions += 1
         self.discard_unfinished()
 
-    def _keep_error(self, name: str, error: Tensor, finite: Tensor) -> None:
+    def _store_error(self, name: str, error: Tensor, finite: Tensor) -> None:
         """Store `error` as the error of a matrix if `finite`, and reuse the memory of the replaced tensor for the next
         M.
         """
@@ -189,9 +191,9 @@ class PowerSGDCompressor(CompressionState):
         tables: dict[str, dict[str, Tensor]] = {}
         layout: Any = None
         if is_rank_zero:
-            tables = {kind: state.get(kind, {}) for kind in ("errors", "queries")}
+            tables = {key: state.get(key, {}) for key in ("errors", "queries")}
             layout = {
-                kind: {name: (list(t.shape), t.dtype) for name, t in table.items()} for kind, table in tables.items()
+                key: {name: (list(t.shape), t.dtype) for name, t in table.items()} for key, table in tables.items()
             } | {"steps": state.get("steps", 0)}
         layout = communicator.broadcast_object(layout)
         for name, (shape, _) in layout["errors"].items():
@@ -200,9 +202,9 @@ class PowerSGDCompressor(CompressionState):
             needed_shape = self._shapes.get(name)
             self._check_shape("matrix Q", name, shape, needed_shape and (needed_shape[1], *shape[1:]))
         self._num_reductions, self._errors, self._queries = layout["steps"], {}, {}
-        for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
-            for name, (shape, dtype) in layout[kind].items():
-                own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype, device="cpu")
+        for key, load in (("errors", self._load_error), ("queries", self._load_query)):
+            for name, (shape, dtype) in layout[key].items():
+                own = tables[key][name] if is_rank_zero else torch.empty(shape, dtype=dtype, device="cpu")
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, errors: Tensor) -> None:
@@ -294,35 +296,38 @@ class PowerSGDCompressor(CompressionState):
         )
         return random.to(like.device)
 
-    def _set_gradient(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, is_used: Tensor) -> None:
-        """Write P Q^T to the gradient, and append the new state of the matrix, which `finish` applies."""
+    def _set_gradient(
+        self, matrix: _Matrix, left_basis: Tensor, query: Tensor, finite: Tensor, is_used: Tensor
+    ) -> None:
+        """Write P Q^T, with P = `left_basis` and Q = `query`, to the gradient, and append the new state of the matrix,
+        which `finish` applies."""
         name, gradient, remainder, _, _ = matrix
         finite = finite & query.isfinite().all()
         # A gradient that is zero on all ranks remains zero, and its error is not communicated: the parameter may be
         # unused, and optimizers skip unused parameters.
-        base = torch.where(is_used, base, 0)
-        remainder.addmm_(base, query.T, alpha=-1)
+        left_basis = torch.where(is_used, left_basis, 0)
+        remainder.addmm_(left_basis, query.T, alpha=-1)
         if self._scale is not None:
             remainder /= self._scale.to(remainder.dtype)
-        base = torch.where(finite, base, float("nan"))
+        left_basis = torch.where(finite, left_basis, float("nan"))
         if gradient.dtype == remainder.dtype and gradient.is_contiguous():
-            torch.mm(base, query.T, out=gradient.view(remainder.shape))
+            torch.mm(left_basis, query.T, out=gradient.view(remainder.shape))
         else:
-            gradient.copy_((base @ query.T).view(gradient.shape))
+            gradient.copy_((left_basis @ query.T).view(gradient.shape))
         self._finite_flags.append(finite)
         self._new_states.append(_NewState(name, remainder, query, is_used))
 
-    def _check_shape(self, kind: str, name: str, shape: list[int], needed_shape: tuple[int, ...] | None) -> None:
+    def _check_shape(self, description: str, name: str, shape: list[int], needed_shape: tuple[int, ...] | None) -> None:
         """Raise CheckpointError if the model has no parameter `name`, or needs a different shape. `needed_shape` is
-        None if the gradient is not compressed."""
+        None if the gradient is not compressed. `description` describes the tensor in the error."""
         if name not in self._indices:
             raise CheckpointError(
-                f"The checkpoint has a PowerSGD {kind} of {name!r}, but this model has no such parameter. "
+                f"The checkpoint has a PowerSGD {description} of {name!r}, but this model has no such parameter. "
                 "Use the same model as the run that wrote it."
             )
         if needed_shape is not None and shape != list(needed_shape):
             raise CheckpointError(
-                f"The checkpoint has a PowerSGD {kind} of {name!r} with shape {shape}, but this model needs "
+                f"The checkpoint has a PowerSGD {description} of {name!r} with shape {shape}, but this model needs "
                 f"{list(needed_shape)}. Use the same model as the run that wrote it."
             )
 

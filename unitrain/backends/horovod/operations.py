@@ -45,7 +45,7 @@ class OperationStarter(dist.ProcessGroup):
 
     The methods return the Work objects of the pieces in which a tensor is communicated; `_issue` and `_issue_rows`
     return a single Work. Every rank must call the same methods with tensors of the same size. Only the number of rows
-    in `_exchange` and `_issue_rows` may differ between ranks.
+    in `_alltoall` and `_issue_rows` may differ between ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -244,7 +244,7 @@ class OperationStarter(dist.ProcessGroup):
             )
         return works
 
-    def _exchange(
+    def _alltoall(
         self,
         payload: Tensor,
         splits: list[int],
@@ -331,9 +331,9 @@ class OperationStarter(dist.ProcessGroup):
         device = tensor.device
         size = tensor.numel() if size is None else size
         own_dtype = dtype_name(tensor.dtype if dtype is None else dtype)
-        kind = f"{self._prefix}.{operation}.{own_dtype}.{size}"
-        name = f"{kind}.{self._num_issued[kind] % _NAMES_PER_SHAPE}"
-        self._num_issued[kind] += 1
+        base_name = f"{self._prefix}.{operation}.{own_dtype}.{size}"
+        name = f"{base_name}.{self._num_issued[base_name] % _NAMES_PER_SHAPE}"
+        self._num_issued[base_name] += 1
         if (previous := self._latest_works.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()

@@ -254,7 +254,7 @@ class HorovodProcessGroup(OperationStarter):
             self._gather(local_tensor, list(parts), outputs)
             for local_tensor, parts in zip(inputs, zip(*outputs, strict=True), strict=True)
         ]
-        return join_works([work for group_works in works for work in group_works], outputs, inputs[0].device)
+        return join_works([work for works_of_tensor in works for work in works_of_tensor], outputs, inputs[0].device)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -341,7 +341,7 @@ class HorovodProcessGroup(OperationStarter):
         payload, target = dense_bytes(local_tensor).view(rows, row_bytes), Destination(output)
         if input_splits or output_splits:
             sent = input_splits or [rows // size] * size
-            return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
+            return join_works(self._alltoall(payload, sent, target, [output]), [output], local_tensor.device)
         counts = torch.tensor([rows // size] * size, dtype=torch.int32, device="cpu")
         works = []
         for byte_range in piece_slices(row_bytes, rows):
@@ -371,7 +371,7 @@ class HorovodProcessGroup(OperationStarter):
                 target.finish()
 
         payload = torch.cat(sent).view(-1, 1)
-        works = self._exchange(payload, [len(part) for part in sent], all_received, outputs, finish)
+        works = self._alltoall(payload, [len(part) for part in sent], all_received, outputs, finish)
         return join_works(works, outputs, inputs[0].device)
 
     @signatures.accepts(signatures.barrier)
@@ -470,19 +470,19 @@ class HorovodProcessGroup(OperationStarter):
 
 def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:
     device = tensors[0].device if tensors else torch.device("cpu")
-    return join_works([work for group_works in works for work in group_works], tensors, device)
+    return join_works([work for works_of_tensor in works for work in works_of_tensor], tensors, device)
 
 
-def _check_splits(kind: str, splits: list[int], num_rows: int, size: int) -> None:
+def _check_splits(direction: str, splits: list[int], num_rows: int, size: int) -> None:
     if splits and (len(splits) != size or sum(splits) != num_rows):
         raise CollectiveArgumentError(
-            f"Horovod's all_to_all got {kind} splits {list(splits)} for {num_rows} rows on {size} ranks. "
+            f"Horovod's all_to_all got {direction} splits {list(splits)} for {num_rows} rows on {size} ranks. "
             f"Pass {size} splits with a sum of {num_rows}."
         )
     if not splits and num_rows % size:
         raise CollectiveArgumentError(
-            f"Horovod's all_to_all cannot divide {num_rows} {kind} rows into {size} equal splits. Pass "
-            f"{kind}_split_sizes."
+            f"Horovod's all_to_all cannot divide {num_rows} {direction} rows into {size} equal splits. Pass "
+            f"{direction}_split_sizes."
         )
 
 

@@ -123,14 +123,14 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
     is_reusable = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
     rank_info = _launcher_rank_info()
-    exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
+    rendezvous = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
     matches_launcher = rank_info is not None and (rank_info.rank, rank_info.size) == (rank, size)
     own = [
         _start_id if is_reusable else None, _can_start(), matches_launcher, uuid.uuid4().hex, socket.gethostname(),
         own_addresses()[0],
     ]  # fmt: skip
     start_ids, can_start, ranks_match_launcher, new_ids, hostnames, addresses = zip(
-        *exchange.allgather("starts", own), strict=True
+        *rendezvous.allgather("starts", own), strict=True
     )
     if None in start_ids or len(set(start_ids)) > 1:
         if not all(can_start):
@@ -147,7 +147,7 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
             rank_info = RankInfo("init_process_group", rank, size, hostnames[:rank].count(hostnames[rank]))
         _group_numbers.clear()
         start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
-    _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
+    _own_address = _find_own_address(rendezvous if rendezvous.host == host else replace(rendezvous, host=host))
 
 
 def _can_start() -> bool:
@@ -328,10 +328,10 @@ def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
 
 
 def _call_with_limit(function: Callable[[], _ResultT], rank_info: RankInfo, timeout: timedelta) -> _ResultT:
-    """Return `function()`, which waits for other ranks in MPI or Horovod without a time limit.
+    """Call `function`, which waits for other ranks in MPI or Horovod without a time limit, and return its result.
 
-    Raises CollectiveTimeoutError if it does not return within `timeout`. The call then remains blocked in another
-    thread. Horovod's shutdown at the exit of the process would also wait for the other ranks, so it is skipped.
+    Raises CollectiveTimeoutError if `function` does not return within `timeout`. The call then remains blocked in
+    another thread. Horovod's shutdown at the exit of the process would also wait for the other ranks, so it is skipped.
     """
     try:
         return call_with_limit(function, timeout.total_seconds())
@@ -356,8 +356,8 @@ def _exit_without_shutdown() -> None:
 def _connect_store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
     host, port = _call_with_limit(partial(_find_free_address, rank_info), rank_info, timeout)
     own_store = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
-    returns_when_served = partial(hvd.broadcast_object, None, 0, name="unitrain.served")
-    _call_with_limit(returns_when_served, rank_info, timeout)
+    wait_until_served = partial(hvd.broadcast_object, None, 0, name="unitrain.served")
+    _call_with_limit(wait_until_served, rank_info, timeout)
     return own_store or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 

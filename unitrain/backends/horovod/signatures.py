@@ -24,7 +24,7 @@ _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _UNSET = timedelta()
 Arguments = tuple[Any, ...]
-# A conversion returns the arguments of the overload that takes lists of tensors and an options object, which is last.
+# A conversion returns the arguments of the overload that takes lists of tensors and, as last argument, options.
 Conversion = Callable[..., Arguments]
 
 
@@ -276,11 +276,11 @@ def alltoall(
 ) -> Arguments:
     """Convert and validate the arguments of `alltoall`: lists with one tensor per rank."""
     outputs, inputs = _as_list(output_tensors), _as_list(input_tensors)
-    for kind, tensors in (("input", inputs), ("output", outputs)):
+    for direction, tensors in (("input", inputs), ("output", outputs)):
         if len(tensors) != group.size():
             raise CollectiveArgumentError(
-                f"Horovod's all_to_all got a list of {len(tensors)} {kind} tensors on {group.size()} ranks. Pass one "
-                f"{kind} tensor for each rank."
+                f"Horovod's all_to_all got a list of {len(tensors)} {direction} tensors on {group.size()} ranks. Pass "
+                f"one {direction} tensor for each rank."
             )
     for tensor in (*inputs, *outputs):
         _check_metadata("all_to_all", tensor, inputs[0], checks_shape=False)
@@ -288,8 +288,8 @@ def alltoall(
 
 
 def check_alltoall_output(output: Tensor, source: Tensor, *, has_splits: bool) -> None:
-    """Raise CollectiveArgumentError unless `output` can receive the parts of tensors like this rank's input `source`:
-    rows of the same size with splits, or the same number of elements without splits."""
+    """Raise CollectiveArgumentError unless `output` has the layout and dtype of `source`, the input of this rank, and,
+    with splits, rows of the same size or, without splits, the same number of elements."""
     _check_metadata("all_to_all_single", output, source, checks_shape=False)
     fits = output.shape[1:].numel() == source.shape[1:].numel() if has_splits else output.numel() == source.numel()
     if not fits:
@@ -368,14 +368,14 @@ def _check_same_metadata(operation: str, tensors: Sequence[Tensor]) -> None:
 def _check_metadata(operation: str, tensor: Tensor, expected: Tensor, checks_shape: bool = True) -> None:
     """Raise CollectiveArgumentError unless `tensor` has the layout and dtype of `expected` and, if `checks_shape`, also
     its shape."""
-    for kind, attribute, actual_value, expected_value in (
+    for term, attribute, actual_value, expected_value in (
         ("layout", "layout", tensor.layout, expected.layout),
         ("type", "dtype", tensor.dtype, expected.dtype),
         ("size", "shape", tuple(tensor.shape), tuple(expected.shape)),
     ):
-        if actual_value != expected_value and (checks_shape or kind != "size"):
+        if actual_value != expected_value and (checks_shape or term != "size"):
             raise CollectiveArgumentError(
-                f"Horovod's {operation} got an invalid tensor {kind}: {actual_value}, expected {expected_value}. "
+                f"Horovod's {operation} got an invalid tensor {term}: {actual_value}, expected {expected_value}. "
                 f"Pass tensors with the same {attribute}."
             )
 

@@ -109,7 +109,7 @@ def reduction_name(op: Any) -> str:
 
 
 def is_mean_of_integers(dtype: torch.dtype, op: Any) -> bool:
-    """Return whether `op` is AVG and `dtype` an integer dtype other than uint64."""
+    """Return whether `op` is AVG and `dtype` is an integer dtype other than uint64."""
     return dtype in _INTEGERS and dtype != torch.uint64 and op == dist.ReduceOp.AVG
 
 

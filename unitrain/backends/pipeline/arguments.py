@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Pipeline`."""
+"""Validation of the arguments of `Pipeline`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_model(model: Any, backend: Backend, stages: int) -> None:
             "The nn.Sequential has parameters that belong to no block, so they have no stage. Move them into a block."
         )
     for name, module in model.named_modules():
-        if any(kind.__name__ in ("SyncBatchNorm", "SyncedForward") for kind in type(module).__mro__):
+        if any(base.__name__ in ("SyncBatchNorm", "SyncedForward") for base in type(module).__mro__):
             raise ModelError(
                 f"Module {name!r} is a synchronized BatchNorm, which would wait for the ranks of other stages. Use "
                 "BatchNorm, whose statistics are those of a micro-batch, or GroupNorm."

@@ -30,7 +30,7 @@ def gather_model_state(communicator: Communicator, stages: int, module: StageMod
 def load_model_state(module: StageModule, names: list[str], state: Mapping[str, Any]) -> None:
     """Load this stage's part of `state`, a state dict of the complete model with the keys `names`.
 
-    Raises CheckpointError if `state` is not a dictionary, if keys are missing or unknown, and if shapes do not match.
+    Raises CheckpointError if `state` is not a dictionary, if keys are missing or unknown, or if shapes do not match.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -42,11 +42,11 @@ def load_model_state(module: StageModule, names: list[str], state: Mapping[str, 
         [name for name in state if name not in names],
     )
     if missing_names or unknown_names:
-        problem = ", ".join((missing_names or unknown_names)[:_MAX_LISTED])
+        names_text = ", ".join((missing_names or unknown_names)[:_MAX_LISTED])
         raise CheckpointError(
             f"Pipeline.load_state_dict takes the state of the complete model, but {len(missing_names)} of its "
-            f"{len(names)} tensors are missing and {len(unknown_names)} are unknown: {problem}. Pass the state dict of "
-            "the same model."
+            f"{len(names)} tensors are missing and {len(unknown_names)} are unknown: {names_text}. Pass the state dict "
+            "of the same model."
         )
     try:
         module.load_state_dict({name: state[name] for name in module.state_dict()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# Cost of a stage, as a function of (stage, first block, last block + 1). An infinite cost excludes this choice.
+# Cost of a stage, as a function of (stage, first block, last block + 1). A stage with infinite cost is not allowed.
 StageCost = Callable[[int, int, int], float]
 
 

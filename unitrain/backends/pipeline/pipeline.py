@@ -247,7 +247,7 @@ class Pipeline:
     def train(self, mode: bool = True) -> None:
         """Set the training mode of all blocks. All ranks call it.
 
-        On a change to eval mode, buffers such as running statistics are broadcast from replica 0 to the others.
+        On a change to eval mode, buffers such as running statistics are broadcast from replica 0 to the other replicas.
         """
         if self._module.training and not mode and self._replicas.size > 1:
             buffers = [buffer.data for buffer in self._module.buffers()]
@@ -347,9 +347,9 @@ class Pipeline:
         """Replace every gradient with its mean over the replicas."""
         if self._replicas.size == 1:
             return
-        mean = self._backend.allreduce if self._stage_group is None else self._stage_group.allreduce_mean
+        compute_mean = self._backend.allreduce if self._stage_group is None else self._stage_group.allreduce_mean
         for gradients in _iterate_buckets(self._gradients()):
-            reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            reduced = compute_mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             pieces = reduced.split([gradient.numel() for gradient in gradients])
             foreach_copy_(
                 gradients, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]

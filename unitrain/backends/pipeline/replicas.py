@@ -15,7 +15,7 @@ from unitrain.backends.lifecycle import Lifecycle
 
 
 class Replicas(Lifecycle, Communicator):
-    """The replicas of a pipeline. `rank` is the replica that this rank belongs to, and `size` the number of replicas.
+    """The replicas of a pipeline. `rank` is the index of this rank's replica, and `size` is the number of replicas.
 
     All ranks of the backend must call the methods, and the ranks of a replica must pass equal arguments. Pass this
     object to `ShardedLoader` and `MeanMetric`. Reductions and allgathers are intended for small tensors, because they
@@ -42,7 +42,7 @@ class Replicas(Lifecycle, Communicator):
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         checks.check_reduction(tensor, op)
-        rows = self._rows(tensor)
+        rows = self._gather_from_replicas(tensor)
         if op in ("mean", "sum"):
             is_half = tensor.dtype in (torch.float16, torch.bfloat16)
             total = (rows.float() if is_half else rows).sum(0, dtype=None if is_half else tensor.dtype)
@@ -81,6 +81,6 @@ class Replicas(Lifecycle, Communicator):
     def shutdown(self) -> None:
         """Do nothing. The backend must be shut down separately."""
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all replicas, [replicas, ...]."""
+    def _gather_from_replicas(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all replicas, [replicas, ...]. All ranks of the backend call it."""
         return self._backend.allgather(tensor.unsqueeze(0))[:: self._stages]

@@ -28,10 +28,10 @@ from unitrain.errors import DataError, ModelError
 from unitrain.monitoring.flight_recorder import GradientPhase
 
 _STEP, _FORWARD = "pipeline step", "pipeline forward"
-_KINDS = (_STEP, _FORWARD)
+_PHASES = (_STEP, _FORWARD)
 _MAX_DIMS = 8
 _HEADER_LENGTH = 3 + _MAX_DIMS  # checksum, dtype, number of dims, dims
-_BATCH_LENGTH = 5 + _MAX_DIMS  # checksum, kind, dtype, autocast, number of dims, dims
+_BATCH_LENGTH = 5 + _MAX_DIMS  # checksum, phase, dtype, autocast, number of dims, dims
 _HEADER_TAG, _BATCH_TAG = 0x756E6A, 0x756E6B  # activations and gradients have tag 0
 _Shapes = tuple[TensorShape, TensorShape]
 _FIX = "Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ...)."
@@ -71,20 +71,20 @@ class ScheduledStageRunner(StageRunner):
             return self._broadcast_output(output)
 
     @contextmanager
-    def _monitored_pass(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        with self._group.waiting(GradientPhase(kind, next(self._run_indices))):
-            wait_for_send = self._check_same_shapes(kind, inputs)
+    def _monitored_pass(self, phase: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+        with self._group.waiting(GradientPhase(phase, next(self._run_indices))):
+            wait_for_send = self._check_same_shapes(phase, inputs)
             yield
             wait_for_send()
 
-    def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    def _check_same_shapes(self, phase: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
 
         Each stage but the last starts to send a small message to the next one; the returned function waits until the
         message is sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or
-        runs a different kind of pass.
+        runs a different phase.
         """
-        own = _encode_batch(kind, inputs)
+        own = _encode_batch(phase, inputs)
         wait_for_send = do_not_wait if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
         if not self._is_first:
             other = torch.zeros_like(own)
@@ -114,10 +114,10 @@ class ScheduledStageRunner(StageRunner):
             # torch's 1F1B needs at least as many micro-batches as stages. With fewer micro-batches, GPipe holds no more
             # activations than 1F1B would.
             is_1f1b = has_backward and self._schedule_name == "1f1b" and len(inputs) >= self._group.size
-            kind = Schedule1F1B if is_1f1b else ScheduleGPipe
+            schedule_class = Schedule1F1B if is_1f1b else ScheduleGPipe
             self._schedules[key] = (
                 stage,
-                kind(stage, len(inputs), self._loss if has_backward else None, scale_grads=False),
+                schedule_class(stage, len(inputs), self._loss if has_backward else None, scale_grads=False),
             )
         stage, schedule = self._schedules[key]
         shapes = []
@@ -208,19 +208,19 @@ def _describe_output(output: Any) -> str:
     )
 
 
-def _encode_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+def _encode_batch(phase: str, inputs: Sequence[Tensor]) -> Tensor:
     """Return a checksum of the specifications of all micro-batches, and the values that `_format_batch` shows."""
     specifications = [specification(micro_batch) for micro_batch in inputs]
     _, dtype, autocast = specifications[0]
     shape = [sum(map(len, inputs)), *inputs[0].shape[1:_MAX_DIMS]]
-    dtypes = [DTYPES.index(one) if one in DTYPES else -1 for one in (dtype, autocast)]
-    values = [crc32(repr((kind, specifications)).encode()), _KINDS.index(kind), *dtypes, len(shape), *shape]
+    dtypes = [DTYPES.index(value) if value in DTYPES else -1 for value in (dtype, autocast)]
+    values = [crc32(repr((phase, specifications)).encode()), _PHASES.index(phase), *dtypes, len(shape), *shape]
     return torch.tensor(values + [0] * (_BATCH_LENGTH - len(values)), dtype=torch.int64, device="cpu")
 
 
 def _format_batch(description: Tensor) -> str:
-    _, kind, dtype, autocast, dims, *shape = description.tolist()
-    method = {_STEP: "forward_backward", _FORWARD: "forward"}[_KINDS[kind]]
+    _, phase, dtype, autocast, dims, *shape = description.tolist()
+    method = {_STEP: "forward_backward", _FORWARD: "forward"}[_PHASES[phase]]
     texts = [f"{method} with a batch of shape {shape[:dims]}"]
     texts += [f"and dtype {DTYPES[dtype]}"] if dtype >= 0 else []
     texts += [f"under autocast to {DTYPES[autocast]}"] if autocast >= 0 else []

@@ -53,7 +53,7 @@ class TransferSettings:
 
 @dataclass
 class _Bucket:
-    """Gradients of the same dtype that are reduced together, of the trainable parameters with `parameter_indices`.
+    """The trainable parameters with `parameter_indices`, whose gradients have the same dtype and are reduced together.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
     `mean` contains the mean over ranks of this rank's elements. `num_missing` is the number of gradients that the
@@ -74,7 +74,8 @@ class _BucketTransfer:
     work: dist.Work | None
     sent: Tensor  # the transport reads it until the work is complete
     received: Tensor | None  # the values of all ranks after an all-to-all, as bytes; an allreduce overwrites `sent`
-    attached_indices: set[int] = field(default_factory=set)  # of parameters whose sharded `.grad` is added to
+    # Of the parameters whose `.grad` is already the sharded gradient, to which the mean is added.
+    attached_indices: set[int] = field(default_factory=set)
 
 
 class GradientReducer:
@@ -126,7 +127,8 @@ class GradientReducer:
         self._computed_order: list[int] = []
         self._computed_indices: set[int] = set()
         self._used_indices: set[int] = set()
-        # The trainable parameters that received no gradient on this rank in the last backward pass that must use all.
+        # The trainable parameters that received no gradient on this rank in the last reduced backward pass. Empty if
+        # that pass was allowed to leave parameters unused.
         self.missing_names: list[str] = []
         self._handles = [
             register_gradient_hook(parameter, _create_gradient_hook(weakref.ref(self), index))
@@ -195,8 +197,8 @@ class GradientReducer:
         open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
 
         def close(dtype: torch.dtype) -> None:
-            parameters, _ = open_buckets.pop(dtype)
-            self._buckets.append(self._create_bucket(len(self._buckets), parameters))
+            parameter_indices, _ = open_buckets.pop(dtype)
+            self._buckets.append(self._create_bucket(len(self._buckets), parameter_indices))
 
         for index in order:
             parameter = self._parameters[index]
@@ -210,11 +212,11 @@ class GradientReducer:
         self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameter_indices}
         self._has_buckets = True
 
-    def _create_bucket(self, bucket_index: int, parameters: list[int]) -> _Bucket:
+    def _create_bucket(self, bucket_index: int, parameter_indices: list[int]) -> _Bucket:
         size, rank = self._communicator.size, self._communicator.rank
         shards = [
             replace(shard, index=parameter_index)
-            for parameter_index in parameters
+            for parameter_index in parameter_indices
             for shard in self._shards[parameter_index]
             if shard.stop > shard.start
         ]
@@ -222,8 +224,8 @@ class GradientReducer:
         splits = [0] * size
         for shard in shards:
             splits[shard.owner] += shard.stop - shard.start
-        first = self._parameters[parameters[0]]
-        bucket = _Bucket(bucket_index, parameters, shards, splits, first.detach().new_empty(splits[rank]))
+        first = self._parameters[parameter_indices[0]]
+        bucket = _Bucket(bucket_index, parameter_indices, shards, splits, first.detach().new_empty(splits[rank]))
         for parameter_index, own_elements in self._own_shards(bucket, bucket.mean):
             gradient = self._gradients[parameter_index]
             if gradient.local.numel() == own_elements.numel() and self._is_attached(parameter_index):
@@ -262,10 +264,10 @@ class GradientReducer:
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
         completes them. The current pass may then leave parameters unused.
 
-        `output` is an output of the model that the pass has reached, or None if it no longer exists. With
-        `find_unused_parameters`, a pass that reaches no parameter nevertheless reduces zeros, because other ranks may
-        use parameters, if `output` depends on no parameter and the pass accumulates the gradient of another leaf.
-        Otherwise, such a pass reduces nothing, because it only computes gradients of the inputs.
+        `output` is an output of the model that the pass has reached, or None if it no longer exists. It is used if a
+        pass with `find_unused_parameters` reaches no parameter. If `output` depends on no parameter and the pass
+        accumulates the gradient of another leaf, the pass reduces zeros, because other ranks may use parameters.
+        Otherwise, the pass reduces nothing, because it only computes gradients of the inputs.
         """
         self._reduces_next_backward, self._accumulates = False, accumulates
         reached: set[int] | None = None

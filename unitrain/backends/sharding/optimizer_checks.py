@@ -57,7 +57,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
 
 def _check_elementwise(optimizer: Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
-        supported = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENTWISE))
         raise ModelError(
             'distributed_optimizer(shard="parameters") updates shards of parameters, so it needs an elementwise '
             f'optimizer of torch.optim, got {type(optimizer).__name__}. Use one of {supported}, or shard="state".'
@@ -67,9 +67,11 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 def _check_state_dict_methods(optimizer: Optimizer) -> None:
     """Raise ModelError unless `state_dict` and `load_state_dict` call the registered hooks, which exchange the state of
     all ranks."""
-    kind, called = type(optimizer), set[str]()
+    optimizer_class, called = type(optimizer), set[str]()
     methods = [
-        name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(Optimizer, name)
+        name
+        for name in ("state_dict", "load_state_dict")
+        if getattr(optimizer_class, name) is not getattr(Optimizer, name)
     ]
     if not methods:
         return
@@ -82,10 +84,11 @@ def _check_state_dict_methods(optimizer: Optimizer) -> None:
     finally:
         for handle in handles:
             handle.remove()
+    class_name = optimizer_class.__name__
     for name in methods:
         if name not in called:
             raise ModelError(
-                f"The state of {kind.__name__} cannot be sharded, because {kind.__name__}.{name} does not call "
+                f"The state of {class_name} cannot be sharded, because {class_name}.{name} does not call "
                 f"super().{name}, whose hooks exchange the state of all ranks. Call super().{name} in it, or use "
                 'shard="none".'
             )

@@ -73,7 +73,7 @@ class ShardedStepHooks:
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
         self._communicator = communicator
         self._local_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        self._distributed_groups: list[list[nn.Parameter]] | None = None  # during a step: parameters before the step
+        self._distributed_groups: list[list[nn.Parameter]] | None = None  # during a step: the original parameters
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
         add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))

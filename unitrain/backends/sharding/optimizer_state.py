@@ -137,7 +137,7 @@ class ShardedState:
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
         self._has_local_state_dicts = False  # whether state dicts contain only the state of this rank's shards
-        self._complete_groups: list[list[nn.Parameter]] | None = None  # during a step: parameters before the step
+        self._complete_groups: list[list[nn.Parameter]] | None = None  # during a step: the original parameters
         # (address of the parameter, view) by parameter and start of the shard.
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._pending_broadcasts: list[Callable[[], None]] = []

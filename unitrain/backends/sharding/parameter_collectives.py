@@ -1,8 +1,8 @@
 """The collectives of `fully_shard`, which gather the parameters of a block and reduce its gradients.
 
 On CPUs, these collectives are composed of broadcasts and allreduces, which are faster than the native collectives; see
-`composed_collectives`. Small tensors, and tensors on many ranks, are gathered by the native allgather. The monitor
-records the collectives, so that timeout errors name the missing ranks.
+`composed_collectives`. The native allgather gathers small tensors and, with more than MAX_BROADCASTING_RANKS ranks, all
+tensors. The monitor records the collectives, so that timeout errors name the missing ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ParameterCollectives:
     Args:
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        counts_by_kind: the number of collectives of each kind that all models of the backend have started. Error
+        counts_by_name: the numbers of GATHER and REDUCE collectives that all models of the backend have started. Error
             messages number the collectives accordingly.
         check: called with every tensor before its collective, or None.
 
@@ -43,11 +43,11 @@ class ParameterCollectives:
         monitor: FailureMonitor,
         *,
         waits_on_stream: bool,
-        counts_by_kind: Counter[str],
+        counts_by_name: Counter[str],
         check: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
-        self._counts_by_kind = counts_by_kind
+        self._counts_by_name = counts_by_name
         self.gathered_blocks: list[int] = []
         self.on_gather: Callable[[int], object] | None = None
 
@@ -88,9 +88,9 @@ class ParameterCollectives:
         if complete.device.type == "cpu":
             output.copy_(complete.view(dist.get_world_size(), -1)[dist.get_rank()])
 
-    def _begin_collective(self, kind: str, tensor: Tensor) -> GradientPhase:
-        phase = GradientPhase(kind, self._counts_by_kind[kind])
-        self._counts_by_kind[kind] += 1
+    def _begin_collective(self, name: str, tensor: Tensor) -> GradientPhase:
+        phase = GradientPhase(name, self._counts_by_name[name])
+        self._counts_by_name[name] += 1
         self._monitor.record(phase)
         if self.check is not None:
             self.check(tensor)

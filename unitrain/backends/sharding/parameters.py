@@ -89,8 +89,8 @@ class ShardedParameters:
         # All ranks then reduce tensors of the same size, even if they use different parameters.
         self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
-        # (original parameter, sharded parameter) by the id of the original one, to look up parameters of an optimizer
-        # that was built before sharding.
+        # (weak reference to the original parameter, sharded parameter) by the id of the original parameter, to look up
+        # parameters of an optimizer that was built before sharding.
         self.replaced_parameters = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
         support_norms_of_any_order()
@@ -170,7 +170,7 @@ class ShardedParameters:
 
     def _copy_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Return `output`. If the parameters of the root block are freed after this forward pass with gradients,
-        replace views by copies.
+        replace views with copies.
 
         An in-place operation on a view would discard the hook that gathers the parameters for the backward pass.
         """
@@ -387,8 +387,8 @@ def _create_recorder(name: str, used_names: set[str] | None) -> Callable[[Tensor
 
 
 def _class_name(model: nn.Module) -> str:
-    kind = type(model)
-    return kind.__mro__[2].__name__ if issubclass(kind, FSDPModule) else kind.__name__
+    model_class = type(model)
+    return model_class.__mro__[2].__name__ if issubclass(model_class, FSDPModule) else model_class.__name__
 
 
 def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:

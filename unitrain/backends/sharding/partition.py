@@ -91,7 +91,7 @@ def iterate_batches(
     """Yield lists of shards with about `limit_bytes` bytes per rank, or less at the end. `element_bytes[i]` is the
     number of bytes per element of the parameter with index i.
 
-    All ranks compute the same lists, so they can broadcast them in this order.
+    All ranks compute the same lists, so they can broadcast the shards in this order.
     """
     by_owner: dict[int, list[list[ParameterShard]]] = {}
     last_bytes: dict[int, int] = {}  # of the last batch of each owner
@@ -103,8 +103,8 @@ def iterate_batches(
         batches[-1].append(shard)
         num_bytes = (shard.stop - shard.start) * element_bytes[shard.index]
         last_bytes[shard.owner] = last_bytes.get(shard.owner, 0) + num_bytes
-    for number in range(max(map(len, by_owner.values()), default=0)):
-        yield [shard for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for shard in batch]
+    for index in range(max(map(len, by_owner.values()), default=0)):
+        yield [shard for owner in sorted(by_owner) for batch in by_owner[owner][index : index + 1] for shard in batch]
 
 
 def is_dense(tensor: Tensor) -> bool:
