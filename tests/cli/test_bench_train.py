@@ -266,11 +266,11 @@ def test_error_in_the_user_function_is_reported_once(slow: str) -> None:
 
 def test_every_built_in_model_can_be_trained() -> None:
     from unitrain.bench import models
-    from unitrain.bench.models import BUILT_IN_MODELS, resolve
+    from unitrain.bench.models import BUILT_IN_MODELS, resolve_target
 
     for name, (function, _) in BUILT_IN_MODELS.items():
         made = getattr(models, function)()
-        assert resolve(name)[0] == f"unitrain.bench.models:{function}"
+        assert resolve_target(name)[0] == f"unitrain.bench.models:{function}"
         inputs, target = (part.unsqueeze(0).expand(2, *part.shape) for part in made["train_data"][0])
         loss = made["loss_fn"](made["model"](inputs), target)
         loss.backward()

@@ -107,7 +107,7 @@ def horovodrun_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     thread.join()
 
 
-@pytest.mark.parametrize(("rank", "purpose"), [(0, "publish its address"), (1, "get the address of rank 0")])
+@pytest.mark.parametrize(("rank", "purpose"), [(0, "publish its address on"), (1, "get the address of rank 0 from")])
 def test_timeout_limits_the_total_wait_for_horovodruns_server(
     horovodrun_server: str, rank: int, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def test_timeout_limits_the_total_wait_for_horovodruns_server(
         connect_ranks(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=2))
     assert 1.9 < time.monotonic() - began < 20
     assert str(caught.value).startswith(
-        f"This rank could not {purpose} at horovodrun's server {horovodrun_server} within 2 s: "
+        f"This rank could not {purpose} horovodrun's server {horovodrun_server} within 2 s: "
     )
     assert str(caught.value).endswith(". Check the first error that rank 0 or horovodrun logged.")
 
@@ -177,7 +177,7 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
         with pytest.raises(ConfigError) as rejected:
             connect_ranks(RankInfo("env", 0, 2, 0), timedelta(seconds=3))
         assert str(rejected.value).startswith(
-            f"Rank 0 could not listen at 127.0.0.1:{port}: another program listens there. Choose a free port"
+            f"Rank 0 could not listen on 127.0.0.1:{port}: another program listens there. Choose a free port"
         )
 
 
@@ -246,7 +246,7 @@ def test_another_program_instead_of_horovodruns_server_is_reported(monkeypatch: 
     with start_other_program("closes") as port:
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
-        with pytest.raises(CollectiveTimeoutError, match="This rank could not get the address of rank 0 at horovodr"):
+        with pytest.raises(CollectiveTimeoutError, match="This rank could not get the address of rank 0 from horovodr"):
             connect_ranks(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
 
 

@@ -93,7 +93,7 @@ def _make_memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
 def _time_tcp_stream(backend: Backend, size: int, calls: int) -> float | None:
     """Time a plain TCP stream to rank 0, from a rank on another host if there is one.
 
-    All ranks must call it. Return the seconds of the sender on every rank, or None if the connection fails.
+    All ranks must call it. Return, on every rank, the sender's mean seconds per call, or None if the connection fails.
     """
     nodes = backend.allgather_object(backend.node_rank)
     is_one_host = len(set(nodes)) == 1

@@ -24,7 +24,7 @@ import numpy as np
 from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
-# Points whose time differs by a larger factor from that of a network through other points are excluded from the fit.
+# Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
 _MAX_DEVIATION = 2.0
 
 
@@ -200,9 +200,10 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     `name`.
 
     The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
-    factor of more than 2 from that of a network through other points are ignored: for example, small messages are
-    faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes the cost of the
-    reduction, because the measurements do not separate the two. Raises ReportError for fewer than two sizes.
+    factor of more than 2 from the time of the best network through one or two points are ignored: for example, small
+    messages are faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes the
+    cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer than two
+    sizes.
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
     num_ranks = result["ranks"]

@@ -117,7 +117,8 @@ def predict_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The number of parameters of a model, the bytes communicated per parameter, and the step time on one rank."""
+    """The number of parameters of a model, the bytes communicated per parameter, the step time on one rank, and the
+    fraction of this time spent in the backward pass."""
 
     parameters: float
     bytes_per_parameter: float

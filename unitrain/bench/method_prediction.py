@@ -133,7 +133,8 @@ def predict_method(
 def _predict_synchronous(
     name: str, ratio: float, model: Model, num_ranks: int, network: Network, bucket_bytes: float
 ) -> PredictedStep:
-    """Return the step in which all gradients are reduced. `ratio` is their compressed size divided by their size."""
+    """Return the predicted step of a method that reduces all gradients. `ratio` is their compressed size divided by
+    their size."""
 
     def first_collective(size: float) -> float:
         if name == SYNCHRONOUS:
@@ -200,8 +201,8 @@ def _bytes_per_synchronization(model: Model, num_ranks: int, compression: OuterC
 
 
 def _element_bytes(model: Model) -> int:
-    """Return the size of an element in a synchronization without compression: local SGD computes with weights in half
-    precision in float32."""
+    """Return the size in bytes of an element in a synchronization without compression. Local SGD converts
+    half-precision weights to float32."""
     return max(_FLOAT32_BYTES, round(model.bytes_per_parameter))
 
 

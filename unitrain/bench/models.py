@@ -1,4 +1,4 @@
-"""The built-in models of `unitrain bench train`, with random data."""
+"""The built-in models of `unitrain bench train`, with their optimizers and random data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLES = 1 << 14
 _CHARACTERS, _LENGTH = 96, 64
 
 
-def resolve(target: str) -> tuple[str, int]:
+def resolve_target(target: str) -> tuple[str, int]:
     """Return the function of a built-in model, or `target` itself for other targets, and the default steps per turn."""
     if target not in BUILT_IN_MODELS:
         return target, _DEFAULT_STEPS
@@ -38,27 +38,30 @@ def resolve(target: str) -> tuple[str, int]:
 
 
 def tiny() -> dict[str, Any]:
-    """Return an MLP with two hidden layers of 64 units, whose step time is dominated by overhead."""
+    """Return the Trainer arguments for an MLP with two hidden layers of 64 units, whose step time is dominated by
+    overhead."""
     return _mlp_arguments([64, 64])
 
 
 def mlp_25m() -> dict[str, Any]:
-    """Return an MLP with 25 million parameters in four hidden layers, which has a high communication volume."""
+    """Return the Trainer arguments for an MLP with 25 million parameters in four hidden layers, which has a high
+    communication volume."""
     return _mlp_arguments([2048, 3072, 3072, 2816])
 
 
 def resnet18() -> dict[str, Any]:
-    """Return torchvision's ResNet-18 with 224 x 224 images."""
+    """Return the Trainer arguments for torchvision's ResNet-18 with 224 x 224 images."""
     return _resnet_arguments("resnet18", batch_size=16)
 
 
 def resnet50() -> dict[str, Any]:
-    """Return torchvision's ResNet-50 with 224 x 224 images."""
+    """Return the Trainer arguments for torchvision's ResNet-50 with 224 x 224 images."""
     return _resnet_arguments("resnet50", batch_size=16)
 
 
 def gpt() -> dict[str, Any]:
-    """Return a transformer with two layers and a context of 64 characters, as in examples/gpt.py."""
+    """Return the Trainer arguments for a transformer with two layers and a context of 64 characters, as in
+    examples/gpt.py."""
     model = SmallGPT()
     text = torch.randint(_CHARACTERS, (_SAMPLES, _LENGTH + 1))
     data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())

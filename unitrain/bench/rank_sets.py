@@ -87,7 +87,7 @@ class SuspendableRanks(RankSet):
 
 
 class LaunchedRanks(RankSet):
-    """The ranks of a launcher, on any number of hosts. This process is one of them.
+    """Ranks that a launcher has started, on any number of hosts. This process is one of them.
 
     The backend is shut down while the set is idle, because a process supports only one active backend.
     """
@@ -156,7 +156,7 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
 def _prepare_rank(backend: Backend) -> tuple[int, RankSetInfo]:
     """Pin this rank to a core if there is one per rank. Return its process ID and the description of its set.
 
-    Without pinning, migrations between cores cause more variation between rounds than the measured effects.
+    Without pinning, migrations between cores cause variation between rounds that is larger than the measured effects.
     """
     if sys.platform.startswith("linux"):
         cores = usable_cores()

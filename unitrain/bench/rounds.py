@@ -151,7 +151,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 class _Rounds:
-    """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
+    """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three further rounds.
 
     It adds rounds until the total duration of the turns reaches `seconds`. `subtract_turn` subtracts the duration of a
     turn from the remaining time. With `LaunchedRanks`, every rank executes this loop. All ranks make the same

@@ -105,11 +105,11 @@ def differences_table(differences: list[Difference]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("")
     for difference in differences:
-        shown_differences = [
+        quartile_texts = [
             f"{format_seconds(median)} [{format_seconds(low)}, {format_seconds(high)}]"
             for low, median, high in (difference.before, difference.after)
         ]
-        table.add_row(difference.name, *shown_differences, f"{difference.speedup:.3f}", difference.verdict)
+        table.add_row(difference.name, *quartile_texts, f"{difference.speedup:.3f}", difference.verdict)
     return table
 
 

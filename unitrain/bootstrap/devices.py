@@ -52,7 +52,8 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
 
 
 def parse_device(name: str, requested: Any) -> torch.device:
-    """Return the device that `requested` describes. Raises ConfigError, which contains the `name` of the argument."""
+    """Return the device that `requested` describes. Raises ConfigError, with the `name` of the argument, if it does not
+    describe a device."""
     try:
         return torch.device(requested)
     except (RuntimeError, TypeError, ValueError):

@@ -17,7 +17,8 @@ from unitrain.errors import EnvironmentVariableError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank of this process and the launcher that started it. Values are None if the launcher does not provide them.
+    """Rank of this process and the launcher that started it. Optional values are None if the launcher does not provide
+    them.
 
     `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI), "mpiexec" (MPICH, Intel MPI, PALS), "mpirun_rsh"
     (MVAPICH), "jsrun" (LSF), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob, without torchrun), "env"
@@ -192,10 +193,10 @@ def job_id() -> str | None:
 
 def job_description() -> str | None:
     """Return a readable name of this job that is the same in all attempts, such as "Slurm job 12", or None."""
-    for variable, kind in _JOB_IDS:
+    for variable, description in _JOB_IDS:
         value = get_variable(variable)
-        if value is not None and value != "none":  # torchrun's default run id
-            return f"{kind} {value}"
+        if value is not None and value != "none":  # torchrun's default run ID
+            return f"{description} {value}"
     return None
 
 

@@ -81,7 +81,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
+    """Return a socket that listens on `port`, or on a free port if `port` is 0, at the address of `host`.
 
     If `host` is "localhost" or a loopback address, the socket listens only there. It listens on all interfaces if
     `host` does not resolve to an address of this machine, or is another name that resolves to a loopback address. For
@@ -104,7 +104,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_can_listen(address: str, port: int) -> None:
-    """Raise OSError if this process cannot listen at `port` of `address`, for example because the port is in use."""
+    """Raise OSError if this process cannot listen on `port` at `address`, for example because the port is in use."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     socket.create_server(target, family=family).close()  # create_server sets SO_REUSEADDR
 

@@ -81,7 +81,7 @@ def accept_ranks(
                         selector.register(connection, selectors.EVENT_READ)
                     continue
                 connection = key.fileobj  # type: ignore[assignment]
-                if connection not in pending:  # closed in this round
+                if connection not in pending:  # closed while an earlier event was processed
                     continue
                 try:
                     rank = pending[connection].advance()

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _EXITS_PERIOD_SECONDS = 1.0
-_GROUPS = 2
+_MIN_PROCESS_GROUPS = 2
 _SERVED_CONNECTIONS_PER_RANK = 5  # connections to rank 0, in addition to those of process groups
 _SPARE_DESCRIPTORS = 512  # file descriptors reserved for data, DataLoader workers and files
 _POSITIONS, _EXITS = "positions", "exits"  # keys
@@ -66,29 +66,29 @@ class Rendezvous:
     backend: str | None = None
     exits: MessageStore | None = None
 
-    def allgather(self, key: str, value: Any, cause: str = "") -> list[Any]:
-        """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
+    def allgather(self, key: str, value: Any, likely_timeout_cause: str = "") -> list[Any]:
+        """Return every rank's JSON-serializable `value`, in rank order. All ranks must call it, once for each `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
         the missing ranks, and LauncherMismatchError if the ranks have different sizes. If a missing rank has exited
-        with status 0 and the launcher reports it, the error is raised before the timeout. `cause` describes the likely
-        cause of a timeout, in complete sentences.
+        with status 0 and the launcher reports it, the error is raised before the timeout. `likely_timeout_cause`
+        describes the likely cause of a timeout, in complete sentences, for the error message.
         """
         self.post(key, value)
         posted = self._wait_until_complete(key, self.timeout, self._check_no_exit)
         if posted is None:
-            complete = json.loads(self.messages.get(_complete_key(key)))
-            if isinstance(complete, str):
-                raise LauncherMismatchError(complete)
-            values: list[Any] = complete
+            published = json.loads(self.messages.get(_complete_list_key(key)))
+            if isinstance(published, str):  # an error message
+                raise LauncherMismatchError(published)
+            values: list[Any] = published
             return values
         if (mismatch := _find_size_mismatch(self._posted_lines(key))) is not None:
             raise LauncherMismatchError(mismatch)
         if missing_ranks := self._missing_ranks(posted):
             names = _name_ranks(missing_ranks)
-            signature, cause = "", f"{cause} " if cause else ""
-            if self.messages.has_rejected_lines(_posted_key(key)):
-                signature = (
+            signature_text, cause_text = "", f"{likely_timeout_cause} " if likely_timeout_cause else ""
+            if self.messages.has_rejected_lines(_posted_values_key(key)):
+                signature_text = (
                     "The store also contains messages that are not signed with the UNITRAIN_JOB_KEY of this rank: set "
                     "the same key on every rank, or unset it on every rank. "
                 )
@@ -96,8 +96,8 @@ class Rendezvous:
             setting = "init_process_group(timeout=...)" if is_torch else "unitrain.init(timeout_seconds=...)"
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks timed out after {self.timeout.total_seconds():g} s, at "
-                f"{key!r}. Missing: {names}. {cause}{signature}"
-                f"Check the first error that they logged, or raise the limit with {setting}."
+                f"{key!r}. Missing: {names}. {cause_text}{signature_text}"
+                f"Check the first error that the missing ranks logged, or raise the limit with {setting}."
             )
         # All ranks have posted, but the last rank failed before it published the list.
         return [posted[rank] for rank in range(self.rank_info.size)]
@@ -116,14 +116,14 @@ class Rendezvous:
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
-        self.messages.append(_posted_key(key), json.dumps([self.rank_info.rank, value, self.rank_info.size]))
+        self.messages.append(_posted_values_key(key), json.dumps([self.rank_info.rank, value, self.rank_info.size]))
         # Any program can change the counter, so it may be too high.
         if self.store.add(f"{key}/count", 1) >= self.rank_info.size:
             lines = self._posted_lines(key)
             if (mismatch := _find_size_mismatch(lines)) is not None:
-                self.messages.set(_complete_key(key), json.dumps(mismatch))
+                self.messages.set(_complete_list_key(key), json.dumps(mismatch))
             elif len(values := _values_by_rank(lines)) == self.rank_info.size:
-                self.messages.set(_complete_key(key), json.dumps([values[rank] for rank in sorted(values)]))
+                self.messages.set(_complete_list_key(key), json.dumps([values[rank] for rank in sorted(values)]))
 
     def wait_for_missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""
@@ -138,7 +138,7 @@ class Rendezvous:
         start_time = next_call = time.monotonic()
         deadline = start_time + timeout.total_seconds()
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
-        while not self.messages.check([_complete_key(key)]):
+        while not self.messages.check([_complete_list_key(key)]):
             if time.monotonic() > deadline:
                 return _values_by_rank(self._posted_lines(key))
             if while_waiting is not None and time.monotonic() >= next_call:
@@ -151,7 +151,7 @@ class Rendezvous:
         """Raise CollectiveTimeoutError if a rank has exited with status 0 and has not posted under `key`."""
         if self.exits is None or not (lines := self.exits.lines(_EXITS)):
             return
-        # Read the exits first: these ranks have posted everything that they post.
+        # Read the exits before the posted values: a rank that has exited has already posted all its values.
         missing_ranks = set(map(int, lines)) & set(self._missing_ranks(_values_by_rank(self._posted_lines(key))))
         if missing_ranks:
             names = _name_ranks(sorted(missing_ranks))
@@ -166,7 +166,7 @@ class Rendezvous:
 
     def _posted_lines(self, key: str) -> list[tuple[int, Any, int]]:
         """Return the rank, the value and the size of each rank that has posted under `key`."""
-        lines = map(json.loads, self.messages.lines(_posted_key(key)))
+        lines = map(json.loads, self.messages.lines(_posted_values_key(key)))
         return [(rank, value, size) for rank, value, size in lines]
 
     @cached_property
@@ -221,11 +221,11 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def _complete_key(key: str) -> str:
+def _complete_list_key(key: str) -> str:
     return f"{key}/complete"
 
 
-def _posted_key(key: str) -> str:
+def _posted_values_key(key: str) -> str:
     return f"{key}/posted"
 
 
@@ -261,17 +261,18 @@ def _check_same_backend(names: Sequence[str | None]) -> None:
 def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None = None) -> Rendezvous:
     """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
-    Raises LauncherMismatchError if the launcher provides no rendezvous address or if the ranks have different sizes,
-    EnvironmentVariableError for an invalid address, CollectiveTimeoutError, which names the missing ranks, ConfigError
-    if this rank needs too many file descriptors or cannot listen at the address, and, on every rank, ConfigError if the
-    ranks pass different names of a `backend`. Under `unitrain.bootstrap.torchrun`, CollectiveTimeoutError is raised
-    within seconds if a missing rank has exited with status 0.
+    Raises LauncherMismatchError if the launcher provides no rendezvous address, or if the ranks have different sizes.
+    Raises EnvironmentVariableError for an invalid address. Raises ConfigError if this rank needs too many file
+    descriptors or cannot listen on the address. Raises ConfigError on every rank if the ranks pass different values of
+    `backend`. Raises CollectiveTimeoutError, which names the missing ranks, after `timeout`. Under
+    `unitrain.bootstrap.torchrun`, this error is raised within seconds if a missing rank has exited with status 0.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
     # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous rendezvous.
-    # torchrun counts restarts per host, so hosts that joined later have different counts, but such jobs do not share
-    # torchrun's store.
+    # If torchrun serves the store, the store outlives a restart, so the keys contain torchrun's restart count. Without
+    # such a store, each attempt creates a new one. The count is then not used, because torchrun counts restarts per
+    # host: hosts that joined later have different counts.
     is_shared = environment.get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = (environment.get_variable("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_rendezvous_numbers)}"
@@ -338,7 +339,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
     # use of the store. Every rank has a connection to each other rank in two or three process groups.
     num_peers = rank_info.size - 1
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    num_needed = (_SERVED_CONNECTIONS_PER_RANK * (rank_info.rank == 0) + _GROUPS) * num_peers + num_open
+    num_needed = (_SERVED_CONNECTIONS_PER_RANK * (rank_info.rank == 0) + _MIN_PROCESS_GROUPS) * num_peers + num_open
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     max_limit = hard_limit if hard_limit != resource.RLIM_INFINITY else 2**20
     if max_limit < num_needed:
@@ -381,7 +382,7 @@ def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta
         is_in_use = "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
         reason = "another program listens there" if is_in_use else str(error).splitlines()[0]
         raise ConfigError(
-            f"Rank {rank_info.rank} could not listen at {host}:{port}: {reason}. "
+            f"Rank {rank_info.rank} could not listen on {host}:{port}: {reason}. "
             "Choose a free port on rank 0's host and set it on every rank: export MASTER_PORT=<port>"
         ) from error
     _server_stores.append(store)
@@ -450,10 +451,16 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
         host = local_address_for(server)
         store = open_tcp_store(host, 0, rank_info, timeout, is_server=True)
         address = json.dumps([host, store.port]).encode()
-        _request_horovodrun(urllib.request.Request(url, data=address, method="PUT"), "publish its address", timeout)
+        _request_horovodrun(
+            urllib.request.Request(url, data=address, method="PUT"),
+            "publish its address on horovodrun's server",
+            timeout,
+        )
         return store, host
     start_time = time.monotonic()
-    answer = _request_horovodrun(urllib.request.Request(url), "get the address of rank 0", timeout)
+    answer = _request_horovodrun(
+        urllib.request.Request(url), "get the address of rank 0 from horovodrun's server", timeout
+    )
     try:
         host, port = json.loads(answer)
     except (ValueError, TypeError):
@@ -469,7 +476,10 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
 
 
 def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: timedelta) -> bytes:
-    """Return the response of horovodrun's server. Repeat the request until it succeeds or times out."""
+    """Return the response of horovodrun's server. Repeat the request until it succeeds or times out.
+
+    `purpose` completes the error message "This rank could not ...".
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -481,7 +491,7 @@ def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: 
                 error.close()
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"This rank could not {purpose} at horovodrun's server {request.host} within "
+                    f"This rank could not {purpose} {request.host} within "
                     f"{timeout.total_seconds():g} s: {error}. "
                     "Check the first error that rank 0 or horovodrun logged."
                 ) from error

@@ -37,7 +37,7 @@ class ResponsiveStore:
         self._requests: _Requests = queue.SimpleQueue()
         self._mutex = threading.Lock()  # one request at a time
         self._timed_out_request: Future[Any] | None = None  # the latest request that exceeded the limit
-        threading.Thread(target=_answer, args=(self._requests,), name="unitrain store", daemon=True).start()
+        threading.Thread(target=_process_requests, args=(self._requests,), name="unitrain store", daemon=True).start()
         weakref.finalize(self, self._requests.put, None).atexit = False  # ends the thread
 
     @property
@@ -80,7 +80,7 @@ class ResponsiveStore:
             result: Future[_ResultT] = Future()
             self._requests.put((request, result))
             try:
-                return _wait(result, self._timeout_seconds)
+                return _wait_for_result(result, self._timeout_seconds)
             except StoreNotRespondingError:
                 self._timed_out_request = result
                 raise
@@ -92,10 +92,10 @@ def call_with_limit(function: Callable[[], _ResultT], timeout_seconds: float) ->
     """
     result: Future[_ResultT] = Future()
     threading.Thread(target=_complete, args=(result, function), name="unitrain store", daemon=True).start()
-    return _wait(result, timeout_seconds)
+    return _wait_for_result(result, timeout_seconds)
 
 
-def _answer(requests: _Requests) -> None:
+def _process_requests(requests: _Requests) -> None:
     while (request := requests.get()) is not None:
         function, result = request
         _complete(result, function)
@@ -109,7 +109,7 @@ def _complete(result: Future[_ResultT], function: Callable[[], _ResultT]) -> Non
         result.set_exception(error)
 
 
-def _wait(result: Future[_ResultT], timeout_seconds: float) -> _ResultT:
+def _wait_for_result(result: Future[_ResultT], timeout_seconds: float) -> _ResultT:
     try:
         return result.result(timeout_seconds)
     except TimeoutError:

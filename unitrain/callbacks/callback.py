@@ -69,7 +69,7 @@ class Callback:
     # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before `fit` trains its first step, also if the run is already complete."""
+        """Called before `fit` trains its first step, even if the run is already complete."""
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         """Called after the forward and backward pass of a micro-batch. `batch` is this rank's batch, on its device.
@@ -100,7 +100,7 @@ class Callback:
         `on_fit_start`, and even if this hook of another callback failed.
 
         `fit` returns when the hooks of all ranks have returned. If an exception ended `fit`, an exception in this hook
-        is logged, and `fit` raises the first one.
+        is logged, and `fit` raises the exception that ended it.
         """
 
     def state_dict(self) -> dict[str, Any]:

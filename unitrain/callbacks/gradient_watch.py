@@ -1,5 +1,5 @@
-"""Raise an error at the first gradient that is not finite. It names the parameter, and the ranks whose loss is not
-finite."""
+"""Raise an error at the first gradient that is not finite. The error names the parameter, and the ranks whose loss is
+not finite."""
 
 from __future__ import annotations
 

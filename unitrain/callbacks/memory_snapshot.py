@@ -21,7 +21,7 @@ class MemorySnapshot(Callback):
     The snapshot of rank 3 is `rank-3.pickle` in `folder`, by default `memory` in the output folder. Open it in
     https://pytorch.org/memory_viz, which shows each allocation with its Python stack. A snapshot contains at most the
     last `max_entries` events. The snapshot is also written if an exception, such as torch.OutOfMemoryError, ends the
-    run while it is recorded.
+    run during the recording.
 
     torch records no history for CPUs: on CPUs, rank 0 logs a warning, and nothing is written. Use
     `Profiler(profile_memory=True)` or `unitrain memory` instead. Raises ConfigError if no folder is set or the folder

@@ -94,19 +94,19 @@ class Profiler(Callback):
                     sys.stderr.write(table + "\n")
 
 
-def create_folder(callback: str, folder: str | Path | None, output_dir: str | Path | None, default: str) -> Path:
+def create_folder(callback_name: str, folder: str | Path | None, output_dir: str | Path | None, default: str) -> Path:
     """Create and return the folder of a callback: `folder`, or else `default` in the output folder.
 
     Raises ConfigError if both folders are None, or if the folder cannot be created.
     """
     if folder is None and output_dir is None:
         raise ConfigError(
-            f"{callback} has no folder to write to, and TrainConfig.output_dir is not set. "
-            f'Use {callback}(folder="runs/{default}").'
+            f"{callback_name} has no folder to write to, and TrainConfig.output_dir is not set. "
+            f'Use {callback_name}(folder="runs/{default}").'
         )
     path = Path(folder) if folder is not None else Path(str(output_dir)) / default
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{callback} cannot write to '{path}': {error}. Choose another folder.") from error
+        raise ConfigError(f"{callback_name} cannot write to '{path}': {error}. Choose another folder.") from error
     return path

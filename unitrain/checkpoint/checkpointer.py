@@ -134,18 +134,20 @@ class Checkpointer:
 
     def load_optimizer_state(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's shard of the optimizer state from sharded checkpoint `path`."""
-        communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
+        communicator, task_description = self._communicator, f"restore the optimizer state from '{path}'"
         fix = "Use the same optimizer as the run that wrote it."
         # Only rank 0 reads the positions of the tensors, so that the other ranks open only the files that they need.
-        stored_state = run_on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
+        stored_state = run_on_rank_zero(communicator, task_description, fix, lambda: StoredOptimizerState.open(path))
         stored: StoredOptimizerState = communicator.broadcast_object(stored_state)
         with state_dicts_of_shards():
-            run_on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
+            run_on_all_ranks(communicator, task_description, fix, lambda: load_own_state(optimizer, stored))
 
     def load_average(self, path: Path, average: nn.Module) -> None:
         """Load the averaged weights of sharded checkpoint `path` into `average` on every rank."""
-        task = f"restore the averaged weights from '{path}'"
-        _load_modules(self._communicator, [average], task, lambda: load_module(path, AVERAGE_FOLDER, average))
+        task_description = f"restore the averaged weights from '{path}'"
+        _load_modules(
+            self._communicator, [average], task_description, lambda: load_module(path, AVERAGE_FOLDER, average)
+        )
 
     def save(self, state: CheckpointContents, *, in_memory: bool = False) -> None:
         """Save a checkpoint of `state` to disk, or to host memory if `in_memory` is True.
@@ -264,9 +266,9 @@ class Checkpointer:
 
         # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts periodically whether it
         # holds the lock.
-        task = f"write to output folder '{folder}'"
+        task_description = f"write to output folder '{folder}'"
         while not self._communicator.broadcast_object(
-            run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
+            run_on_rank_zero(self._communicator, task_description, CHECK_WRITABLE, try_to_lock)
         ):
             pass
 
@@ -295,8 +297,8 @@ class Checkpointer:
                 self._known_checkpoints = files.identify_checkpoints(self.folder)
 
     def _check_no_new_checkpoints(self, folder: Path) -> None:
-        """Raise CheckpointError if another process has written a checkpoint since the run selected one. Only rank 0
-        calls it, and holds the lock.
+        """Raise CheckpointError if another process has written a checkpoint after this run selected one, or after this
+        run last released the lock. Only rank 0 calls it, while it holds the lock.
 
         The run would otherwise repeat steps, and write checkpoints of earlier steps to the same folder.
         """
@@ -315,10 +317,10 @@ class Checkpointer:
             return
         folder = self.folder
         self.stored_batch_sizes.append(batch_size)
-        task = f"write to output folder '{folder}'"
+        task_description = f"write to output folder '{folder}'"
         run_on_rank_zero(
             self._communicator,
-            task,
+            task_description,
             CHECK_WRITABLE,
             lambda: output_folder.store_batch_size(folder, fit_index, batch_size),
         )
@@ -418,8 +420,8 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     checkpoint = find_checkpoint(path, communicator, required=True)
     assert checkpoint is not None
     modules = [model] if average is None else [model, average]
-    task = f"load the weights of '{path}'"
-    _load_modules(communicator, modules, task, lambda: loading.load_weights(checkpoint, model, average))
+    task_description = f"load the weights of '{path}'"
+    _load_modules(communicator, modules, task_description, lambda: loading.load_weights(checkpoint, model, average))
 
 
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
@@ -436,7 +438,7 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
 
 
 def _load_modules(
-    communicator: Communicator, modules: Iterable[nn.Module], task: str, load: Callable[[], None]
+    communicator: Communicator, modules: Iterable[nn.Module], task_description: str, load: Callable[[], None]
 ) -> None:
     """Call `load`, which loads `modules`, on rank 0, and broadcast the tensors of the modules. If a module contains
     DTensors, every rank calls `load` instead. All ranks call it."""
@@ -444,9 +446,9 @@ def _load_modules(
     fix = "Use the same model as the run that wrote it."
     if any(map(is_distributed_tensor, tensors)):
         with state_dicts_of_shards():
-            run_on_all_ranks(communicator, task, fix, load)
+            run_on_all_ranks(communicator, task_description, fix, load)
         return
-    run_on_rank_zero(communicator, task, fix, load)
+    run_on_rank_zero(communicator, task_description, fix, load)
     with torch.no_grad():
         for tensor in tensors:
             broadcast_tensors(communicator, [tensor])  # one at a time, so that the model is not in memory twice

@@ -203,7 +203,8 @@ def _describe_holder(holder: dict[str, Any]) -> str:
 
 @functools.cache
 def _close_in_forks() -> None:
-    """Make forked processes, such as DataLoader workers, which may outlive this process, close the lock files."""
+    """Make forked processes, such as DataLoader workers, close the lock files. Otherwise, a forked process that
+    outlives this process would hold the lock."""
     os.register_at_fork(after_in_child=_close_all)
 
 

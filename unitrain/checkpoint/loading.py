@@ -48,8 +48,8 @@ def load(
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
     # A checkpoint of another program may have no scheduler state. In this case, the scheduler starts from its initial
     # state.
-    has_scheduler = "scheduler" in training
-    if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
+    has_scheduler_state = "scheduler" in training
+    if has_scheduler_state and (training["scheduler"] is None) != (scheduler is None):
         saved, current = ("no", "one") if scheduler is not None else ("a", "none")
         raise CheckpointError(
             f"Checkpoint '{path}' has {saved} scheduler and this run has {current}. Create the Trainer as in the run "
@@ -75,7 +75,7 @@ def load(
             load_optimizer_state(optimizer, state)
         if is_sharded and LOCAL_SGD in training:
             training[LOCAL_SGD]["ranks"] = sharded_files.read_local_states(path)
-        if scheduler is not None and has_scheduler:
+        if scheduler is not None and has_scheduler_state:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
     except (RuntimeError, ValueError, LookupError) as error:
         error_text = " ".join(str(error).split())
@@ -185,10 +185,10 @@ def _check_hyperparameter_names(path: Path, groups: list[dict[str, Any]], optimi
 def _report_changed_hyperparameters(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, has_scheduler: bool
 ) -> None:
-    """Log a warning for each hyperparameter whose value in `groups`, those of the checkpoint, differs from the value
-    in the optimizer.
+    """Log a warning for each hyperparameter whose value in the checkpoint differs from the value in the optimizer.
 
-    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
+    `groups` are the parameter groups of the checkpoint. The checkpoint's values are used, because schedulers and
+    callbacks may have changed them during the run.
     """
     for index, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         for name in saved_settings:

@@ -4,8 +4,8 @@ With asynchronous writing, the checkpoint of a step is written during the next s
 optimizer step of that next step. Therefore, with an interval of n steps, a restart repeats at most n completed steps.
 
 Checkpoints in memory have the format of checkpoints on disk, and are written to a folder in shared memory, which
-remains when the processes of an attempt end (`bootstrap.memory_folder`). Only the newest one is kept. If they cannot be
-written or are corrupt, the run uses its checkpoints on disk.
+remains when the processes of an attempt end (`bootstrap.memory_folder`). Only the newest one is kept. If a checkpoint
+in memory cannot be written or is corrupt, the run uses its checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MemoryCheckpoints:
                 if not continues:
                     files.remove(path)
                     continue
-                # The files on disk are verified only if they would hide this checkpoint.
+                # A checkpoint on disk is verified only if it would take precedence over this checkpoint.
                 if any(check(newer) is None for newer in on_disk if files.step_of(newer) >= files.step_of(path)):
                     return None
                 skip_reason = check(path)

@@ -36,22 +36,22 @@ _ResultT = TypeVar("_ResultT")
 
 
 def run_on_rank_zero(
-    communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]
+    communicator: Communicator, task_description: str, fix: str, action: Callable[[], _ResultT]
 ) -> _ResultT | None:
     """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks call it.
 
     Raises CheckpointError on every rank if `action` fails, see `run_on_all_ranks`.
     """
-    return run_on_all_ranks(communicator, task, fix, lambda: action() if communicator.rank == 0 else None)
+    return run_on_all_ranks(communicator, task_description, fix, lambda: action() if communicator.rank == 0 else None)
 
 
 def run_on_all_ranks(
-    communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]
+    communicator: Communicator, task_description: str, fix: str, action: Callable[[], _ResultT]
 ) -> _ResultT | None:
     """Run `action` on every rank and return its result. All ranks call it.
 
     Raises CheckpointError on every rank if `action` fails on any rank: the CheckpointError of `action`, or "Cannot
-    `task`: ... `fix`" for another exception.
+    `task_description`: ... `fix`" for another exception.
     """
     result: _ResultT | None = None
     error: CheckpointError | None = None
@@ -61,14 +61,17 @@ def run_on_all_ranks(
         error = caught
     except Exception as caught:  # if only this rank raised the exception, the other ranks would hang
         remedy = fix if fix != CHECK_WRITABLE or isinstance(caught, OSError) else _DAMAGED
-        error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
+        error = CheckpointError(f"Cannot {task_description}: {type(caught).__name__}: {caught}. {remedy}")
         error.__cause__ = caught
     raise_on_all_ranks(communicator, error)
     return result
 
 
 def find_on_rank_zero(
-    communicator: Communicator, task: str, fix: str, find: Callable[[Callable[[Path], str | None]], _ResultT]
+    communicator: Communicator,
+    task_description: str,
+    fix: str,
+    find: Callable[[Callable[[Path], str | None]], _ResultT],
 ) -> _ResultT:
     """Run `find` on rank 0, and return its result on every rank. All ranks call it.
 
@@ -93,7 +96,9 @@ def find_on_rank_zero(
         while (received := communicator.broadcast_object(None)) is not None:
             if received != _IN_PROGRESS:
                 find_corruption_on_all_ranks(received, communicator)
-    result: _ResultT = communicator.broadcast_object(run_on_rank_zero(communicator, task, fix, find_and_end))
+    result: _ResultT = communicator.broadcast_object(
+        run_on_rank_zero(communicator, task_description, fix, find_and_end)
+    )
     return result
 
 

@@ -27,8 +27,8 @@ def copy_to_host(state: StateT) -> StateT:
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
     other types are not copied, because `plain_state` has already copied them. Tensors that share a storage also share
     it in the copy, so tied parameters remain tied and are copied once. Exceptions: a view of less than half of its
-    storage, or with the conjugate or negative bit, shares its copy only with identical views. Subclasses of Tensor and
-    sparse tensors are copied separately.
+    storage, or a view with the conjugate or negative bit, shares its copy only with identical views. Subclasses of
+    Tensor and sparse tensors are copied separately.
     """
     copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
@@ -81,17 +81,19 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    kind = type(value)
-    if kind in _PLAIN or (kind is Tensor and not vars(value)):
+    value_type = type(value)
+    if value_type in _PLAIN or (value_type is Tensor and not vars(value)):
         return value
-    if kind in (dict, OrderedDict, Counter):
+    if value_type in _MAPPINGS:
         # Pass a dict, because Counter would count the elements of a list of pairs.
-        return kind({_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()})
-    if kind in (list, tuple):
-        return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
+        return value_type(
+            {_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()}
+        )
+    if value_type in (list, tuple):
+        return value_type(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         element = value.item()
-        if type(element) is not kind:  # a long double has no equivalent in Python
+        if type(element) is not value_type:  # a long double has no equivalent in Python
             return _plain(element, path)
     loaded = _save_and_load(value, path)
     # Subclasses of Tensor are not replaced by their copy, because they may share memory with other tensors.

@@ -93,7 +93,7 @@ def write_tensors(path: Path, tensors: StoredTensors, metadata: dict[str, str]) 
         file_metadata[COMPLEX] = json.dumps(names)
     with _TensorWriter(path, {name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, file_metadata) as file:
         for name, _ in ordered:
-            file.write(tensors.read_real(name))
+            file.write(tensors.read_as_real(name))
     return file.written
 
 
@@ -258,7 +258,7 @@ class StoredTensors:
             for block, overlap_slice in _read_overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
                 target[overlap_slice].copy_(block)
 
-    def read_real(self, name: str) -> Tensor:
+    def read_as_real(self, name: str) -> Tensor:
         """Read and return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
         stored = self.tensors[name]
         result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
@@ -272,7 +272,7 @@ class StoredTensors:
 
     def read_tensor(self, name: str) -> Tensor:
         """Read and return tensor `name`."""
-        tensor = self.read_real(name)
+        tensor = self.read_as_real(name)
         return torch.view_as_complex(tensor) if self.tensors[name].is_complex else tensor
 
 

@@ -225,21 +225,22 @@ class CheckpointWriter:
         target = files.checkpoint_path(self._folder, step)
         staging_folder = sharded_files.staging_path(target)
 
-        def prepare() -> str:
+        def create_staging_folder() -> str:
+            """Create an empty staging folder. Return a new token for the checkpoint."""
             files.remove(staging_folder)
             staging_folder.mkdir()
             return secrets.token_hex(8)
 
         def run_and_broadcast(action: Callable[[], str | None]) -> Any:
-            task = f"write checkpoint '{target}'"
-            result = run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, action)
+            task_description = f"write checkpoint '{target}'"
+            result = run_on_rank_zero(self._communicator, task_description, CHECK_WRITABLE, action)
             return self._communicator.broadcast_object(result)
 
-        token = run_and_broadcast(lambda: None if files.has_position(target, manifest) else prepare())
+        token = run_and_broadcast(lambda: None if files.has_position(target, manifest) else create_staging_folder())
         if token is None:  # there is a checkpoint of this position, which may be corrupt
             if find_corruption_on_all_ranks(target, self._communicator) is None:
                 return
-            token = run_and_broadcast(prepare)
+            token = run_and_broadcast(create_staging_folder)
         self.current_write = pending_write = _PendingWrite()
 
         def copy_state() -> tuple[StateShard, dict[str, Any]]:
@@ -320,13 +321,13 @@ class CheckpointWriter:
         pending_write.thread.start()
         _writers[files.real_path(self._folder)] = self
 
-    def _to_checkpoint_error(self, error: Exception, task: str, fix: str) -> CheckpointError:
-        """Return `error` if it is a CheckpointError, otherwise a CheckpointError "Cannot `task`: ... `fix`" with this
-        cause."""
+    def _to_checkpoint_error(self, error: Exception, task_description: str, fix: str) -> CheckpointError:
+        """Return `error` if it is a CheckpointError, otherwise a CheckpointError
+        "Cannot `task_description`: ... `fix`" with this cause."""
         if isinstance(error, CheckpointError):
             return error
         where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
         problem = str(error) or type(error).__name__  # MemoryError has no text
-        checkpoint_error = CheckpointError(f"Cannot {task}{where}: {problem}. {fix}")
+        checkpoint_error = CheckpointError(f"Cannot {task_description}{where}: {problem}. {fix}")
         checkpoint_error.__cause__ = error
         return checkpoint_error

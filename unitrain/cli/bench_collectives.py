@@ -76,8 +76,8 @@ def collectives(
     """Benchmark collectives on every backend and transport, one at a time.
 
     Without a launcher, the command starts a separate set of ranks on this host for each backend and transport. Under a
-    launcher, on any number of hosts, it uses the launched ranks, and initializes, one after the other, the backends
-    that are available on all hosts:
+    launcher, on any number of hosts, it uses the launched ranks, and initializes one backend at a time. Backends that
+    are not available on all hosts are skipped:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png

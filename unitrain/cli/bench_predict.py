@@ -67,7 +67,7 @@ _DEFAULT_RANKS_OF_METHODS = 8
 @click.option(
     "--ranks",
     metavar="N,...",
-    help=f"Numbers of ranks of the prediction. [default: {_DEFAULT_RANKS}; with --methods, the measured number, or 8]",
+    help=f"Numbers of ranks to predict. [default: {_DEFAULT_RANKS}; with --methods, the measured number, or 8]",
 )
 @click.option(
     "--ranks-per-host",

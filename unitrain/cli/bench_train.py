@@ -91,9 +91,9 @@ def train(
                 f"unitrain bench train starts ranks itself, but {rank_info.source} has started {rank_info.size}. "
                 "Run it without a launcher."
             )
-        from unitrain.bench.models import resolve
+        from unitrain.bench.models import resolve_target
 
-        function, default_steps = resolve(target)
+        function, default_steps = resolve_target(target)
         _check_target(target, function)
         selected: dict[str | None, dict[str, Any]] = {None: {}, **{text: _parse_setting(text) for text in settings}}
         if output is not None:

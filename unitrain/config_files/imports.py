@@ -70,9 +70,9 @@ def find_import_path(key: str, files: Sequence[ConfigFile], overrides: Sequence[
     return None
 
 
-def call_without_exit(location: str, task: str, function: Callable[[], Result]) -> Result:
+def call_without_exit(location: str, callee: str, function: Callable[[], Result]) -> Result:
     """Call `function` and return its result. Raises ExitError if `function` calls sys.exit. The message contains
-    `location` and `task`, a description of the call."""
+    `location` and `callee`, which describes what is called."""
     try:
         return function()
     except Preempted:
@@ -80,7 +80,7 @@ def call_without_exit(location: str, task: str, function: Callable[[], Result]) 
     except SystemExit as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ExitError(
-            f"{location}: {task} called sys.exit({error.code!r}) in {frame.filename}, line {frame.lineno}. Raise an "
+            f"{location}: {callee} called sys.exit({error.code!r}) in {frame.filename}, line {frame.lineno}. Raise an "
             'exception instead, or call sys.exit only below: if __name__ == "__main__":'
         ) from error
 

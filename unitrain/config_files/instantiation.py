@@ -90,9 +90,9 @@ def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
 def _check_type(parsed: ParsedConfig, name: str, value: Any, expected: type, description: str) -> None:
     """Raise ConfigError unless `value`, which the key `name` specifies, is an instance of `expected`."""
     if not isinstance(value, expected):
-        kind = "None" if value is None else f"an object of type {type(value).__name__}"
+        found = "None" if value is None else f"an object of type {type(value).__name__}"
         fix = f"Return {description} from this function"
-        raise parsed.error([name], f"{_describe(parsed, name)} returned {kind}, not {description}. {fix}.")
+        raise parsed.error([name], f"{_describe(parsed, name)} returned {found}, not {description}. {fix}.")
 
 
 def _describe(parsed: ParsedConfig, name: str) -> str:

@@ -324,8 +324,8 @@ def _create_parser(jsonargparse: Any) -> Any:
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A configuration file, like CONFIG.")
-    for name, kind, default, text in _KEYS:
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    for name, value_type, default, text in _KEYS:
+        parser.add_argument(f"--{name}", type=value_type, default=default, help=text)
     parser.add_class_arguments(TrainConfig, None)
     return parser
 

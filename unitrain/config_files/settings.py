@@ -37,14 +37,14 @@ def build_config(parsed: ParsedConfig) -> TrainConfig:
         try:
             settings[name] = parsed.instantiate(name)
         except ConfigError as error:
-            raise _located(parsed, name, error) from None
+            raise _error_with_location(parsed, name, error) from None
     try:
         return TrainConfig(**settings)
     except ConfigError as error:
         names = [word for word in re.findall(r"\w+", str(error)) if word in setting_names()]
         if not names:
             raise
-        raise _located(parsed, names[0], error) from None
+        raise _error_with_location(parsed, names[0], error) from None
 
 
 def check_values(parsed: ParsedConfig) -> None:
@@ -92,10 +92,10 @@ def _check(parsed: ParsedConfig, name: str, check: Callable[[], object]) -> None
     try:
         check()
     except ConfigError as error:
-        raise _located(parsed, name, error) from None
+        raise _error_with_location(parsed, name, error) from None
 
 
-def _located(parsed: ParsedConfig, name: str, error: ConfigError) -> ConfigError:
+def _error_with_location(parsed: ParsedConfig, name: str, error: ConfigError) -> ConfigError:
     return parsed.error([name], _use_file_notation(str(error)))
 
 

@@ -74,7 +74,7 @@ def _choose_rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
                 return str(candidate)
             suffix += 1
 
-    task = f"find a new folder for the run of '{folder}'"
-    free_folder = output_folder.run_on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
+    task_description = f"find a new folder for the run of '{folder}'"
+    free_folder = output_folder.run_on_rank_zero(backend, task_description, output_folder.CHECK_WRITABLE, find)
     new_folder: str = backend.broadcast_object(free_folder)
     return new_folder

@@ -75,13 +75,13 @@ def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
         # Copy the object instead of calling __init__, whose parameters may differ from the fields. Frozen dataclasses
         # reject setattr.
         clone = copy.copy(container)
-        put = object.__setattr__ if type(container).__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
+        set_field = object.__setattr__ if type(container).__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
         for name, part in parts.items():
-            put(clone, name, part)
+            set_field(clone, name, part)
         return clone
     if isinstance(container, tuple) and (names := getattr(container, "_fields", None)):
-        make: Any = type(container)
-        return make._make(function(f".{name}", part) for name, part in zip(names, container, strict=True))
+        tuple_type: Any = type(container)
+        return tuple_type._make(function(f".{name}", part) for name, part in zip(names, container, strict=True))
     if isinstance(container, (list, tuple)):
         return type(container)([function(f"[{index}]", part) for index, part in enumerate(container)])
     if isinstance(container, Mapping):

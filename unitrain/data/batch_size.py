@@ -80,8 +80,8 @@ def resolve_batch_sizes(
         if is_elastic and (fixed_batch_size or global_batch_size):
             batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
         else:
-            kind_of_ranks = "ranks" if logical_ranks is None else "logical ranks"
-            batch_sizes = derive_batch_sizes(size, **settings, kind_of_ranks=kind_of_ranks)
+            ranks_name = "ranks" if logical_ranks is None else "logical ranks"
+            batch_sizes = derive_batch_sizes(size, **settings, ranks_name=ranks_name)
         return batch_sizes._replace(batch_size=batch_size) if isinstance(data, DataLoader) else batch_sizes
 
     return call_on_all_ranks(communicator, derive)
@@ -100,8 +100,8 @@ def elastic_batch_sizes(
 
     `elastic_batch_size` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then set.
     The number of samples per rank and micro-batch is at most `batch_size`. If `batch_size` is None, the limit is that
-    number in the first attempt. With `full_batches_only`, every rank has exactly the limit in each micro-batch, so the
-    actual global batch size only approximates that of the first attempt.
+    number in the first attempt. With `full_batches_only`, every rank has exactly this number of samples in each
+    micro-batch, so the actual global batch size only approximates that of the first attempt.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:
@@ -129,9 +129,9 @@ def derive_batch_sizes(
     batch_size: int | None,
     gradient_accumulation_steps: int | None,
     global_batch_size: int | None,
-    kind_of_ranks: str = "ranks",
+    ranks_name: str = "ranks",
 ) -> BatchSizes:
-    """Return the batch sizes on `size` ranks. Error messages call the ranks `kind_of_ranks`, such as "logical ranks".
+    """Return the batch sizes on `size` ranks. Error messages call the ranks `ranks_name`, such as "logical ranks".
 
     Any two of `batch_size`, `gradient_accumulation_steps` and `global_batch_size` determine the third. If only
     `global_batch_size` is set, it is divided by the number of ranks; if only `batch_size` is set, gradients are not
@@ -146,15 +146,15 @@ def derive_batch_sizes(
             _raise_not_divisible(
                 global_batch_size,
                 micro_batches,
-                f"{size} {kind_of_ranks} x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
+                f"{size} {ranks_name} x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
             )
         return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
     if global_batch_size % (size * batch_size):
-        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} {kind_of_ranks} x batch_size {batch_size}")
+        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} {ranks_name} x batch_size {batch_size}")
     needed_accumulation = global_batch_size // (size * batch_size)
     if gradient_accumulation_steps not in (None, needed_accumulation):
         raise ConfigError(
-            f"TrainConfig.global_batch_size {global_batch_size} is not {size} {kind_of_ranks} x "
+            f"TrainConfig.global_batch_size {global_batch_size} is not {size} {ranks_name} x "
             f"batch_size {batch_size} x gradient_accumulation_steps {gradient_accumulation_steps}. Leave out "
             f"gradient_accumulation_steps, which is then {needed_accumulation}, or global_batch_size."
         )

@@ -257,7 +257,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._has_ended = False  # whether the stream has ended in this iteration
         self._items, self._load, self.collate = items, load_item, collate
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
+        self._rank, self._size, self._stream_kind, self._seed = rank, size, stream_kind, seed
         self._first_item_fingerprint: int | None = None
         # Epoch, start position, and whether a state is set, in shared memory, because persistent workers have copies of
         # this object.
@@ -274,7 +274,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         state = self._state if has_state else None
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._kind == "shared":
+        if self._stream_kind == "shared":
             seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
         else:
             seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank, worker)
@@ -285,10 +285,10 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         with generators:
             seed_epoch(stream, seed=seed, epoch=epoch)
             if state is not None:
-                snapshot = state.snapshots.get(0 if self._kind == "shared" else worker)
+                snapshot = state.snapshots.get(0 if self._stream_kind == "shared" else worker)
                 stream = stream if snapshot is None else load_snapshot(stream, snapshot)
         self._has_ended = False
-        if self._kind == "shared":
+        if self._stream_kind == "shared":
             batches = self._batches_of_shared_stream(stream, 0 if state is not None else start, worker, num_workers)
         else:
             batches = self._batches_of_own_stream(stream)
@@ -306,7 +306,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
             batch = self._collate(items)
             snapshot = None
             if self._is_stateful:
-                if self._kind == "shared" and self.collate is not default_collate:
+                if self._stream_kind == "shared" and self.collate is not default_collate:
                     # The items of other ranks, which are read before the snapshot, may overwrite the memory of the
                     # batch.
                     batch = batch._replace(batch=copy_batch(batch.batch))

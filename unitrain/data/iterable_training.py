@@ -56,9 +56,9 @@ class TrainingStream(TrainingData):
             None,
             {"uneven": uneven, "gradient_accumulation_steps": accumulation_setting(self._batch_sizes)},
         )
-        sizes_and_kinds = communicator.allgather_object((source.batch_size, source.is_stateful))
-        sizes: list[int | None] = [size for size, _ in sizes_and_kinds]
-        self._is_stateful = all(is_stateful for _, is_stateful in sizes_and_kinds)
+        source_properties = communicator.allgather_object((source.batch_size, source.is_stateful))
+        sizes: list[int | None] = [batch_size for batch_size, _ in source_properties]
+        self._is_stateful = all(is_stateful for _, is_stateful in source_properties)
         self._resume_state: Mapping[str, Any] | None = None
         self.batch_size = source.batch_size
         # Number of samples in one micro-batch, summed over ranks; None if unknown.
@@ -136,8 +136,8 @@ class TrainingStream(TrainingData):
         """Return the part of this rank's `state` that a checkpoint contains; see TrainingData."""
         if not (self._is_stateful and position):
             return None
-        kind, rank = self._source.stream_kind, self._communicator.rank
-        if kind == "shared":
+        stream_kind, rank = self._source.stream_kind, self._communicator.rank
+        if stream_kind == "shared":
             # In the last step of an epoch, a rank without a batch has an older state.
             if state is None or state.repeats or state.position != position:
                 return None
@@ -170,12 +170,12 @@ class TrainingStream(TrainingData):
         """Remove the state that `resume_from` stored, and return this rank's part of it; None if this rank must instead
         skip the items before `position`."""
         state, self._resume_state = self._resume_state, None
-        kind, expected = self._source.stream_kind, self._state_properties(epoch, position)
+        stream_kind, expected = self._source.stream_kind, self._state_properties(epoch, position)
         if not position or not self._is_stateful or state is None:
             return None
         if any(state.get(name) != value for name, value in expected.items()):
             return None
-        rank_state = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
+        rank_state = state["ranks"].get(self._communicator.rank if stream_kind == "own" else 0)
         return None if rank_state is None else StreamState.from_dict(rank_state)
 
     def close_and_check_epoch_end(self, position: int) -> bool:

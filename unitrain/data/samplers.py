@@ -60,11 +60,12 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 def is_random_sampler(sampler: Any) -> bool:
     """Return whether `sampler` is a RandomSampler of torch or of torchdata. The latter has its own class, which its
     StatefulDataLoader creates for shuffle=True."""
-    kind = type(sampler)
+    sampler_type = type(sampler)
     is_from_torchdata = (
-        kind.__module__.startswith("torchdata.stateful_dataloader.") and kind.__name__ == "RandomSampler"
+        sampler_type.__module__.startswith("torchdata.stateful_dataloader.")
+        and sampler_type.__name__ == "RandomSampler"
     )
-    return kind is RandomSampler or is_from_torchdata
+    return sampler_type is RandomSampler or is_from_torchdata
 
 
 class DrawnOrder(NamedTuple):

@@ -41,7 +41,7 @@ class ShardedLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Each loop over the loader is the next epoch. With the default arguments, every sample is in exactly one batch on one
+    Each loop over the loader is one epoch. With the default arguments, every sample is in exactly one batch on one
     rank. All ranks yield the same number of batches, for any length of the data. Multiply the mean loss of a batch by
     `loss_weight`, so that the gradient averaged over ranks is the gradient of the mean loss over the samples of all
     ranks. A rank without samples for a batch yields a dummy batch with loss weight 0, which `sync_batch_norm` layers

@@ -52,9 +52,9 @@ class TrainingShard(TrainingData):
         self._class_name, self._seed, self._uneven = settings.class_name, settings.seed, settings.uneven
         self._communicator = communicator
         self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
-        # Number of ranks or, with logical ranks, of logical ranks, among which the data is divided.
+        # Number of ranks, or of logical ranks if they are set, among which the data is divided.
         self._num_shards = settings.logical_ranks or communicator.size
-        self._kind_of_ranks = "ranks" if settings.logical_ranks is None else "logical ranks"  # for error messages
+        self._ranks_name = "ranks" if settings.logical_ranks is None else "logical ranks"  # for error messages
         self._interleaves_logical_ranks = settings.interleaves_logical_ranks
         self._batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._source = source = open_source(
@@ -90,7 +90,7 @@ class TrainingShard(TrainingData):
                 fix = f"Use logical_ranks={source.length}" if is_logical else f"Start at most {source.length} ranks"
                 raise DataError(
                     f"The training data has {source.length} samples, fewer than the {self._num_shards} "
-                    f"{self._kind_of_ranks}. {fix}, or use more data."
+                    f"{self._ranks_name}. {fix}, or use more data."
                 )
             self._find_epoch_end(source.length)
         self._epoch_end = 0
@@ -289,7 +289,7 @@ class TrainingShard(TrainingData):
         if length < step_samples:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {step_samples} "
-                f"({self._num_shards} {self._kind_of_ranks} x batch_size {self.batch_size} x "
+                f"({self._num_shards} {self._ranks_name} x batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
                 "and drop_last=True drops an incomplete global batch. Use drop_last=False, or a smaller batch_size."
             )
@@ -305,7 +305,7 @@ class TrainingShard(TrainingData):
             weight = format_call(self._class_name, "uneven='weight'")
             raise DataError(
                 f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._num_shards} "
-                f"{self._kind_of_ranks} x gradient_accumulation_steps {self._gradient_accumulation_steps}), and "
+                f"{self._ranks_name} x gradient_accumulation_steps {self._gradient_accumulation_steps}), and "
                 f"{self._class_name}.uneven='drop' drops incomplete steps. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]

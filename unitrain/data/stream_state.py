@@ -173,7 +173,7 @@ def _do_nothing() -> None:
 
 
 def _starts_at_the_beginning(items: Any) -> bool:
-    return any(kind.__module__.startswith(_MODULES_THAT_START_AT_THE_BEGINNING) for kind in type(items).__mro__)
+    return any(base.__module__.startswith(_MODULES_THAT_START_AT_THE_BEGINNING) for base in type(items).__mro__)
 
 
 def _copy_state(items: Any) -> Any:
@@ -202,25 +202,25 @@ def _copy_parts(value: Any, copied: dict[int, Any]) -> Any:
     `copied` maps the IDs of the objects that are already copied to their copies. A deep copy would duplicate a dataset
     in memory, and would fail for a part such as an open file.
     """
-    kind: Any = type(value)
-    if kind in _IMMUTABLE_TYPES or _is_data(value):
+    value_type: Any = type(value)
+    if value_type in _IMMUTABLE_TYPES or _is_data(value):
         return value
     if id(value) in copied:
         return copied[id(value)]
     result: Any
-    if kind is tuple:
+    if value_type is tuple:
         parts = [_copy_parts(part, copied) for part in value]
         result = value if all(map(operator.is_, parts, value)) else tuple(parts)
-    elif kind is list:
+    elif value_type is list:
         result = copied[id(value)] = []
         result.extend(_copy_parts(part, copied) for part in value)
-    elif kind is dict:
+    elif value_type is dict:
         result = copied[id(value)] = {}
         result.update((key, _copy_parts(part, copied)) for key, part in value.items())
-    elif kind is MethodType:
+    elif value_type is MethodType:
         result = MethodType(value.__func__, _copy_parts(value.__self__, copied))
-    elif _has_plain_attributes(kind):
-        result = copied[id(value)] = kind.__new__(kind)
+    elif _has_plain_attributes(value_type):
+        result = copied[id(value)] = value_type.__new__(value_type)
         vars(result).update((name, _copy_parts(part, copied)) for name, part in vars(value).items())
     else:
         memo = dict(copied)
@@ -246,15 +246,16 @@ def _is_data(value: Any) -> bool:
     return isinstance(size, int) and size > _MAX_STATE_BYTES
 
 
-def _has_plain_attributes(kind: Any) -> bool:
-    """Return whether objects of class `kind` consist of the attributes in their `__dict__`."""
+def _has_plain_attributes(value_type: Any) -> bool:
+    """Return whether objects of class `value_type` consist of the attributes in their `__dict__`."""
     return (
-        kind.__dictoffset__ != 0
-        and kind.__new__ is object.__new__
-        and not any(vars(base).get("__slots__") for base in kind.__mro__)
-        and not any(hasattr(kind, name) for name in ("__copy__", "__deepcopy__", "__setstate__"))
+        value_type.__dictoffset__ != 0
+        and value_type.__new__ is object.__new__
+        and not any(vars(base).get("__slots__") for base in value_type.__mro__)
+        and not any(hasattr(value_type, name) for name in ("__copy__", "__deepcopy__", "__setstate__"))
         and all(
-            getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__", "__getstate__")
+            getattr(value_type, name) is getattr(object, name)
+            for name in ("__reduce__", "__reduce_ex__", "__getstate__")
         )
     )
 
