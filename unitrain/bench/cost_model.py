@@ -232,29 +232,29 @@ def _mask_of_consistent_points(relative: np.ndarray[Any, Any]) -> np.ndarray[Any
     network. The candidates pass through two points, or through one point with alpha = 0. The best candidate has the
     smallest sum of absolute logarithmic errors. The mask contains all points if the best candidate agrees with at most
     two."""
-    everything = np.ones(len(relative), dtype=bool)
+    all_points = np.ones(len(relative), dtype=bool)
     if not relative.all():  # the allreduces of one rank cost nothing
-        return everything
+        return all_points
     networks = [np.array([0.0, 1 / beta]) for beta in relative[:, 1]]
     for pair in combinations(relative, 2):
         with suppress(np.linalg.LinAlgError):
             networks.append(np.linalg.solve(np.array(pair), np.ones(2)))
     errors = [np.abs(np.log(relative @ network)) for network in networks if (network >= 0).all()]
     consistent = min(errors, key=lambda error: float(error.sum())) <= math.log(_MAX_DEVIATION)
-    return consistent if consistent.sum() > 2 else everything
+    return consistent if consistent.sum() > 2 else all_points
 
 
 def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:
     """Return the two-element x >= 0 that minimizes |columns x - 1|."""
     ones = np.ones(len(columns))
-    both = np.linalg.lstsq(columns, ones, rcond=None)[0]
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
+    unconstrained = np.linalg.lstsq(columns, ones, rcond=None)[0]
+    if (unconstrained >= 0).all():
+        return float(unconstrained[0]), float(unconstrained[1])
     candidates = []
     for index in (0, 1):
-        only = columns[:, index]
+        column = columns[:, index]
         x = np.zeros(2)
-        x[index] = max(0.0, only @ ones / (only @ only))
+        x[index] = max(0.0, column @ ones / (column @ column))
         candidates.append(x)
     best = min(candidates, key=lambda x: float(((columns @ x - ones) ** 2).sum()))
     return float(best[0]), float(best[1])

@@ -161,9 +161,9 @@ def _waiting_seconds(config: LocalSGDConfig, step_seconds: float, transfer_secon
     Each transfer overlaps with `config.overlap_steps` steps, and all transfers of an interval overlap with its steps.
     If a transfer starts before the previous one is complete, it also waits for the previous one.
     """
-    of_each = config.fragments * max(0.0, transfer_seconds - config.overlap_steps * step_seconds)
-    of_all = config.fragments * transfer_seconds - config.steps * step_seconds
-    return max(of_each, of_all)
+    waiting_for_each_transfer = config.fragments * max(0.0, transfer_seconds - config.overlap_steps * step_seconds)
+    waiting_for_all_transfers = config.fragments * transfer_seconds - config.steps * step_seconds
+    return max(waiting_for_each_transfer, waiting_for_all_transfers)
 
 
 def _predict_hosts(

@@ -84,8 +84,8 @@ class SmallGPT(nn.Module):
         """Return the logits, computed with causal attention."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
-        later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        scores: Tensor = self.scores(self.layers(hidden, mask=later, is_causal=True))
+        causal_mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        scores: Tensor = self.scores(self.layers(hidden, mask=causal_mask, is_causal=True))
         return scores
 
 

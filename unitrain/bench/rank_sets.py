@@ -63,24 +63,24 @@ class SuspendableRanks(RankSet):
             self.info = results[0][1]
             self._pids = [pid for pid, _ in results]
         finally:
-            self._signal(signal.SIGSTOP)
+            self._send_signal(signal.SIGSTOP)
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        self._signal(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self._send_signal(signal.SIGSTOP)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._group.run(function, *args, timeout_seconds=TURN_TIMEOUT_SECONDS)
 
     def resume(self) -> None:
         """Resume the ranks permanently, so that they can be terminated."""
-        self._signal(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
 
-    def _signal(self, signum: signal.Signals) -> None:
+    def _send_signal(self, signum: signal.Signals) -> None:
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -129,11 +129,11 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
     SIGHUP.
     """
     with ExitStack() as stack:
-        # Exit after the cleanup, as after Ctrl-C; otherwise, suspended ranks would outlive this process.
+        # Raise SystemExit, so that the ranks are terminated. Otherwise, suspended ranks would outlive this process.
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            if (before := signal.getsignal(signum)) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            if (previous_handler := signal.getsignal(signum)) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
-                stack.callback(signal.signal, signum, before)
+                stack.callback(signal.signal, signum, previous_handler)
         rank_sets: list[RankSet] = []
         for spec in specs:
             group = stack.enter_context(

@@ -26,8 +26,8 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result of `kind`, or of any kind for None, from a file. Raises ReportError if the file contains no such
-    result."""
+    """Read a result from a file. Raises ReportError if the file contains no valid result, or if its kind differs from
+    `kind`, unless `kind` is None."""
     remedy = f"Create one with: unitrain bench {kind or 'train'} --json {path}"
     try:
         result: Any = json.loads(read_regular_file(path, _MAX_BYTES))

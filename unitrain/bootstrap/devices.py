@@ -79,16 +79,16 @@ def check_gpus_differ(host_and_gpu_by_rank: Sequence[Sequence[str | None]]) -> N
     `host_and_gpu_by_rank` contains the host and the GPU's UUID for each rank; the UUID is None for a rank that is not
     checked. Hosts may be containers on one machine, so only the UUIDs are compared.
     """
-    ranks: dict[str, list[str]] = {}
-    hosts: dict[str, str | None] = {}
+    ranks_by_gpu: dict[str, list[str]] = {}
+    host_by_gpu: dict[str, str | None] = {}
     for rank, (host, gpu) in enumerate(host_and_gpu_by_rank):
         if gpu is not None:
-            ranks.setdefault(gpu, []).append(str(rank))
-            hosts.setdefault(gpu, host)
-    for gpu, sharing_ranks in ranks.items():
+            ranks_by_gpu.setdefault(gpu, []).append(str(rank))
+            host_by_gpu.setdefault(gpu, host)
+    for gpu, sharing_ranks in ranks_by_gpu.items():
         if len(sharing_ranks) > 1:
             raise ConfigError(
-                f"Ranks {', '.join(sharing_ranks)} on host {hosts[gpu]!r} use the same GPU, {gpu}. "
+                f"Ranks {', '.join(sharing_ranks)} on host {host_by_gpu[gpu]!r} use the same GPU, {gpu}. "
                 "Start one rank per GPU, or use device='cpu'."
             )
 

@@ -42,8 +42,8 @@ def interfaces() -> dict[str, str]:
 def interface_with_address(address: str) -> str | None:
     """Return the name of the interface with `address`, or None if there is none. Any loopback address belongs to the
     loopback interface."""
-    for name, own in interfaces().items():
-        if own == address or (is_loopback(own) and is_loopback(address)):
+    for name, interface_address in interfaces().items():
+        if interface_address == address or (is_loopback(interface_address) and is_loopback(address)):
             return name
     return None
 

@@ -85,7 +85,7 @@ class Rendezvous:
         if (mismatch := _find_size_mismatch(self._posted_lines(key))) is not None:
             raise LauncherMismatchError(mismatch)
         if missing_ranks := self._missing_ranks(posted):
-            names = _name_ranks(missing_ranks)
+            names = _format_ranks(missing_ranks)
             signature_text, cause_text = "", f"{likely_timeout_cause} " if likely_timeout_cause else ""
             if self.messages.has_rejected_lines(_posted_values_key(key)):
                 signature_text = (
@@ -154,7 +154,7 @@ class Rendezvous:
         # Read the exits before the posted values: a rank that has exited has already posted all its values.
         missing_ranks = set(map(int, lines)) & set(self._missing_ranks(_values_by_rank(self._posted_lines(key))))
         if missing_ranks:
-            names = _name_ranks(sorted(missing_ranks))
+            names = _format_ranks(sorted(missing_ranks))
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks failed: {names} exited with status 0 "
                 f"{'before' if key == _POSITIONS else 'during'} unitrain.init(). Call unitrain.init() on every rank "
@@ -217,7 +217,7 @@ def _open_exits(store: Store, attempt: str) -> MessageStore:
     return MessageStore(PrefixStore(f"unitrain/{attempt}", store), "exits")
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 

@@ -91,18 +91,18 @@ def call_with_limit(function: Callable[[], _ResultT], timeout_seconds: float) ->
     `timeout_seconds`; the call then remains blocked in another thread.
     """
     result: Future[_ResultT] = Future()
-    threading.Thread(target=_complete, args=(result, function), name="unitrain store", daemon=True).start()
+    threading.Thread(target=_complete_future, args=(result, function), name="unitrain store", daemon=True).start()
     return _wait_for_result(result, timeout_seconds)
 
 
 def _process_requests(requests: _Requests) -> None:
     while (request := requests.get()) is not None:
         function, result = request
-        _complete(result, function)
+        _complete_future(result, function)
         del request, function, result
 
 
-def _complete(result: Future[_ResultT], function: Callable[[], _ResultT]) -> None:
+def _complete_future(result: Future[_ResultT], function: Callable[[], _ResultT]) -> None:
     try:
         result.set_result(function())
     except BaseException as error:

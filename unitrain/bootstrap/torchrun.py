@@ -201,8 +201,8 @@ def _static_endpoint(options: Namespace, default_port: int) -> str:
     except ValueError as error:
         sys.exit(f"unitrain: {error} {fix}")
     if not port and default_port:
-        given = f"--rdzv-endpoint {options.rdzv_endpoint}"
-        sys.exit(f"unitrain: {given} selects a free port, which other hosts cannot know. {fix}")
+        option = f"--rdzv-endpoint {options.rdzv_endpoint}"
+        sys.exit(f"unitrain: {option} selects a free port, which other hosts cannot know. {fix}")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

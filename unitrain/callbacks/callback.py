@@ -150,7 +150,7 @@ class Callbacks:
 
     @contextmanager
     def call_at_fit_end(self, trainer: RunningTrainer) -> Iterator[None]:
-        """Context manager that calls `on_fit_end` at its end.
+        """Context manager that calls `on_fit_end` on exit.
 
         If the block raises an exception, this exception is raised even if a hook fails. The exception of the hook is
         then logged.

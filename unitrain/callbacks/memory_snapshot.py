@@ -70,7 +70,7 @@ class MemorySnapshot(Callback):
             self._write(trainer)
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
-        """Write the snapshot if `fit` ended before all steps were recorded, also after an exception."""
+        """Write the snapshot if `fit` ended before all steps were recorded, even after an exception."""
         self._write(trainer)
 
     def _start(self) -> None:

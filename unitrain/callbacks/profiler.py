@@ -68,7 +68,7 @@ class Profiler(Callback):
                 self._profile.step()
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
-        """Write the trace if `fit` ended before all steps were recorded, also after an exception."""
+        """Write the trace if `fit` ended before all steps were recorded, even after an exception."""
         if self._profile is not None:
             self._stop(trainer)
 

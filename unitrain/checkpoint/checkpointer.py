@@ -63,11 +63,11 @@ class CheckpointContents:
 class Checkpointer:
     """Saves and loads the checkpoints of a run. All ranks must call every method, except those that do not communicate.
 
-    Only rank 0 accesses the files, but all ranks access those of sharded checkpoints. The Checkpointer manages the
-    output folder: its lock, the background writer, and the retention of checkpoints. Without an output folder, nothing
-    is saved. `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint has
-    been written to disk. The methods that communicate raise CheckpointError on every rank if a file access fails,
-    except for checkpoints in memory, where a failure is logged.
+    Only rank 0 accesses the files, except those of sharded checkpoints, which all ranks access. The Checkpointer
+    manages the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
+    folder, nothing is saved. `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a
+    checkpoint has been written to disk. The methods that communicate raise CheckpointError on every rank if a file
+    access fails, except for checkpoints in memory, where a failure is logged.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Checkpointer:
 
     @contextmanager
     def release_folder_at_end(self) -> Iterator[None]:
-        """Context manager that releases the lock at its end or, if a checkpoint is still being written, later in a
+        """Context manager that releases the lock on exit or, if a checkpoint is still being written, later in a
         thread. Does not communicate.
         """
         try:

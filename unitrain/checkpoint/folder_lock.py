@@ -60,7 +60,7 @@ class FolderLock:
         _close_in_forks()
         end = time.monotonic() + timeout_seconds
         while not self._try_acquire():
-            now, holder = time.monotonic(), _read(self._path)
+            now, holder = time.monotonic(), _read_holder(self._path)
             if self._deadline is None:
                 is_same_job = holder.get("job") is not None and holder.get("job") == environment.job_description()
                 self._deadline = now + (_SAME_JOB_TIMEOUT_SECONDS if is_same_job else _OTHER_JOB_TIMEOUT_SECONDS)
@@ -185,7 +185,7 @@ def _describe_this_job() -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_holder(path: Path) -> dict[str, Any]:
     """Return the description that the holder has written, or an empty dictionary if it is missing or unreadable."""
     try:
         read = json.loads(read_regular_file(path, _MAX_BYTES))

@@ -43,8 +43,8 @@ class MemoryCheckpoints:
 
         Return None if the run keeps no checkpoints in memory, if the launcher does not restart its job on this host, if
         /dev/shm is not usable (with a warning), or if ranks on several hosts, which do not share memory, would write
-        portions of the same checkpoint (`is_sharded`). In the first attempt of the job, the folder contains at most the
-        checkpoints of earlier runs in this job.
+        portions of the same checkpoint (`is_sharded`). In the first attempt of the job, the folder is empty, unless an
+        earlier Trainer of this job had the same output folder.
         """
         root = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None:

@@ -77,24 +77,27 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     Values of other types are copied by saving and loading them with `torch.load(..., weights_only=True)`, so that later
     changes do not affect the result. Raises a CheckpointError that names the first value that cannot be loaded.
     """
-    return {name: _plain(value, name) for name, value in state.items()}
+    return {name: _to_plain_value(value, name) for name, value in state.items()}
 
 
-def _plain(value: Any, path: str) -> Any:
+def _to_plain_value(value: Any, path: str) -> Any:
     value_type = type(value)
     if value_type in _PLAIN or (value_type is Tensor and not vars(value)):
         return value
     if value_type in _MAPPINGS:
         # Pass a dict, because Counter would count the elements of a list of pairs.
         return value_type(
-            {_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()}
+            {
+                _to_plain_value(key, f"{path}.keys()"): _to_plain_value(inner, f"{path}[{key!r}]")
+                for key, inner in value.items()
+            }
         )
     if value_type in (list, tuple):
-        return value_type(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
+        return value_type(_to_plain_value(inner, f"{path}[{index}]") for index, inner in enumerate(value))
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         element = value.item()
         if type(element) is not value_type:  # a long double has no equivalent in Python
-            return _plain(element, path)
+            return _to_plain_value(element, path)
     loaded = _save_and_load(value, path)
     # Subclasses of Tensor are not replaced by their copy, because they may share memory with other tensors.
     return value if isinstance(value, Tensor) else loaded

@@ -277,7 +277,7 @@ class StoredTensors:
 
 
 class _OpenFiles:
-    """Context manager that opens each file at most once, and closes all of them at its end."""
+    """Context manager that opens each file at most once, and closes all files on exit."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, dict[str, BinaryIO]()

@@ -30,7 +30,7 @@ from unitrain.errors import CheckpointError
 
 # Maximum time for which a rank waits for a lock or a writer before it takes part in the next collective.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
-# Time until the first warning about a wait for a checkpoint, which doubles after each warning.
+# Time until the first warning about a wait for a checkpoint. The time doubles after each warning.
 _WARN_AFTER_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)

@@ -95,10 +95,10 @@ def verify(folder: Path) -> None:
             f"There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its checkpoints."
         )
     checkpoints = checkpoints or [folder]
-    damages = {path: files.find_corruption(path) for path in checkpoints}
-    for path, damage in damages.items():
+    damage_by_path = {path: files.find_corruption(path) for path in checkpoints}
+    for path, damage in damage_by_path.items():
         click.echo(f"{path.name}  {'valid' if damage is None else f'DAMAGED: {damage}'}")
-    damaged = sum(damage is not None for damage in damages.values())
+    damaged = sum(damage is not None for damage in damage_by_path.values())
     if damaged:
         raise CheckpointError(
             f"Damaged checkpoints: {damaged} of {len(checkpoints)}. Remove them, or restore their files: a run "

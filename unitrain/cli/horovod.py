@@ -127,8 +127,8 @@ def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached:
         click.echo(f"  unset {name}")
     steps = [*([] if is_cached else plan.build_steps), *plan.install_steps]
     for number, step in enumerate(steps, 1):
-        unless = " (not needed: it exists)" if step.completion_marker and Path(step.completion_marker).exists() else ""
-        click.echo(f"\n{number}. {step.name}: {step.description}{unless}")
+        note = " (not needed: it exists)" if step.completion_marker and Path(step.completion_marker).exists() else ""
+        click.echo(f"\n{number}. {step.name}: {step.description}{note}")
         if step.argv:
             click.echo(f"   $ {shlex.join(step.argv)}")
         if step.name == "patch":

@@ -266,7 +266,7 @@ def keys_help() -> str:
 
 
 def module_folders(files: Iterable[ConfigFile]) -> list[str]:
-    """Return the folders to search for modules: those of the key python_path, or else the folder of each file.
+    """Return the folders to search for modules: the value of the key python_path, or else the folder of each file.
 
     The folders are relative to the working directory if they are inside it. The working directory is omitted.
     """

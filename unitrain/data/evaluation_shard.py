@@ -206,8 +206,10 @@ class EvaluationShard:
                 position += items
 
     def batches_without_drops(self) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield (batch, info), also for batches without samples. Raises DataError, on this rank only, if the collate_fn
-        dropped a sample."""
+        """Yield (batch, info), including batches without samples.
+
+        Raises DataError, on this rank only, if the collate_fn dropped a sample.
+        """
         with closing(self._counted_batches()) as batches:
             position = self.first_sample or 0
             for items, samples, batch, _ in batches:

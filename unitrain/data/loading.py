@@ -427,7 +427,8 @@ def _looks_like_batch(item: Any) -> bool:
 
 
 def open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:
-    """Return an IndexedSource of `data` with these settings. All ranks call it, and raise the error of any rank."""
+    """Return an IndexedSource of `data` with these settings. All ranks call it. An error of one rank is raised on every
+    rank."""
     pin_memory = communicator.device.type == "cuda"
     return call_on_all_ranks(communicator, lambda: IndexedSource(data, pin_memory=pin_memory, **settings))
 

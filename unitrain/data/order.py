@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Return the indices of the samples of one epoch, of all ranks together, int64 [length].
+    """Return the order of the samples of all ranks in one epoch, as indices, int64 [length].
 
     torch's DistributedSampler yields the same order with the same `seed` after `set_epoch(epoch)`, so a script that
     used a DistributedSampler trains on the same batches, except for the samples that DistributedSampler repeats or
