@@ -24,7 +24,8 @@ def show(report: Mapping[str, Any]) -> None:
     transports = ", ".join(
         name if version == "yes" else f"{name} {version}" for name, version in first["transports"].items()
     )
-    console.print(f"Python {first['python']}, unitrain {first['unitrain']}; ddp has {transports}.", markup=False)
+    versions = f"Python {first['python']}, unitrain {first['unitrain']}"
+    console.print(f"{versions}; transports of ddp: {transports}.", markup=False)
     launchers = ", ".join(name for name in first["programs"] if name != "ssh")
     console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
 
@@ -42,7 +43,7 @@ def show(report: Mapping[str, Any]) -> None:
     for rank, facts in enumerate(facts_by_rank):
         hosts.setdefault(facts["host"], []).append(rank)
     for host, host_ranks in hosts.items():
-        table.add_row(*map(escape, _row(host, host_ranks, report["ranks"])))
+        table.add_row(*map(escape, _create_host_row(host, host_ranks, report["ranks"])))
     console.print(table)
 
     for finding in report["findings"]:
@@ -56,14 +57,14 @@ def show(report: Mapping[str, Any]) -> None:
         console.print("No problems found.", style="bold green")
 
 
-def _row(host: str, host_ranks: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+def _create_host_row(host: str, host_ranks: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     facts, checks = ranks[host_ranks[0]]["facts"], ranks[host_ranks[0]]["peer_checks"]
     address = (
         checks["address"]
         if checks
         else next((address for name, address in facts["interfaces"].items() if name != "lo"), "")
     )
-    interface = next((name for name, own in facts["interfaces"].items() if own == address), "")
+    interface = next((name for name, own_address in facts["interfaces"].items() if own_address == address), "")
     gpus: dict[str, int] = {}
     for gpu in facts["gpus"]:
         gpus[gpu["name"]] = gpus.get(gpu["name"], 0) + 1

@@ -100,7 +100,8 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
             exit_code = process.wait(launch_timeout_seconds)
         except subprocess.TimeoutExpired as expired:
             raise ExaminationError(
-                f"The launch did not finish within {launch_timeout_seconds:g} s. Allow more with --timeout-seconds."
+                f"The launch did not finish within {launch_timeout_seconds:g} s. "
+                "Allow more time with --timeout-seconds."
             ) from expired
         finally:
             terminate_processes(process, f"{_LAUNCH_ID_VARIABLE}={variables[_LAUNCH_ID_VARIABLE]}".encode())

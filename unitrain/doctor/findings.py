@@ -102,7 +102,11 @@ def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
             fix="unitrain horovod build",
         )
     builds = _group_by_value(
-        [(one.host, (one.horovod["version"], *one.horovod["cpu_operations"])) for one in installed if one.horovod]
+        [
+            (facts.host, (facts.horovod["version"], *facts.horovod["cpu_operations"]))
+            for facts in installed
+            if facts.horovod
+        ]
     )
     if len(builds) > 1:
         builds_text = "; ".join(f"{', '.join(build)} on {', '.join(names)}" for build, names in builds.items())
@@ -115,7 +119,7 @@ def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 def _check_gpus(reports: Sequence[RankReport]) -> Iterator[Finding]:
     for facts in _first_facts_per_host(reports):
-        on_host = [report.facts for report in reports if report.facts.host == facts.host]
+        facts_on_host = [report.facts for report in reports if report.facts.host == facts.host]
         if facts.nvidia_driver and facts.torch_cuda is None:
             yield Finding(
                 level="error",
@@ -132,17 +136,22 @@ def _check_gpus(reports: Sequence[RankReport]) -> Iterator[Finding]:
             yield Finding(
                 level="error", what=f"{facts.host} has an NVIDIA driver, but torch sees no GPU{why}.", fix=fix
             )
-        chosen = [
-            (rank.rank, rank.gpus[min(rank.local_rank, len(rank.gpus) - 1) if len(rank.gpus) > 1 else 0].uuid)
-            for rank in on_host
-            if rank.gpus
+        ranks_and_gpus = [
+            (
+                rank_facts.rank,
+                rank_facts.gpus[
+                    min(rank_facts.local_rank, len(rank_facts.gpus) - 1) if len(rank_facts.gpus) > 1 else 0
+                ].uuid,
+            )
+            for rank_facts in facts_on_host
+            if rank_facts.gpus
         ]
-        for gpu, ranks in _group_by_value(chosen).items():
+        for gpu, ranks in _group_by_value(ranks_and_gpus).items():
             if len(ranks) > 1:
                 yield Finding(
                     level="error",
                     what=f"{_format_ranks(ranks).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
-                    fix=f"start one rank per GPU on that host, {len(_group_by_value(chosen))} in all, or pass "
+                    fix=f"start one rank per GPU on that host, {len(_group_by_value(ranks_and_gpus))} in all, or pass "
                     "device='cpu' to unitrain.init",
                 )
 
@@ -153,23 +162,24 @@ def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
         facts = report.facts
         if facts.local_rank != 0:
             continue
-        own = report.peer_checks.address if report.peer_checks else next(iter(facts.interfaces.values()), "ADDRESS")
-        loops = [address for address in facts.name_addresses if address.startswith("127.")]
-        line = f'echo "{own} {facts.host}" | sudo tee -a /etc/hosts'
+        interface_address = next(iter(facts.interfaces.values()), "ADDRESS")
+        own_address = report.peer_checks.address if report.peer_checks else interface_address
+        loopback_addresses = [address for address in facts.name_addresses if address.startswith("127.")]
+        add_name_command = f'echo "{own_address} {facts.host}" | sudo tee -a /etc/hosts'
         if not facts.name_addresses:
             yield Finding(
                 level="warning",
                 what=f"The name {facts.host} does not resolve on {facts.host} itself. unitrain does not need the name, "
                 "but Horovod, torchrun and MPI need it when they are launched without unitrain.",
-                fix=line,
+                fix=add_name_command,
             )
-        elif loops and has_several_hosts:
+        elif loopback_addresses and has_several_hosts:
             yield Finding(
                 level="warning",
-                what=f"The name {facts.host} resolves to {loops[0]} on that host. unitrain uses the address of the "
-                "route to the other hosts, but Horovod and torchrun without unitrain use this address, which is not "
-                "reachable from other hosts.",
-                fix=f"sudo sed -i '/^{loops[0]}.*{facts.host}/d' /etc/hosts; {line}",
+                what=f"The name {facts.host} resolves to {loopback_addresses[0]} on that host. unitrain uses the "
+                "address of the route to the other hosts, but Horovod and torchrun without unitrain use this address, "
+                "which is not reachable from other hosts.",
+                fix=f"sudo sed -i '/^{loopback_addresses[0]}.*{facts.host}/d' /etc/hosts; {add_name_command}",
             )
     machines_by_host = _group_by_value(
         [(facts.machine, facts.host) for facts in _first_facts_per_host(reports) if facts.machine]
@@ -277,10 +287,10 @@ def _check_limits(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _check_cores(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    for host, on_host in _group_by_value([(report.facts, report.facts.host) for report in reports]).items():
-        cores, count = len({core for facts in on_host for core in facts.cores}), len(on_host)
-        threads = on_host[0].variables.get("OMP_NUM_THREADS", "")
-        if any(facts.gpus for facts in on_host):
+    for host, facts_on_host in _group_by_value([(report.facts, report.facts.host) for report in reports]).items():
+        cores, count = len({core for facts in facts_on_host for core in facts.cores}), len(facts_on_host)
+        threads = facts_on_host[0].variables.get("OMP_NUM_THREADS", "")
+        if any(facts.gpus for facts in facts_on_host):
             continue
         shared = f"{cores} {'core' if cores == 1 else 'cores'} on {host}"
         if count > cores:
@@ -326,13 +336,14 @@ def _check_open_ports(reports: Sequence[RankReport]) -> Iterator[Finding]:
     facts = reports[0].facts
     if len({report.facts.host for report in reports}) == 1:
         return
-    over_horovodrun = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in facts.variables
-    services = "torch's TCPStore" + (" and Horovod's rendezvous server" if over_horovodrun else "")
+    uses_horovodrun = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in facts.variables
+    services = "torch's TCPStore" + (" and Horovod's rendezvous server" if uses_horovodrun else "")
     yield Finding(
         level="note",
         what=f"{services} on {facts.host} and the data connections of all hosts have no authentication. Any program "
         "that can reach their ports can end or join the job.",
-        fix=f"Use a private network, or a firewall that accepts connections only from {_addresses(reports)}.",
+        fix="Use a private network, or a firewall that accepts connections only from "
+        f"{_format_host_addresses(reports)}.",
     )
     if facts.launcher == "mpirun" and not any(name.startswith("OMPI_MCA_oob_tcp_if_") for name in facts.variables):
         yield Finding(
@@ -356,14 +367,14 @@ def _check_metrics_endpoint(reports: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
-def _addresses(reports: Sequence[RankReport]) -> str:
-    """Return the addresses of the hosts."""
+def _format_host_addresses(reports: Sequence[RankReport]) -> str:
+    """Return the addresses of the hosts, separated by commas."""
     return ", ".join(dict.fromkeys(report.peer_checks.address for report in reports if report.peer_checks))
 
 
 def _interface_between_hosts(report: RankReport) -> str:
     address = report.peer_checks.address if report.peer_checks else None
-    return next((name for name, own in report.facts.interfaces.items() if own == address), "NAME")
+    return next((name for name, own_address in report.facts.interfaces.items() if own_address == address), "NAME")
 
 
 _CHECKS: tuple[Callable[[Sequence[RankReport]], Iterator[Finding]], ...] = (

@@ -80,10 +80,10 @@ def _connect_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
             if is_first_on_host and port and rank != own_rank
         ]
         failed: dict[str, str] = {}
-        # Connect concurrently: one after another, attempts to unreachable hosts could exceed the timeout of the
-        # rendezvous.
+        # Connect concurrently, because sequential attempts to connect to unreachable hosts could exceed the timeout of
+        # the rendezvous.
         with ThreadPoolExecutor(_MAX_CONCURRENT_CONNECTIONS) as pool:
-            errors = pool.map(lambda listener: _try_connection(*listener[1:]), others)
+            errors = pool.map(lambda other: _try_connection(*other[1:]), others)
             for (host, peer_address, port), error in zip(others, errors, strict=True):
                 if error is not None:
                     failed[host] = f"{peer_address}:{port}: {error}"

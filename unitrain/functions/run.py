@@ -56,11 +56,11 @@ def run(
     without an `if __name__ == "__main__"` guard. The function, its arguments, all referenced objects and the results
     are transferred by pickling. The output of the ranks is printed line by line.
 
-    Raises RankFailedError if a rank fails. The error contains the traceback of the first failed rank; the exception of
-    this rank is its cause. If no rank raised an exception, the error contains the last lines of output. Raises
-    TimeoutError after `timeout_seconds`, ConfigError for invalid arguments, and FunctionError for a function or
-    arguments that cannot be pickled; a result that cannot be pickled is a failure of its rank. The ranks and their
-    child processes are terminated when the call returns or is interrupted.
+    Raises RankFailedError if a rank fails. The error contains the traceback of the first failed rank, and its
+    `__cause__` is the exception of this rank. If no rank raised an exception, the error contains the last lines of
+    output. Raises TimeoutError after `timeout_seconds`, ConfigError for invalid arguments, and FunctionError for a
+    function or arguments that cannot be pickled; a result that cannot be pickled is a failure of its rank. The ranks
+    and their child processes are terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
     if rank_info.launcher not in _AMBIGUOUS_LAUNCHERS:
@@ -140,7 +140,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
     marker = f"{_MARKER_VARIABLE}={command.environment[_MARKER_VARIABLE]}".encode()
     read_event, timeout_event, killed_event = threading.Event(), threading.Event(), threading.Event()
 
-    def enforce_timeout() -> None:
+    def wait_and_kill_ranks() -> None:
         try:
             process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -154,7 +154,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         kill_processes(process, marker)
         killed_event.set()
 
-    threading.Thread(target=enforce_timeout, name="unitrain.run", daemon=True).start()
+    threading.Thread(target=wait_and_kill_ranks, name="unitrain.run", daemon=True).start()
     last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
     output = process.stdout
     assert output is not None
@@ -238,7 +238,7 @@ def _check_all_returned(outcomes: Mapping[int, CallOutcome], size: int, code: in
         event = (
             f"Ranks {missing_ranks} of {size} ended without a result"
             if missing_ranks
-            else "A rank failed after its return"
+            else "A rank failed after the function had returned"
         )
         raise RankFailedError(
             f"{event}. The launcher ended with exit code {code}. Last lines:\n\n{''.join(last_lines)}"

@@ -2,7 +2,7 @@
 
 machine       detect the compilers and libraries of this machine
 requirements  list the missing build requirements, each with a fix
-plan          convert a request and a machine to a build plan (plain data)
+plan          create a build plan (plain data) for a request and a machine
 patches       the patches for the Horovod sources; `process_set_patch` contains the longest patch
 patching      patches as data, and functions that apply and display them
 build         execute a build plan

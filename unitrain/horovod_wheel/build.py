@@ -288,7 +288,7 @@ def _check(plan: BuildPlan) -> None:
     if report.key != plan.key:
         raise HorovodBuildError(
             f"The wheel was installed, but Python imports another Horovod from {report.folder}. "
-            f"Remove that one, then build again: rm -r {report.folder}"
+            f"Remove that installation, then build again: rm -r {report.folder}"
         )
 
 

@@ -134,7 +134,7 @@ def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
         version=facts.get("version"),
         folder=facts.get("folder"),
         torch=facts.get("torch"),
-        built_for_torch=_build_torch_version(facts),
+        built_for_torch=_torch_version_of_build(facts),
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
@@ -145,8 +145,9 @@ def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
     )
 
 
-def _build_torch_version(facts: Mapping[str, Any]) -> str | None:
-    """Return the torch version from the metadata that every Horovod wheel contains, or from unitrain's record."""
+def _torch_version_of_build(facts: Mapping[str, Any]) -> str | None:
+    """Return the torch version for which Horovod was built, from the metadata that every Horovod wheel contains, or
+    from unitrain's record."""
     version = (facts.get("metadata") or {}).get("pytorch") or (facts.get("record") or {}).get("torch")
     return str(version) if version else None
 
@@ -154,7 +155,7 @@ def _build_torch_version(facts: Mapping[str, Any]) -> str | None:
 def _find_problems(
     facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
 ) -> Iterator[Problem]:
-    python, torch, built_for = facts["python"], facts.get("torch"), _build_torch_version(facts)
+    python, torch, built_for = facts["python"], facts.get("torch"), _torch_version_of_build(facts)
     if "probe_error" in facts:
         what = f"The check of Horovod in {python} {facts['probe_error']}."
         yield Problem(what=what, fix=f"See the error of: {python} -c 'import horovod.torch'", fatal=True)

@@ -162,7 +162,7 @@ def _run_and_read(*command: str) -> str:
 
 
 def _detect_compiler(requested_path: str | None, search_path: str) -> Tool | None:
-    """Return the compiler of CXX if it is set, else the default of CMake."""
+    """Return the compiler that CXX names or, if CXX is not set, the compiler that CMake selects by default."""
     for name in (requested_path,) if requested_path else ("c++", "g++", "clang++"):
         path = shutil.which(name, path=search_path)
         first_line = _run_and_read(path, "--version").partition("\n")[0] if path else ""
@@ -172,8 +172,8 @@ def _detect_compiler(requested_path: str | None, search_path: str) -> Tool | Non
 
 
 def _detect_cmake(requested_path: str | None, search_path: str) -> Tool | None:
-    """Return the cmake `requested_path`, else the one next to this Python (from pip), else the one on PATH, which is
-    often older."""
+    """Return the cmake at `requested_path`, or else the cmake next to this Python (from pip), or else the cmake on
+    PATH, which is often older."""
     python_folder = str(Path(sys.executable).parent)
     path = requested_path or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
     match = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
@@ -212,8 +212,8 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
 
 
 def _detect_nccl(requested_folder: str | None) -> Tool | None:
-    """Return the NCCL library in the folder `requested_folder`, or else the library that torch uses (from pip), or else
-    the library in /usr.
+    """Return the NCCL library in `requested_folder`, or else the library that torch uses (from pip), or else the
+    library in /usr.
 
     The NCCL of torch is preferred, to avoid loading two versions in one process.
     """

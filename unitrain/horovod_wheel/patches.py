@@ -374,7 +374,7 @@ PATCHES: tuple[Patch, ...] = (
         kind="fix",
         reason="If HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are set, the second hvd.init() of a process ends "
         "with a segmentation fault. Horovod assigns its default values to elements that the first call has removed "
-        "from a vector. If only one variable is set, it changes the other setting.",
+        "from a vector. If only one variable is set, Horovod changes the other setting.",
         edits=(
             Edit(
                 file="horovod/common/parameter_manager.cc",

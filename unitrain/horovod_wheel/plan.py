@@ -1,4 +1,4 @@
-"""Convert a request and a machine to a `BuildPlan`: plain data for `--dry-run` and for execution by `build`."""
+"""Create a `BuildPlan` for a request and a machine: plain data for `--dry-run` and for execution by `build`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildStep:
-    """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. The step is skipped
-    if the file `completion_marker` exists.
+    """A step of a build: the command `argv` or, if `argv` is empty, the function for `name` in `build._ACTIONS`. The
+    step is skipped if the file `completion_marker` exists.
 
     `shared_folder` is the folder to which the step writes, if builds with other keys share it. This folder is locked,
     and emptied before the step unless the step is skipped. After the step, the file `completion_marker` is created in
@@ -225,8 +225,8 @@ def _build_steps(
     if tools:
         argv = (*pip, "install", "--target", str(work / "tools"), *tools)
         yield BuildStep(name="tools", description="Download the missing build tools into the build folder", argv=argv)
-    exact = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
-    argv = (*pip, "download", *exact, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
+    download_options = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
+    argv = (*pip, "download", *download_options, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
     yield BuildStep(
         name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, completion_marker=str(sdist)
     )

@@ -43,7 +43,7 @@ class BackgroundLogger:
         self._started_event.wait(_FINISH_LIMIT_SECONDS["finished"])
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queue a method call of the logger."""
+        """Queue a call of the logger's `method`. If the logger hangs or is too slow, disable it instead."""
         if self.is_disabled:
             return
         current, since = self._current_call or ("", float("inf"))

@@ -50,8 +50,8 @@ def to_pixels(image: Tensor) -> NDArray[Any]:
 
 
 def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (counts, edges) of 64 bins of equal width over the finite `values`. Of complex values, the magnitudes are
-    counted.
+    """Return (counts, edges) of 64 bins of equal width over the finite `values`. For complex values, the magnitudes are
+    used.
 
     Raises TensorError if `values` is not a tensor.
     """

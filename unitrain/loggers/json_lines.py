@@ -103,7 +103,7 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def warn_of_damaged_lines(path: Path, num_lines: int) -> None:
-    """Log a warning that `num_lines` lines of the file are damaged, unless it is 0."""
+    """Log a warning that `num_lines` lines of the file are damaged, if `num_lines` is not 0."""
     if num_lines:
         _log.warning(
             "'%s' has %d damaged %s, which can happen after a power loss. The damaged lines are skipped.",

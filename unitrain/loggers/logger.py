@@ -25,7 +25,7 @@ class RunInfo:
     """A run that starts, or resumes after `step` optimizer steps.
 
     `description` contains the configuration and the environment of the run: numbers, strings, and dictionaries of
-    these. `trainer_id` is the same in all starts by one Trainer, which resume its run, and differs between Trainers.
+    these. `trainer_id` identifies the Trainer. Later starts by the same Trainer resume its run.
     """
 
     step: int
@@ -98,7 +98,7 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
 
 
 class ServiceRun:
-    """The run ID at a tracking service and the last logged step per metric, saved in `folder`.
+    """The run ID that a tracking service has assigned, and the last logged step per metric, saved in `folder`.
 
     Tracking services cannot remove values. If a resumed run repeats steps, the values that were logged first remain,
     and the values of the repeated steps are not logged. If `folder` is None, nothing is saved, and a run resumes from

@@ -15,8 +15,8 @@ from unitrain.loggers.logger import Logger, RunInfo, Status, import_package, sel
 class TensorBoardLogger(Logger):
     """Writes event files in `folder`, by default `tensorboard` in the output folder.
 
-    A resumed run writes a new event file. In older files, TensorBoard then ignores the steps after the one at which the
-    run resumes. The text "run" contains the description of the run. Requires pip install ".[tensorboard]".
+    A resumed run writes a new event file. TensorBoard then ignores the values that older files contain for the repeated
+    steps. The text "run" contains the description of the run. Requires pip install ".[tensorboard]".
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -55,8 +55,8 @@ class HostMemory:
         return _read_status_bytes("VmHWM")
 
     def reset_peak(self) -> None:
-        """Return free memory of the C allocator to the system, so that the peak counts only memory in use, and reset
-        the peak.
+        """Reset the peak. First, return free memory of the C allocator to the system, so that the new peak counts only
+        memory in use.
         """
         if self._trim is not None:
             self._trim(0)

@@ -48,10 +48,10 @@ class RankMemory:
 
     `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
     the bytes of the parameters that require grad. `gradient_storages` is the memory of the gradients, which may be
-    views of buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's
-    fusion buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
-    `formula_state` is the complete state computed from the optimizer class, or None. `average` is the size of the
-    averaged weights.
+    views of buckets. `buckets` is the size of DDP's buckets, or 0 if gradients are views of them, and `fusion_buffer`
+    is the size of Horovod's fusion buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if
+    it is sharded, and `formula_state` is the complete state computed from the optimizer class, or None. `average` is
+    the size of the averaged weights.
 
     `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
     the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are the sizes of activations and

@@ -93,7 +93,7 @@ class MemoryRecorder(Callback):
         self._gradient_element_bytes = self._gradient_storage_bytes = 0
         self._is_state_complete = True
         self._largest_snapshot: _Snapshot | None = None  # with the largest activations
-        self._peak: _Snapshot | None = None  # with the largest sum of activations and gradients
+        self._peak_snapshot: _Snapshot | None = None  # with the largest sum of activations and gradients
         self._other_bytes = self._startup_peak = 0
         self._forward_backward_peak = self._step_peak = 0
 
@@ -193,10 +193,11 @@ class MemoryRecorder(Callback):
         if self._largest_snapshot is None or self._saved_tensors.total_bytes > self._largest_snapshot.activations:
             self._largest_snapshot = _Snapshot(self._saved_tensors.total_bytes, gradients, saved)
         if (
-            self._peak is None
-            or self._saved_tensors.total_bytes + gradients > self._peak.activations + self._peak.gradients
+            self._peak_snapshot is None
+            or self._saved_tensors.total_bytes + gradients
+            > self._peak_snapshot.activations + self._peak_snapshot.gradients
         ):
-            self._peak = _Snapshot(self._saved_tensors.total_bytes, gradients)
+            self._peak_snapshot = _Snapshot(self._saved_tensors.total_bytes, gradients)
 
     def _live_gradient_storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield the memory of the last step's gradients that is still in use, and the memory of gradients created
@@ -212,19 +213,19 @@ class MemoryRecorder(Callback):
     def write(self) -> None:
         """Write the record, unless it has already been written. Does nothing if no step was measured."""
         steps = self._steps - self._request.warmup_steps
-        largest, peak = self._largest_snapshot, self._peak
+        largest, peak = self._largest_snapshot, self._peak_snapshot
         if self._is_written or steps < 1 or largest is None or peak is None:
             return
         self._is_written = True
-        rank = environment.detect()
+        rank_info = environment.detect()
         parameters = self._parameters()
         formulas = [formula_state_bytes(optimizer) for optimizer in self._optimizers]
         backend = self._backend or environment.get_variable("UNITRAIN_BACKEND") or ""
-        tunables = registry.load(backend).tunables if backend and rank.size > 1 else ()
+        tunables = registry.load(backend).tunables if backend and rank_info.size > 1 else ()
         has_fusion = any(tunable.variable == _FUSION_VARIABLE for tunable in tunables)
         RankMemory(
-            rank=rank.rank,
-            size=rank.size,
+            rank=rank_info.rank,
+            size=rank_info.size,
             backend=backend,
             device=str(parameters[0].device),
             optimizers=[type(optimizer).__name__ for optimizer in self._optimizers],
@@ -260,8 +261,8 @@ class MemoryRecorder(Callback):
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-        modeled = chain.from_iterable(model.parameters() for model in self._models)
-        return list({id(parameter): parameter for parameter in chain(modeled, parameters)}.values())
+        model_parameters = chain.from_iterable(model.parameters() for model in self._models)
+        return list({id(parameter): parameter for parameter in chain(model_parameters, parameters)}.values())
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for model in self._models for buffer in model.buffers()]

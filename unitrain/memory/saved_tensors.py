@@ -67,9 +67,9 @@ class CheckpointingEffect:
 class SavedTensorTracker:
     """Tracks the saved tensors of the calling thread from `start` to `stop`.
 
-    `before_release` is called at each local maximum of `total_bytes`: before a saved tensor is released, if another
-    one was saved since the last release. `on_outermost_forward(module)` is called at the start of each outermost
-    forward pass.
+    `before_release` is called at each local maximum of `total_bytes`: before a saved tensor is released, if
+    another storage has been saved since the last release. `on_outermost_forward(module)` is called at the start of each
+    outermost forward pass.
     """
 
     def __init__(self, before_release: Callable[[], None], on_outermost_forward: Callable[[nn.Module], None]) -> None:
@@ -134,8 +134,8 @@ class SavedTensorTracker:
                 call.inputs.append(saved)
 
     def _find_or_create(self, tensor: Tensor) -> SavedStorage | None:
-        """Return the SavedStorage of an argument, a new SavedStorage if the argument has not been saved, or None for a
-        parameter."""
+        """Return the SavedStorage of an argument, or a new SavedStorage if the argument has not been saved. Return None
+        for parameters, buffers and tensors without a storage."""
         storage = _untyped_storage(tensor)
         if storage is None or storage.data_ptr() in self.excluded_addresses:
             return None
@@ -179,12 +179,12 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Checkpointi
     """
     saved = list(storages)
     calls = {call for storage in saved for stack in storage.stacks for call in stack}
-    kinds = {type(call.module) for call in calls if not isinstance(call.module, CheckpointedForward)}
+    classes = {type(call.module) for call in calls if not isinstance(call.module, CheckpointedForward)}
     results = []
-    for kind in sorted(kinds, key=lambda kind: kind.__name__):
-        blocks = {call for call in calls if type(call.module) is kind}
+    for module_class in sorted(classes, key=lambda module_class: module_class.__name__):
+        blocks = {call for call in calls if type(call.module) is module_class}
         if any(any(True for _ in call.module.children()) for call in blocks):
-            results.append(_checkpointing_effect(kind.__name__, saved, blocks))
+            results.append(_checkpointing_effect(module_class.__name__, saved, blocks))
     return [block for block in results if block.calls > 1]
 
 
@@ -195,22 +195,22 @@ def _checkpointing_effect(name: str, saved: list[SavedStorage], blocks: set[Modu
     that were saved only after a block are released before the block is recomputed.
     """
     kept_storages: dict[SavedStorage, None] = {}
-    inside: dict[ModuleCall, list[SavedStorage]] = {}
+    storages_by_block: dict[ModuleCall, list[SavedStorage]] = {}
     for storage in saved:
         for stack in storage.stacks:
             block = next((call for call in stack if call in blocks), None)
             if block is None:
                 kept_storages[storage] = None
             else:
-                inside.setdefault(block, []).append(storage)
-    for block in inside:
+                storages_by_block.setdefault(block, []).append(storage)
+    for block in storages_by_block:
         kept_storages.update(dict.fromkeys(block.inputs))
     kept_bytes = peak_bytes = sum(storage.size_bytes for storage in kept_storages)
-    for block, storages in inside.items():
+    for block, storages in storages_by_block.items():
         alive = sum(storage.size_bytes for storage in kept_storages if storage.index <= block.saved_count_at_end)
         recomputed = sum(storage.size_bytes for storage in set(storages) if storage not in kept_storages)
         peak_bytes = max(peak_bytes, alive + recomputed)
-    return CheckpointingEffect(name, len(inside), kept_bytes, peak_bytes)
+    return CheckpointingEffect(name, len(storages_by_block), kept_bytes, peak_bytes)
 
 
 class _PackedTensor:
@@ -236,7 +236,7 @@ def _create_saved_storage(storage: torch.UntypedStorage, tensor: Tensor, index: 
 
 
 def _untyped_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of `tensor`, or None if it has none, as in the case of a sparse tensor."""
+    """Return the storage of `tensor`, or None if the tensor is sparse, empty or on device meta."""
     part = local_tensor(tensor)
     if part.layout != torch.strided or part.device.type == "meta":
         return None

@@ -52,7 +52,7 @@ class Usage:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples per rank and micro-batch, if the TrainConfig of the script sets them."""
+        """The number of samples per rank and micro-batch, or None if it is unknown."""
         return self.record.settings.get("batch_size")
 
 

@@ -134,14 +134,14 @@ class ExactMeans(Means):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`, from any rank."""
+        """Restore the sums that `state` returned on any rank."""
         self.load_sum([state])
 
     def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the sum of several ranks' results of `state`."""
+        """Restore the total of the sums that `state` returned on several ranks."""
         self.clear()
-        given: Sequence[Mapping[str, Any]] = list(states)
+        states_of_ranks: Sequence[Mapping[str, Any]] = list(states)
         for index in range(len(self.names)):
-            self._exact_sums[index] = ExactSum(part for state in given for part in state["exact"][index])
-        self._exact_token_count = ExactSum(part for state in given for part in state["tokens"])
-        self._samples = sum(state["samples"] for state in given)
+            self._exact_sums[index] = ExactSum(part for state in states_of_ranks for part in state["exact"][index])
+        self._exact_token_count = ExactSum(part for state in states_of_ranks for part in state["tokens"])
+        self._samples = sum(state["samples"] for state in states_of_ranks)

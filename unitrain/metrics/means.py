@@ -104,14 +104,14 @@ class Means:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`, from any rank."""
+        """Restore the sums that `state` returned on any rank."""
         self._sums = list(state["sums"].to(self._device).unbind())
         self._samples, self._tokens = state["samples"], state["tokens"].to(self._device)
         rows = [] if state["waiting"] is None else state["waiting"].to(self._device).unbind()
         self._pending = [(n, list(row.unbind())) for n, row in zip(state["waiting_samples"], rows, strict=True)]
 
     def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the sum of several ranks' results of `state`."""
+        """Restore the total of the sums that `state` returned on several ranks."""
         self.clear()
         means_of_rank = Means(self.names, self._device)
         for state in states:
@@ -276,9 +276,9 @@ def _sum_batches(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
 
 def _invalid_value_message(name: str, value: Tensor, count: float) -> str:
     if value.is_complex():
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{name} of a batch must be a real number, got dtype {kind}. Take its absolute value: value.abs()."
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{name} of a batch must be a real number, got dtype {dtype}. Take its absolute value: value.abs()."
     return (
         f"{name} of a batch of {count:g} must be one number or have shape [{count:g}], got shape {list(value.shape)}. "
-        "Return the mean over the batch, for example with .mean()."
+        "Use the mean over the batch, for example with .mean()."
     )

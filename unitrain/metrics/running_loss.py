@@ -36,10 +36,11 @@ class RunningLoss:
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
-        self._restored_count = 0.0  # samples or tokens of an earlier process in the next mean
+        # The number of samples or tokens in the next mean that were added before the run was resumed.
+        self._restored_count = 0.0
         self.count_since_sync = 0.0
-        """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last, without
-        samples or tokens before the run was resumed from a checkpoint."""
+        """The number of samples or tokens of all ranks in the mean that `pop_mean_since_sync` returned last, excluding
+        those that were added before the run was resumed from a checkpoint."""
 
     def add(self, loss: Tensor, samples: int, tokens: Tensor | float | None = None) -> None:
         """Record the loss of one micro-batch: the mean over `samples` or, with `tokens`, the sum over `tokens` tokens.

@@ -138,13 +138,15 @@ class TorchMetrics:
         merged. All ranks call it."""
         states = [_read_states(metric) for metric in self._metrics.values()]
         reduced = self._reduce_states(states)
-        gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())
-        if self._communicator.allreduce(torch.tensor(gathers, device="cpu"), "max"):
+        has_unmerged_states = any(
+            values_by_name for metric_states in states for _, values_by_name in metric_states.values()
+        )
+        if self._communicator.allreduce(torch.tensor(has_unmerged_states, device="cpu"), "max"):
             return self._communicator.allgather_object(states), reduced
         return [states], reduced
 
     def _reduce_states(self, states: list[_States]) -> list[_States]:
-        """Remove the states that an allreduce can merge from `states`, merge them, and return them. All ranks call it.
+        """Remove from `states` the states that an allreduce can merge, and return the merged states. All ranks call it.
 
         If the names, shapes or dtypes of the states differ between ranks, no state is removed. They may differ, because
         a metric may set the shape of a state at its first batch.
@@ -301,8 +303,8 @@ def _merge_nrmse_states(metric: Any, states: Sequence[Mapping[str, Tensor]]) -> 
 
     torchmetrics merges them in the metric's `compute`, which fails for more than two ranks.
     """
-    kind = getattr(sys.modules["torchmetrics"], "NormalizedRootMeanSquaredError", None)
-    if kind is None or not isinstance(metric, kind) or len(states) == 1:
+    nrmse_class = getattr(sys.modules["torchmetrics"], "NormalizedRootMeanSquaredError", None)
+    if nrmse_class is None or not isinstance(metric, nrmse_class) or len(states) == 1:
         return {}
     states_of_ranks = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     count, mean, squares = (states_of_ranks[name].double() for name in ("total", "mean_val", "var_val"))
@@ -328,10 +330,10 @@ def _merge(updates_and_states: list[tuple[int, Any]], reduction: Callable[..., A
     functions: Any = sys.modules["torchmetrics.utilities"]
     states = [state for _, state in updates_and_states]
     if any(isinstance(state, list) for state in states):
-        joined_states = [item for state in states for item in (state if isinstance(state, list) else [state])]
+        joined_items = [item for state in states for item in (state if isinstance(state, list) else [state])]
         if reduction is None or reduction is functions.dim_zero_cat:
-            return joined_states
-        return reduction(joined_states)
+            return joined_items
+        return reduction(joined_items)
     if len(states) == 1:
         return states[0]
     if reduction is functions.dim_zero_cat:
