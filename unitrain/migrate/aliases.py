@@ -1,7 +1,7 @@
 """Other variables of the model that a converted Horovod script wraps.
 
 Horovod wraps the optimizer, so a script may train the model through any of its variables. The converted script assigns
-the distributed model to one variable. Through the others, the model would be trained without communication.
+the distributed model to one variable. Through the other variables, the model would be trained without communication.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import libcst as cst
 from unitrain.migrate.models import passed_arguments
 from unitrain.migrate.script import Binding, Script, assigned_value, flat_targets, targets
 
-# Members that return the same result for the user's model and for the distributed model.
+# Members of the original model that return the same result before and after the model is distributed.
 _SAFE_MEMBERS = {
     "parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children",
     "named_children", "state_dict", "load_state_dict", "zero_grad",
@@ -21,8 +21,8 @@ _SAFE_MEMBERS = {
 
 
 def missing_declaration(script: Script, model: cst.BaseExpression, statement: cst.CSTNode) -> str | None:
-    """Return the declaration, such as "global model", without which an assignment to `model` in the function of
-    `statement` would create a local variable, or None."""
+    """Return the missing declaration, such as "global model", or None. Without it, an assignment to `model` in the
+    function of `statement` would create a local variable."""
     binding, function = script.binding(model), script.function(statement)
     if not isinstance(model, cst.Name) or binding is None or function is None:
         return None
@@ -54,8 +54,8 @@ def find_use_of_other_variable(
 
 
 def _other_variables(script: Script, binding: Binding, statement: cst.CSTNode) -> Iterator[tuple[Binding, cst.CSTNode]]:
-    """Yield (variable, statement) for the other variables that hold the model, and the statement from which on they
-    differ from `binding`."""
+    """Yield (variable, statement) for each other variable that refers to the original model. After the statement,
+    `binding` refers to the distributed model, but the variable does not."""
     function = script.function(statement)
     passed = list(passed_arguments(script))
     assignments = [
@@ -78,7 +78,7 @@ def _other_variables(script: Script, binding: Binding, statement: cst.CSTNode) -
                 # The call may assign the distributed model to the variable, as in `model = wrap(model)`.
                 if caller not in [script.binding(target) for target in flat_targets(call_statement)]:
                     found.append((caller, call_statement))
-            elif script.binding(argument) == variable and _runs_until(script, argument, after, function):
+            elif script.binding(argument) == variable and _may_run_before(script, argument, after, function):
                 # The callee may store the model.
                 found += [(target, node) for target, value, node in assignments if script.binding(value) == parameter]
         for target, value, node in assignments:
@@ -86,7 +86,7 @@ def _other_variables(script: Script, binding: Binding, statement: cst.CSTNode) -
                 since = after if script.function(node) is script.function(after) else node
                 # In `a = b = model`, all three variables hold the model.
                 found += [(script.binding(other), since) for other in (value, *targets(node))]
-            elif script.binding(value) == variable and _runs_until(script, node, after, function):
+            elif script.binding(value) == variable and _may_run_before(script, node, after, function):
                 found.append((target, after))
         for other, node in found:
             if other is not None and other not in seen:
@@ -94,7 +94,9 @@ def _other_variables(script: Script, binding: Binding, statement: cst.CSTNode) -
                 pending.append((other, node))
 
 
-def _runs_until(script: Script, node: cst.CSTNode, statement: cst.CSTNode, function: cst.FunctionDef | None) -> bool:
+def _may_run_before(
+    script: Script, node: cst.CSTNode, statement: cst.CSTNode, function: cst.FunctionDef | None
+) -> bool:
     """Return whether `node` may run before `statement`."""
     if script.function(node) is script.function(statement) is function:
         return script.position(node) < script.position(statement)

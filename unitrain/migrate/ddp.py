@@ -41,14 +41,14 @@ _CONVERTED_INIT_ARGUMENTS = ("backend", "init_method", "timeout", "world_size", 
 _GPU_NAMES = re.compile("cuda|gpu|device|accelerator", re.IGNORECASE)
 _PARAMETERS = ("module", "device_ids", "output_device", "dim", "broadcast_buffers")
 _KEPT_ARGUMENTS = ("find_unused_parameters", "broadcast_buffers")
-# Arguments that are removed, because they do not affect the numbers, and what replaces them.
+# Arguments that are removed, because they do not affect the results, and hints about the behavior of the backend.
 _REMOVED_ARGUMENTS = {
-    "device_ids": "move the inputs to {backend}.device: DDP with device_ids moves them, the backend may not",
+    "device_ids": "move the inputs to {backend}.device: DDP with device_ids moves them, but the backend may not",
     "output_device": "",
     "dim": "",
     "check_reduction": "",
     "bucket_cap_mb": "the backend chooses the size of the buckets, or reads it from the variable UNITRAIN_BUCKETS_MB",
-    "gradient_as_bucket_view": "gradients of the backend are views of the buckets by default, or copies with "
+    "gradient_as_bucket_view": "with the backend, gradients are views of the buckets by default, and copies with "
     "UNITRAIN_BUCKET_VIEW=0",
 }
 _REFUSED_ARGUMENTS = {
@@ -93,7 +93,7 @@ def convert(edits: Edits) -> None:
 
 
 def _explain_other_members(edits: Edits, variables: set[Binding]) -> None:
-    """Mention reads of the members of DDP models that may be distributed models, but are not in `variables`."""
+    """Explain reads of `module` and `no_sync` of objects that may be distributed models, but are not in `variables`."""
     script, backend = edits.script, edits.backend
     for node in script.nodes:
         if not isinstance(node, cst.Attribute) or script.imported_name(node) is not None:
@@ -151,13 +151,13 @@ def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
 
     edits.replace(call, build)
     edits.converted.add(call.func)
-    edits.explain(call, "the backend distributes the model, on the device that its parameters are on")
+    edits.explain(call, "the backend distributes the model on the device of its parameters")
     if "broadcast_buffers" not in ddp_arguments or literal(ddp_arguments["broadcast_buffers"]) is not False:
         edits.explain(
             call,
             "if the model contains BatchNorm and all ranks evaluate it, call unitrain.broadcast_buffers(model, "
             f"{edits.backend}) on all ranks before model.eval(): DDP broadcasts the running statistics of rank 0 in "
-            "each forward pass, the backend does not",
+            "each forward pass, but the backend does not",
         )
 
 
@@ -205,7 +205,9 @@ def convert_init_arguments(edits: Edits, call: cst.Call) -> str:
                 f"{value} in the script",
                 name=f"{name}={value}",
             )
-    text = "unitrain selects the transport by the device, and the backend by the launcher or UNITRAIN_BACKEND"
+    text = (
+        "unitrain selects the transport based on the device, and the backend based on the launcher or UNITRAIN_BACKEND"
+    )
     if ignored:
         text += f"; the launcher defines {_join(ignored)}"
     device = _convert_transport(edits, call_arguments.get("backend"))
@@ -305,8 +307,8 @@ def _is_same_variable(script: Script, node: cst.CSTNode, value: cst.Name | cst.A
 
 
 def _is_use(script: Script, node: cst.CSTNode, call: cst.Call) -> bool:
-    """Return whether `node` is used outside `call`: not as a definition, the name of an argument, or the name of an
-    attribute."""
+    """Return whether `node` is a use outside `call`. Definitions, names of arguments and names of attributes are not
+    uses."""
     parent = script.parent(node)
     if isinstance(parent, cst.Param | cst.FunctionDef) or (isinstance(parent, cst.Arg) and parent.keyword is node):
         return False

@@ -22,8 +22,8 @@ def num_changed_lines(old: str, new: str) -> int:
     blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     return sum(
         max(_num_code_lines(before[first:last]), _num_code_lines(after[start:end]))
-        for kind, first, last, start, end in blocks
-        if kind != "equal"
+        for tag, first, last, start, end in blocks
+        if tag != "equal"
     )
 
 

@@ -17,7 +17,7 @@ StatementsBuilder = Callable[[Statement], Sequence[Statement]]
 
 @dataclass(frozen=True, order=True)
 class Reason:
-    """Why a line of the original script changes."""
+    """Why a line of the original script changes, or a hint about this line."""
 
     line: int
     text: str
@@ -25,7 +25,7 @@ class Reason:
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """Something that is not converted. `name` is the expression in the script, and `fix` states what to do.
+    """A part of the script that cannot be converted. `name` is its source, and `fix` states how to change the script.
 
     If `is_structural` is True, the script as a whole cannot be converted; otherwise an edit of this line is sufficient.
     """

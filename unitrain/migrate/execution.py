@@ -17,8 +17,8 @@ from unitrain.migrate.script import Script
 _REGISTER_FUNCTIONS = ("atexit.register", "signal.signal")
 _ALWAYS = frozenset({"True"})
 
-# The conditions under which the ranks are started: `_ALWAYS`, a set of the sources of conditions, or no conditions if
-# the ranks may not be started. None if a statement is not reached.
+# The conditions under which the ranks have been started, as source text: `_ALWAYS`, a set of conditions, or `_NEVER` if
+# no such condition is known. None if a statement is not reached.
 _State = frozenset[str] | None
 _NEVER: frozenset[str] = frozenset()
 
@@ -122,8 +122,8 @@ class _Execution:
         return self._block(statement.orelse.body.body, state) if statement.orelse is not None else state
 
     def _try(self, statement: cst.Try | cst.TryStar, state: frozenset[str]) -> _State:
-        """The handlers and the `finally` block are assumed to run after the start, if the body contains it: otherwise,
-        the start has failed."""
+        """Assume that the handlers and the `finally` block run after the start if the body contains the start: if they
+        run before it, the start has failed."""
         result = self._block(statement.body.body, state)
         after_body = state if result is None else result
         if statement.orelse is not None and result is not None:

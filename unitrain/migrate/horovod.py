@@ -19,7 +19,7 @@ _PROPERTIES = ("rank", "size", "local_rank", "local_size")
 _OPERATIONS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
 _COMPRESSIONS = {"Compression.fp16": "fp16", "Compression.none": "none"}
 _NO_QUOTE = "Assign the value to a variable before this line, and use the variable in the f-string"
-_WRAPPERS = ("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state")
+_MODEL_AND_OPTIMIZER_FUNCTIONS = ("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state")
 # The first positional parameters of Horovod's collectives, in order.
 _COLLECTIVES = {
     "allreduce": ("tensor", "average", "name", "compression", "op"),
@@ -57,7 +57,10 @@ def convert(edits: Edits) -> None:
                 edits.refuse(node, _NO_QUOTE)
             else:
                 edits.replace(node, f"{mark}{_COMPRESSIONS[member]}{mark}", uses_backend=False)
-                edits.explain(node, "unitrain names compressions by strings, and defines their arithmetic")
+                edits.explain(
+                    node,
+                    "unitrain selects the compression with a string, and defines how compressed gradients are reduced",
+                )
             edits.converted.add(node)
         if not isinstance(call, cst.Call) or call.func is not node:
             continue
@@ -122,7 +125,7 @@ def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
 
 
 def _needs_detach(script: Script, call: cst.Call, value: cst.Arg) -> bool:
-    """Return whether the tensor `value` may require grad, although the result of `call` is not differentiated."""
+    """Return whether `value` needs `.detach()`: it may require grad, but the result of `call` is not differentiated."""
     tensor = value.value
     if not isinstance(tensor, cst.Name | cst.Attribute):
         return False
@@ -132,8 +135,8 @@ def _needs_detach(script: Script, call: cst.Call, value: cst.Arg) -> bool:
 
 
 _COLLECTIVE_REASONS = {
-    "allreduce": "the collective is a method of the backend; the mean of integers, which Horovod rounds down, and a "
-    "tensor that requires grad raise TensorError",
+    "allreduce": "the collective is a method of the backend; it raises TensorError for a tensor that requires grad and "
+    "for the mean of integers, which Horovod rounds down",
 }
 
 
@@ -172,8 +175,8 @@ def _convert_optimizer(edits: Edits) -> None:
     """
     script = edits.script
     calls = {
-        name: [node for node in script.nodes if isinstance(node, cst.Call) and _calls(script, node, name)]
-        for name in _WRAPPERS
+        name: [node for node in script.nodes if isinstance(node, cst.Call) and _is_call_of(script, node, name)]
+        for name in _MODEL_AND_OPTIMIZER_FUNCTIONS
     }
     # These names are supported. If their arguments are not, an error about the arguments is reported.
     edits.converted |= {node.func for nodes in calls.values() for node in nodes}
@@ -201,7 +204,7 @@ def _convert_optimizer(edits: Edits) -> None:
         _wrap_model_and_optimizer(edits, wrapping, parameters, state)
 
 
-def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
+def _is_call_of(script: Script, node: cst.CSTNode, member: str) -> bool:
     name = script.called_name(node)
     return name in (f"{MODULE}.{member}", f"{MODULE}.functions.{member}", f"{MODULE}.optimizer.{member}")
 
@@ -251,8 +254,8 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
         elif name == "backward_passes_per_step":
             edits.explain(
                 call,
-                "each backward pass reduces its gradients, and the sum over the passes is the same; "
-                "to reduce them once, run the other passes in backend.no_sync(model)",
+                "each backward pass reduces its gradients, and the accumulated gradients are the same as with Horovod; "
+                "to reduce only once per step, run all backward passes but the last in backend.no_sync(model)",
             )
         elif name in _REMOVED_ARGUMENTS and literal(argument) is not None:
             edits.explain(argument, f"{name} is removed: {_REMOVED_ARGUMENTS[name]}")
@@ -263,15 +266,17 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
 
 
 def _find_model(script: Script, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> cst.BaseExpression | None:
-    """Return the model whose parameters are passed as `named_parameters`, or with whose parameters the optimizer was
-    created in the same function; None if the model is unknown."""
+    """Return the model whose parameters are passed as `named_parameters` or, in the same function, to the constructor
+    of the optimizer. Return None if the model is unknown."""
     if "named_parameters" in optimizer_arguments:
         return _owner(optimizer_arguments["named_parameters"].value, "named_parameters")
     value: cst.CSTNode = optimizer_arguments["optimizer"].value
     if not isinstance(value, cst.Call):
         name = script.text(value)
         created = [node for node in script.nodes if name in [script.text(target) for target in flat_targets(node)]]
-        created = [node for node in created if not _calls(script, assigned_value(node) or node, "DistributedOptimizer")]
+        created = [
+            node for node in created if not _is_call_of(script, assigned_value(node) or node, "DistributedOptimizer")
+        ]
         # A variable of another function with the same name is a different optimizer.
         if len(created) != 1 or script.function(created[0]) is not script.function(call):
             return None
@@ -309,7 +314,9 @@ def _keep_last_broadcast(
         is_root_zero = passed is not None and literal(passed.get("root_rank")) == 0
         if value is None or not accepts(value) or not is_root_zero or statement is None:
             edits.refuse(
-                call, "unitrain broadcasts the model and its optimizer from rank 0. Use backend.broadcast_object"
+                call,
+                "unitrain broadcasts only the model and its optimizer, from rank 0. For other broadcasts, use "
+                "backend.broadcast_object",
             )
         elif assigned_value(statement) is not call or script.block(statement) is not script.block(wrapping.statement):
             edits.refuse(call, "Move it to the block of hvd.DistributedOptimizer")
@@ -340,35 +347,36 @@ def _wrap_model_and_optimizer(
         keyword = f", compression={text}"
     model_line = f"{wrapping.model} = {backend}.distributed_model({wrapping.model}{keyword})"
     target = script.text(wrapping.target)
-    given = script.text(wrapping.arguments["optimizer"].value)
+    passed_optimizer = script.text(wrapping.arguments["optimizer"].value)
     present = [statement for statement in (wrapping.statement, state, parameters) if statement is not None]
-    optimizer_at = max(present, key=script.position)
+    optimizer_statement = max(present, key=script.position)
     # The expression of the compression may be undefined where the parameters are broadcast.
-    model_at = parameters if parameters is not None and compression is None else optimizer_at
-    if not _check_variable_of_model(edits, wrapping, model_at):
+    model_statement = parameters if parameters is not None and compression is None else optimizer_statement
+    if not _check_variable_of_model(edits, wrapping, model_statement):
         return
 
-    is_in_place = optimizer_at is wrapping.statement
-    lines = dict[cst.CSTNode, list[Callable[[str], str]]]()  # each function receives the optimizer that is wrapped
+    is_in_place = optimizer_statement is wrapping.statement
+    # Each builder receives the source of the wrapped optimizer, and returns the source of a line.
+    builders_by_statement = dict[cst.CSTNode, list[Callable[[str], str]]]()
     for statement in (wrapping.statement, parameters, state):
         if statement is not None:
-            lines[statement] = []
-    if not is_in_place and target != given:
-        lines[wrapping.statement].append(lambda optimizer: f"{target} = {optimizer}")
-    lines[model_at].append(lambda _: model_line)
-    lines[optimizer_at].append(
+            builders_by_statement[statement] = []
+    if not is_in_place and target != passed_optimizer:
+        builders_by_statement[wrapping.statement].append(lambda optimizer: f"{target} = {optimizer}")
+    builders_by_statement[model_statement].append(lambda _: model_line)
+    builders_by_statement[optimizer_statement].append(
         lambda optimizer: (
             f"{target} = {backend}.distributed_optimizer({optimizer if is_in_place else target}, {wrapping.model})"
         )
     )
-    for old_statement, builders in lines.items():
+    for old_statement, builders in builders_by_statement.items():
 
         def build(
             updated: Statement,
             old_statement: cst.CSTNode = old_statement,
             builders: list[Callable[[str], str]] = builders,
         ) -> list[Statement]:
-            optimizer = given
+            optimizer = passed_optimizer
             if old_statement is wrapping.statement:  # the optimizer may contain converted calls
                 optimizer = script.text(wrapping.converted_optimizer(updated))
             return [parse_statement(build_line(optimizer)) for build_line in builders]
@@ -378,19 +386,23 @@ def _wrap_model_and_optimizer(
         if old_statement is not wrapping.statement:
             edits.converted.add(old_statement)
     edits.converted |= {node for node in wrapping.call.args if node is not wrapping.arguments["optimizer"]}
-    edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
     edits.explain(
-        model_at,
+        model_statement,
+        "the distributed model reduces the gradients, not the optimizer; distributed_model also broadcasts the model's "
+        "parameters from rank 0",
+    )
+    edits.explain(
+        model_statement,
         "if a backward pass does not use all parameters, add find_unused_parameters=True to distributed_model: Horovod "
-        "reduces zeros for unused parameters, the backend raises ModelError",
+        "reduces zeros for unused parameters, but the backend raises ModelError",
     )
     edits.explain(
-        optimizer_at,
-        "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
-        "hvd.broadcast_optimizer_state, which applies weight decay",
+        optimizer_statement,
+        "distributed_optimizer returns the user's optimizer, and broadcasts its state from rank 0 without the hidden "
+        "optimizer step of hvd.broadcast_optimizer_state, which applies weight decay",
     )
-    for old_statement, builders in lines.items():
-        if not builders:  # the statements with builders follow it
+    for old_statement, builders in builders_by_statement.items():
+        if not builders:  # the statement is removed, and a later line replaces it
             calls = "call of distributed_optimizer" if old_statement is state else "calls"
             edits.explain(old_statement, f"replaced by the {calls} below")
     function = script.function(wrapping.statement)
@@ -401,14 +413,14 @@ def _wrap_model_and_optimizer(
         and script.text(node) == wrapping.model
         and script.function(node) is function
     ]
-    convert_reads(edits, distributed_variables(script, names), was_wrapped=False, starts_after=model_at)
+    convert_reads(edits, distributed_variables(script, names), was_wrapped=False, wrapping_statement=model_statement)
 
 
-def _check_variable_of_model(edits: Edits, wrapping: _OptimizerWrapping, model_at: Statement) -> bool:
-    """Return whether the script can use the distributed model that is assigned to its variable at `model_at`. Refuse
-    the call of DistributedOptimizer otherwise."""
+def _check_variable_of_model(edits: Edits, wrapping: _OptimizerWrapping, model_statement: Statement) -> bool:
+    """Return False, and refuse the call of DistributedOptimizer, if the script would use the original model after
+    `model_statement`, where the distributed model is assigned to the variable of the model."""
     script = edits.script
-    declaration = missing_declaration(script, wrapping.model_node, model_at)
+    declaration = missing_declaration(script, wrapping.model_node, model_statement)
     if declaration is not None:
         edits.refuse(
             wrapping.call,
@@ -416,31 +428,32 @@ def _check_variable_of_model(edits: Edits, wrapping: _OptimizerWrapping, model_a
             "this function",
         )
         return False
-    use = find_use_of_other_variable(script, wrapping.model_node, model_at)
+    use = find_use_of_other_variable(script, wrapping.model_node, model_statement)
     if use is not None:
         edits.refuse(
             wrapping.call,
             f"The distributed model is assigned to {wrapping.model} here, but line {script.line(use)} uses "
-            f"{script.text(use)}, which holds the model without communication. Move the call to the function that "
-            "creates the model, before other variables or objects receive the model",
+            f"{script.text(use)}, which refers to the original model, whose gradients are not reduced. Move the "
+            "call to the function that creates the model, before other variables or objects receive the model",
         )
         return False
     if script.binding(wrapping.model_node) is None:
         edits.explain(
-            model_at,
-            f"uses of {wrapping.model} and of other variables of this model are not checked: all must use the "
-            f"distributed model, and {edits.backend}.unwrap({wrapping.model}) for names of parameters",
+            model_statement,
+            f"this tool does not check where {wrapping.model} and other variables of this model are used: they must "
+            f"all refer to the distributed model; use {edits.backend}.unwrap({wrapping.model}) where the parameter "
+            "names matter",
         )
     return True
 
 
 def _convert_synchronize(edits: Edits) -> None:
-    """Remove `optimizer.synchronize()` and `with optimizer.skip_synchronize():` of optimizers of Horovod.
+    """Remove `optimizer.synchronize()` and `with optimizer.skip_synchronize():` of Horovod's optimizers.
 
     Other objects, such as CUDA events, have a method `synchronize` too. Their calls remain.
     """
     script = edits.script
-    statements = [script.statement(node) for node in script.nodes if _calls(script, node, "DistributedOptimizer")]
+    statements = [script.statement(node) for node in script.nodes if _is_call_of(script, node, "DistributedOptimizer")]
     optimizers = distributed_variables(
         script, [target for statement in statements if statement is not None for target in targets(statement)]
     )

@@ -23,7 +23,7 @@ _IMPORTS = {
 }
 _IMPORT_FUNCTIONS = ("importlib.import_module", "importlib.__import__", "builtins.__import__")
 _NAMESPACES = ("globals", "locals", "vars")
-_EXECUTES = ("exec", "eval", "compile")
+_EXEC_FUNCTIONS = ("exec", "eval", "compile")
 
 
 def refuse_imports(edits: Edits) -> set[str]:
@@ -54,7 +54,7 @@ def refuse_strings(edits: Edits) -> None:
         if (key := _namespace_key(script, node)) is not None:
             if key in names:
                 edits.refuse(node, f"Use the name directly: {key}")
-        elif isinstance(node, cst.Call) and _builtin(script, node) in _EXECUTES and node.args:
+        elif isinstance(node, cst.Call) and _builtin(script, node) in _EXEC_FUNCTIONS and node.args:
             texts = [script.text(part) for part in script.walk(node.args[0]) if _is_text(part)]
             if found := pattern.search("\n".join(texts)):
                 edits.refuse(node, f"The string uses {found[0]}. Write its code as statements of the script")

@@ -17,8 +17,8 @@ from unitrain.migrate.edits import Edits
 from unitrain.migrate.script import Binding, Script, assigned_value, targets
 
 # Members that work in the same way on the distributed model and on the user's model.
-_SAME = {"train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "cuda", "cpu", "to"}
-_NOT_SUPPORTED = {
+_SAME_MEMBERS = {"train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "cuda", "cpu", "to"}
+_UNSUPPORTED_MEMBERS = {
     "require_backward_grad_sync": "Use the context manager: with backend.no_sync(model)",
     "register_comm_hook": 'Use backend.distributed_model(model, compression="fp16"), or "bf16"',
     "_set_static_graph": "Remove it: unitrain does not need a static graph",
@@ -53,7 +53,7 @@ def _follow(script: Script, bindings: set[Binding], calls: Collection[cst.CSTNod
     for node in script.nodes:
         value = assigned_value(node)
         if value is not None:
-            assigned = [pair for target in targets(node) for pair in _pairs(script, target, value)]
+            assigned = [pair for target in targets(node) for pair in _assigned_pairs(script, target, value)]
             pairs += [(binding, part) for target, part in assigned if (binding := script.binding(target)) is not None]
     while True:
         added = {binding for binding, value in pairs if _holds_model(script, value, bindings, calls)}
@@ -62,7 +62,7 @@ def _follow(script: Script, bindings: set[Binding], calls: Collection[cst.CSTNod
         bindings |= added
 
 
-def _pairs(
+def _assigned_pairs(
     script: Script, target: cst.BaseExpression, value: cst.BaseExpression
 ) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Yield (target, value) for each variable that an assignment of `value` to `target` sets, where the value is
@@ -73,7 +73,7 @@ def _pairs(
     for returned in [value, *_returned_values(script, value)]:
         if isinstance(returned, cst.Tuple | cst.List) and len(returned.elements) == len(target.elements):
             for part, element in zip(target.elements, returned.elements, strict=True):
-                yield from _pairs(script, part.value, element.value)
+                yield from _assigned_pairs(script, part.value, element.value)
 
 
 def _holds_model(
@@ -126,20 +126,20 @@ def convert_reads(
     *,
     was_wrapped: bool,
     is_kept: bool = False,
-    starts_after: cst.CSTNode | None = None,
+    wrapping_statement: cst.CSTNode | None = None,
 ) -> None:
     """Convert reads of the members of distributed models.
 
     `was_wrapped` states whether the script already wrapped the model, in DDP. Otherwise, the script expects its own
     module, without the prefix "module." in the names of parameters. With `is_kept`, members that the distributed model
-    has in common with DDP remain. Reads before the statement `starts_after`, in its function or at the top level of the
-    module, are not converted, because the model is not distributed yet.
+    has in common with DDP remain. Reads before the statement `wrapping_statement`, in its function or at the top
+    level of the module, are not converted, because the model is not distributed yet.
     """
     script = edits.script
     for node in script.nodes:
         if script.binding(node) not in variables or not isinstance(node, cst.Name | cst.Attribute):
             continue
-        if _is_before(script, node, starts_after) or any(
+        if _is_before(script, node, wrapping_statement) or any(
             ancestor in edits.converted for ancestor in script.ancestors(node)
         ):
             continue
@@ -150,8 +150,8 @@ def convert_reads(
             continue
         member = parent.attr.value
         outer = script.parent(parent)
-        if member in _NOT_SUPPORTED:
-            edits.refuse(parent, _NOT_SUPPORTED[member].replace("backend.", f"{edits.backend}."))
+        if member in _UNSUPPORTED_MEMBERS:
+            edits.refuse(parent, _UNSUPPORTED_MEMBERS[member].replace("backend.", f"{edits.backend}."))
         elif is_kept:
             continue
         elif member == "module" and was_wrapped:
@@ -163,7 +163,7 @@ def convert_reads(
                 lambda updated: build_call(f"{edits.backend}.no_sync", [_value(updated.func)]),  # type: ignore[attr-defined]
             )
             edits.explain(parent, "no_sync is a method of the backend")
-        elif not was_wrapped and member not in _SAME:
+        elif not was_wrapped and member not in _SAME_MEMBERS:
             edits.replace(parent, partial(_member_of_user_model, edits))
             edits.explain(parent, f"{member} of the user's model: names without the prefix 'module.'")
 

@@ -1,10 +1,10 @@
 """Placement of the `unitrain.init` call and of the shutdown of the backend.
 
 `unitrain.init` replaces the call that starts the ranks if this call is at the top level of the module, or if the script
-shuts down its process group. If that call is in a function, `unitrain.init` is placed before the first read of the rank
+shuts down its process group. If this call is in a function, `unitrain.init` is placed before the first read of the rank
 in the same block. In other scripts, and if this function may run after a read of the rank or not at all, the call of
-the main function is moved into `with unitrain.init() as backend:`. If statements before that call under
-`if __name__ == "__main__":` read the rank, `unitrain.init` is placed before them.
+the main function is moved into `with unitrain.init() as backend:`. If a statement under `if __name__ == "__main__":`
+reads the rank before the call of the main function, `unitrain.init` is placed before that statement instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _STARTS_PROCESSES = (
 
 @dataclass(frozen=True)
 class Startup:
-    """The calls that start and shut down the ranks. `text` is the source of the call of `unitrain.init`.
+    """The calls that start and shut down the ranks. `init_source` is the source of the call of `unitrain.init`.
 
     If `is_kept` is True, `call` remains in the script, and `unitrain.init` is called before it.
     """
 
     call: cst.Call
     shutdown_calls: Sequence[cst.Call]
-    text: str = "unitrain.init()"
+    init_source: str = "unitrain.init()"
     is_kept: bool = False
 
 
@@ -59,10 +59,10 @@ def convert(edits: Edits, startup: Startup) -> None:
     if _refuse_processes(edits, startup.call):
         return
     function = script.function(statement)
-    early = _find_early(edits, startup, statement)
+    early = _find_early_uses(edits, startup, statement)
     if function is None:
         if early:
-            _refuse_early(edits, early)
+            _refuse_early_uses(edits, early)
         else:
             _start_in_place(edits, startup, statement, statement)
         return
@@ -70,7 +70,7 @@ def convert(edits: Edits, startup: Startup) -> None:
         block = script.block(statement)
         lines = [line for node in early if (line := script.statement(node)) is not None and script.block(line) is block]
         first = min(lines, key=script.position, default=statement)
-        if not _find_early(edits, startup, first):
+        if not _find_early_uses(edits, startup, first):
             _start_in_place(edits, startup, statement, first)
             return
     _start_in_main_block(edits, startup, statement, function)
@@ -101,13 +101,13 @@ def _refuse_processes(edits: Edits, start: cst.Call) -> bool:
     return is_found
 
 
-def _find_early(edits: Edits, startup: Startup, start: cst.CSTNode) -> list[cst.CSTNode]:
+def _find_early_uses(edits: Edits, startup: Startup, start: cst.CSTNode) -> list[cst.CSTNode]:
     """Return the uses of the backend that may run before the statement `start`, or without it."""
     uses = [node for node in edits.backend_uses if node is not startup.call]
     return nodes_before_start(edits.script, start, [*uses, *startup.shutdown_calls])
 
 
-def _refuse_early(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
+def _refuse_early_uses(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
     for node in nodes:
         edits.refuse(
             node,
@@ -123,7 +123,7 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
         node for node in (*edits.backend_uses, *startup.shutdown_calls) if not _is_inside(script, node, function)
     ]
     new = [parse_statement(f"global {backend}")] if function is not None and outside else []
-    new.append(parse_statement(f"{backend} = {startup.text}"))
+    new.append(parse_statement(f"{backend} = {startup.init_source}"))
     if anchor is statement and not startup.is_kept:
         edits.replace_statement(statement, lambda _: new)
     else:
@@ -188,7 +188,7 @@ def _start_in_main_block(edits: Edits, startup: Startup, statement: Statement, f
         )
         return
     main = statements[0]
-    early = _find_early(edits, startup, main)
+    early = _find_early_uses(edits, startup, main)
     if not early:
         _wrap_main(edits, startup, main, function)
         return
@@ -198,11 +198,11 @@ def _start_in_main_block(edits: Edits, startup: Startup, statement: Statement, f
         isinstance(block, cst.IndentedBlock)
         and isinstance(first, Statement)
         and not startup.is_kept
-        and not _find_early(edits, startup, first)
+        and not _find_early_uses(edits, startup, first)
     ):
         _start_in_place(edits, startup, statement, first)
     else:
-        _refuse_early(edits, early)
+        _refuse_early_uses(edits, early)
 
 
 def _wrap_main(edits: Edits, startup: Startup, main: Statement, function: cst.FunctionDef) -> None:
@@ -225,7 +225,7 @@ def _wrap_main(edits: Edits, startup: Startup, main: Statement, function: cst.Fu
     if late:
         return
     name = f" as {edits.backend}" if edits.backend_uses else ""
-    edits.replace_statement(main, lambda updated: [_wrap_in_with(f"{startup.text}{name}", updated)])
+    edits.replace_statement(main, lambda updated: [_wrap_in_with(f"{startup.init_source}{name}", updated)])
     edits.explain(
         main,
         "starts the backend that the launcher or UNITRAIN_BACKEND selects, and shuts it down at the end; "
