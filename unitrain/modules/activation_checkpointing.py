@@ -32,12 +32,12 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     """
     fix = "Use checkpoint_activations(model, nn.TransformerEncoderLayer)"
     check_instance("checkpoint_activations(model)", model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
-    kinds = (type, str, list, tuple)
-    check_instance("checkpoint_activations(blocks)", blocks, kinds, "classes or class names", fix, error=ModelError)
+    types = (type, str, list, tuple)
+    check_instance("checkpoint_activations(blocks)", blocks, types, "classes or class names", fix, error=ModelError)
     for module in find_blocks(model, blocks, "checkpoint_activations").values():
         if not isinstance(module, CheckpointedForward):
-            kind: Any = type(module)
-            module.__class__ = create_replacing_class(CheckpointedForward, kind)
+            block_class: Any = type(module)
+            module.__class__ = create_replacing_class(CheckpointedForward, block_class)
 
 
 class CheckpointedForward(ReplacedForward):

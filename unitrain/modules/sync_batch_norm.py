@@ -50,8 +50,8 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     statistics = SharedStatistics(communicator, tuple(layers))
     for layer_number, layer in enumerate(layers.values()):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
-        kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
-        layer.__class__ = create_replacing_class(SyncedForward, kind)
+        plain_class: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
+        layer.__class__ = create_replacing_class(SyncedForward, plain_class)
         layer.shared_statistics, layer.layer_number = statistics, layer_number
     return model
 
@@ -65,8 +65,8 @@ class _CurrentBatch:
 def set_current_batch(*, is_dummy: bool) -> None:
     """Set whether all synchronized layers exclude this rank's current batch from their statistics.
 
-    ShardedLoader calls this function for each batch, because a ShardedLoader has no reference to the model for
-    `exclude_from_statistics`.
+    ShardedLoader calls this function for each batch, because a ShardedLoader has no reference to the model, which
+    `exclude_from_statistics` requires.
     """
     _CurrentBatch.is_dummy = is_dummy
 
@@ -150,9 +150,9 @@ class SharedStatistics:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
         `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
-        channel in layer `layer_number`. With `check`, which synchronizes the host with a GPU, and always on CPUs,
-        raises CollectiveMismatchError on every rank if ranks call different layers, and ModelError if there are fewer
-        than two values per channel. The number of values is a float on CPUs, and a tensor on GPUs.
+        channel in layer `layer_number`. The number of values is a float on CPUs, and a tensor on GPUs. Raises
+        CollectiveMismatchError on every rank if ranks call different layers, and ModelError if there are fewer than two
+        values per channel. On GPUs, these errors are only detected with `check`, which synchronizes with the device.
         """
         if not self.includes_local_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
@@ -234,7 +234,8 @@ class SyncedForward(ReplacedForward):
     class_name_prefix = "Synced"
     shared_statistics: SharedStatistics
     layer_number: int
-    keeps_statistics = True  # a forward pass in training mode does not read the layer's buffers
+    # The forward pass in training mode does not read the layer's buffers; see `backends.gradients.forward_buffers`.
+    keeps_statistics = True
     _was_checked = False
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -249,16 +250,16 @@ class SyncedForward(ReplacedForward):
 
 
 def _check_layer(name: str, layer: BatchNormBase) -> None:
-    kind = type(layer)
+    layer_class = type(layer)
     if isinstance(layer, LazyModuleMixin):
         raise ModelError(
-            f"{name} is of class {kind.__name__}, which has no channels before its first forward. "
+            f"{name} is of class {layer_class.__name__}, which has no channels before its first forward. "
             "Call the model once, model(inputs), before sync_batch_norm."
         )
-    if kind.forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
+    if layer_class.forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
-            f"{name} is of class {kind.__name__}, which overrides forward, so sync_batch_norm cannot synchronize it. "
-            "Build the model with BatchNorm1d, 2d or 3d there, or leave sync_batch_norm out."
+            f"{name} is of class {layer_class.__name__}, which overrides forward, so sync_batch_norm cannot "
+            "synchronize it. Build the model with BatchNorm1d, 2d or 3d there, or leave sync_batch_norm out."
         )
     if getattr(layer, "process_group", None) is not None:
         raise ModelError(

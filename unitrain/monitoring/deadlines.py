@@ -16,7 +16,7 @@ _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 class Deadline:
     """A deadline for work that the training thread has started. `describe` returns the error text of a timeout.
 
-    The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
+    The watchdog thread calls `is_done`, so it must not block. The training thread may replace `is_done`.
     """
 
     __slots__ = ("describe", "is_done")
@@ -51,7 +51,8 @@ class Deadlines:
         return deadline
 
     def find_expired(self) -> Deadline | None:
-        """Return the oldest deadline if its work has timed out. Only the watchdog thread calls it."""
+        """Return the oldest deadline with unfinished work if it has expired, else None. Only the watchdog thread calls
+        it."""
         oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
         if oldest is not self._oldest:
             self._oldest, self._start_time = oldest, self._clock()
@@ -61,7 +62,7 @@ class Deadlines:
 
 
 class ShutdownWaitDetector:
-    """Detects that this rank waits, in an operation, for a rank that has shut down without starting the operation.
+    """Detects an operation in which this rank waits for a rank that has shut down without starting the operation.
 
     Such a wait never ends, and not every transport detects it. `period_seconds` is the time between two checks.
     Messages that were in flight at the first check have arrived by the second.

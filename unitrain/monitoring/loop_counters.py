@@ -51,7 +51,7 @@ class LoopCounters:
         return CountedForward(self)
 
     def count_backward(self) -> None:
-        """Count a backward pass that reduces gradients, at its end on this rank."""
+        """Count a backward pass that reduces gradients. Call it when the backward pass has ended on this rank."""
         num_backwards = self._latest[0] + 1
         if num_backwards == 1:
             self._forwards_before_training = self._forwards - self._used_forwards
@@ -67,7 +67,7 @@ class LoopCounters:
     def compare(self, store: MessageStore, rank: int) -> str | None:
         """Return a description of the difference if this rank's counts differ from rank 0's at the same backward pass.
 
-        If this rank has not run that backward pass yet, a later call compares it.
+        If this rank has not run that backward pass yet, a later call compares the counts.
         """
         expected = self._expected_counts
         if expected is None or expected.backwards <= self._latest[0]:

@@ -62,10 +62,10 @@ class StallDetector:
             records[rank] = [FlightRecord(*record) for record in json.loads(store.get(key))]
             if not records[rank]:  # that rank does not wait any more
                 return None
-        return describe_stall(records)
+        return find_stall(records)
 
 
-def describe_stall(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> Failure | None:
+def find_stall(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> Failure | None:
     """Return a failure for the first position at which the records differ, or None if there is none."""
     records_by_position: dict[int, dict[int, FlightRecord]] = {}
     for rank, records in records_by_rank.items():

@@ -34,7 +34,7 @@ ROLE = "supervision"
 EARLIER_ATTEMPT, ATTEMPT = "earlier attempt ", "attempt "
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
-# A rank detects that the supervisor's host does not respond after 15 + 5 x 5 seconds.
+# If the supervisor's host does not respond, a rank detects this after 15 + 5 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 5
 _MAX_SIGNAL_DELAY_SECONDS = 30.0
 LAST_CHECKPOINT_SECONDS = 60.0
@@ -47,7 +47,8 @@ class EarlierAttempt:
     """An earlier attempt of a supervised job.
 
     `started_before_seconds` and `ended_before_seconds` are the times from its start and from its end to the start of
-    the current attempt. `waiting_seconds` is the time for which the supervisor waited for hosts before it.
+    the current attempt. `waiting_seconds` is the time for which the supervisor waited for hosts before this earlier
+    attempt.
     """
 
     started_before_seconds: float
@@ -71,7 +72,7 @@ class AttemptInfo:
     earlier_attempts: tuple[EarlierAttempt, ...] = ()
 
     def to_messages(self) -> list[str]:
-        """Return the messages that send this description to rank 0."""
+        """Return the messages to rank 0 that describe this attempt and the earlier attempts."""
         values = asdict(self)
         earlier_attempts = values.pop("earlier_attempts")
         earlier_messages = [EARLIER_ATTEMPT + json.dumps(earlier_attempt) for earlier_attempt in earlier_attempts]
@@ -131,7 +132,7 @@ class _SupervisorClient:
 
     def _wait_for_signal_handler(self) -> None:
         """Wait until the program handles SIGTERM, but for at most 30 seconds. Before that, the signal would terminate
-        it without a checkpoint.
+        the program without a checkpoint.
         """
         deadline = time.monotonic() + _MAX_SIGNAL_DELAY_SECONDS
         while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:

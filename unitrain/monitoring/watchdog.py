@@ -440,7 +440,7 @@ class Watchdog:
         if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._pid:
             self.report_failure(error)
         first, error_line = self._first_failure, _first_line(error)
-        location = f", at {_raise_location(traceback)}" if traceback is not None else ""
+        location = f", at {_location_of_raise(traceback)}" if traceback is not None else ""
         is_consequence = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {error_line}{location}"
         if (
@@ -478,7 +478,7 @@ def _process_namespace() -> str:
         return socket.gethostname()
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # a user's class may not be convertible to text
@@ -486,7 +486,7 @@ def _text(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = _text(error).strip().splitlines()
+    lines = _error_text(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -494,7 +494,7 @@ def _is_peer_lost(error: BaseException) -> bool:
     """Return whether `error` is a transport error due to a lost connection to another rank."""
     if isinstance(error, CollectiveTimeoutError):
         return False
-    text = _text(error)
+    text = _error_text(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(message in text for message in _PEER_LOST_MESSAGES)
     )
@@ -506,10 +506,12 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in _text(error))
+    return isinstance(error, CollectiveTimeoutError) or (
+        isinstance(error, RuntimeError) and "imed out" in _error_text(error)
+    )
 
 
-def _raise_location(traceback: TracebackType) -> str:
+def _location_of_raise(traceback: TracebackType) -> str:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
