@@ -19,7 +19,7 @@ from unitrain.validation import check_instance
 
 
 def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str]) -> None:
-    """Make all modules of `model` whose class is in `blocks` recompute their activations in the backward pass.
+    """Make all modules of `model` that are instances of `blocks` recompute their activations in the backward pass.
 
     `blocks` are classes or class names, such as "TransformerEncoderLayer". If blocks are nested, only the outermost
     ones are changed. Activations then take the memory of the inputs of all blocks plus the activations of one block;
