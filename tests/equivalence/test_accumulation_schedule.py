@@ -1,4 +1,4 @@
-"""Gradient accumulation schedules: runs equal plain torch, also if they resume within an epoch."""
+"""Training with a gradient accumulation schedule equals plain torch, also after a resume within an epoch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 2, generator=generator))
 
 
-def make() -> tuple[nn.Module, SGD]:
+def build_model_and_optimizer() -> tuple[nn.Module, SGD]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -70,48 +70,48 @@ def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
 
 
 def train(
-    backend: Backend, kind: str = "map", stop_at: int | None = None, **settings: Any
+    backend: Backend, source: str = "map", stop_at: int | None = None, **settings: Any
 ) -> tuple[list[float], list[int], list[float]]:
     """Train, and return the parameters, the number of samples per step, and the learning rate after each step."""
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     callback = StopAt(stop_at)
     chosen = {
         "max_epochs": EPOCHS, "batch_size": BATCH // backend.size, "gradient_accumulation_steps": SCHEDULE, **settings,
     }  # fmt: skip
     config = TrainConfig(progress="off", log_every_n_steps=1, **chosen)
-    scheduler = None if kind == "stream" or "lr_scaling" in settings else one_cycle
+    scheduler = None if source == "stream" or "lr_scaling" in settings else one_cycle
     trainer = Trainer(
         model, optimizer, nn.MSELoss(), backend=backend, config=config, scheduler=scheduler, callbacks=[callback]
     )
     loader = DataLoader(data(), BATCH // backend.size, shuffle=True)
-    trainer.fit({"map": data(), "stream": Stream(), "loader": loader}[kind])
+    trainer.fit({"map": data(), "stream": Stream(), "loader": loader}[source])
     return nn.utils.parameters_to_vector(model.parameters()).tolist(), callback.samples, callback.rates
 
 
-def plain(kind: str = "map", reference: int = 0) -> Tensor:
-    """Train with plain torch on the batches of the Trainer. If `reference` is given, scale the learning rate by the
-    global batch size divided by `reference`."""
-    model, optimizer = make()
+def train_in_plain_torch(source: str = "map", reference_batch_size: int = 0) -> Tensor:
+    """Train with plain torch on the batches of the Trainer. If `reference_batch_size` is given, scale the learning
+    rate by the global batch size divided by `reference_batch_size`."""
+    model, optimizer = build_model_and_optimizer()
     inputs, targets = data().tensors
     steps = sum(STEPS_PER_EPOCH)
-    scheduler = None if kind == "stream" or reference else one_cycle(optimizer, steps)
+    scheduler = None if source == "stream" or reference_batch_size else one_cycle(optimizer, steps)
     for epoch in range(EPOCHS):
-        order = epoch_order(SAMPLES, seed=0, epoch=epoch, shuffle=kind != "stream")
+        order = epoch_order(SAMPLES, seed=0, epoch=epoch, shuffle=source != "stream")
         accumulated = {0: 1, 1: 2, 2: 2, 3: 4}[epoch]
         for chosen in order.split(BATCH * accumulated):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
-            if reference:
-                optimizer.param_groups[0]["lr"] = 0.1 * BATCH * accumulated / reference
+            if reference_batch_size:
+                optimizer.param_groups[0]["lr"] = 0.1 * BATCH * accumulated / reference_batch_size
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def cases_on(backend: Backend, folder: str) -> dict[str, Any]:
+def run_all_cases(backend: Backend, folder: str) -> dict[str, Any]:
     """Return the results of uninterrupted runs and of runs that stop at different steps and resume."""
-    results: dict[str, Any] = {kind: train(backend, kind) for kind in ("map", "loader", "stream")}
+    results: dict[str, Any] = {source: train(backend, source) for source in ("map", "loader", "stream")}
     results["scaled"] = train(backend, lr_scaling="linear", reference_batch_size=24)
     for stop_at in (8, 12):  # within the second epoch, and at the end of the third
         parts = [
@@ -122,22 +122,26 @@ def cases_on(backend: Backend, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
-def test_schedule_has_the_results_of_plain_torch(group: tuple[str, int], tmp_path: Path) -> None:
+def test_training_with_a_schedule_equals_plain_torch(group: tuple[str, int], tmp_path: Path) -> None:
     if group[0] == "local":
-        ranks = [cases_on(LOCAL, str(tmp_path))]
+        ranks = [run_all_cases(LOCAL, str(tmp_path))]
     else:
         with RankGroup(*group) as started:
-            ranks = started.run(cases_on, str(tmp_path))
+            ranks = started.run(run_all_cases, str(tmp_path))
     sizes = [12, 12, 12, 12, 12, 10, *[24, 24, 22] * 2, 48, 22]
     for results in ranks:
-        for kind in ("map", "loader", "stream"):
-            assert results[kind][1] == sizes
-            torch.testing.assert_close(torch.tensor(results[kind][0]), plain(kind), atol=1e-6, rtol=0)
-        torch.testing.assert_close(torch.tensor(results["scaled"][0]), plain(reference=24), atol=1e-6, rtol=0)
+        for source in ("map", "loader", "stream"):
+            assert results[source][1] == sizes
+            torch.testing.assert_close(
+                torch.tensor(results[source][0]), train_in_plain_torch(source), atol=1e-6, rtol=0
+            )
+        torch.testing.assert_close(
+            torch.tensor(results["scaled"][0]), train_in_plain_torch(reference_batch_size=24), atol=1e-6, rtol=0
+        )
         for stop_at in (8, 12):
             parameters, *others = results[f"resumed at {stop_at}"]
             assert others == list(results["map"][1:])
-            torch.testing.assert_close(torch.tensor(parameters), plain(), atol=1e-6, rtol=0)
+            torch.testing.assert_close(torch.tensor(parameters), train_in_plain_torch(), atol=1e-6, rtol=0)
             if group[0] == "local":  # with several ranks, the summation order may differ in the first step of a process
                 assert parameters == results["map"][0]
 
@@ -150,7 +154,7 @@ def test_total_steps_account_for_the_schedule_and_max_steps(tmp_path: Path) -> N
         return one_cycle(optimizer, total_steps)
 
     for limit in (None, 2):
-        model, optimizer = make()
+        model, optimizer = build_model_and_optimizer()
         config = TrainConfig(
             max_epochs=EPOCHS, batch_size=BATCH, gradient_accumulation_steps=SCHEDULE, limit_train_steps=limit,
             progress="off",

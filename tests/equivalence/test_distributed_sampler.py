@@ -1,4 +1,4 @@
-"""Ports of a DistributedDataParallel script with a DistributedSampler have the results of the script, even with
+"""Ports of a DistributedDataParallel script with a DistributedSampler give the same results as the script, even with
 BatchNorm."""
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Distribut
             optimizer.zero_grad()
 
 
-def original(backend: Backend) -> nn.Module:
+def train_original(backend: Backend) -> nn.Module:
     """Train with plain torch, in the process group that the backend created."""
     model = network()
     train(DistributedDataParallel(model), optimizer_of(model), DistributedSampler(samples(), seed=SEED))
     return model
 
 
-def own_loop(backend: Backend) -> nn.Module:
+def train_in_own_loop(backend: Backend) -> nn.Module:
     model = network()
     optimizer = optimizer_of(model)
     wrapped = backend.distributed_model(model)
@@ -66,19 +66,22 @@ def own_loop(backend: Backend) -> nn.Module:
     return model
 
 
-def with_trainer(backend: Backend) -> nn.Module:
+def train_with_trainer(backend: Backend) -> nn.Module:
     model = network()
     config = TrainConfig(max_epochs=EPOCHS, batch_size=BATCH_SIZE, seed=SEED, progress="off")
     Trainer(model, optimizer_of(model), nn.functional.cross_entropy, backend=backend, config=config).fit(samples())
     return model
 
 
-def trained(backend: Backend) -> list[dict[str, Tensor]]:
-    return [train_it(backend).state_dict() for train_it in (original, own_loop, with_trainer)]
+def train_all(backend: Backend) -> list[dict[str, Tensor]]:
+    return [
+        train_function(backend).state_dict()
+        for train_function in (train_original, train_in_own_loop, train_with_trainer)
+    ]
 
 
 def test_port_with_batch_norm_reproduces_the_original_script(group: RankGroup) -> None:
-    for rank, (expected, *ports) in enumerate(group.run(trained)):
+    for rank, (expected, *ports) in enumerate(group.run(train_all)):
         for port in ports:
             for name, wanted in expected.items():
                 if "running" in name and rank:

@@ -64,18 +64,18 @@ def train(backend: Backend, counts: list[int], tokens: bool) -> dict[str, Tensor
     def forward(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
         return model(batch), None
 
-    def summed(output: Tensor, target: None) -> tuple[Tensor, int]:
+    def summed_loss(output: Tensor, target: None) -> tuple[Tensor, int]:
         return output.sin().sum(), len(output)
 
     trainer = Trainer(
-        model, optimizer, summed if tokens else loss_fn, backend=backend, config=config, forward=forward
+        model, optimizer, summed_loss if tokens else loss_fn, backend=backend, config=config, forward=forward
     )  # fmt: skip
     trainer.fit(DataLoader(OwnStream(backend.rank, counts), batch_size=None))
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def expected(counts: list[int]) -> dict[str, Tensor]:
-    """Train with plain torch on the existing batches, and return the state with the statistics of rank 0's batches."""
+def train_in_plain_torch(counts: list[int]) -> dict[str, Tensor]:
+    """Train with plain torch on the existing batches. Return the parameters and the statistics of rank 0's batches."""
     model, statistics = Routed(), Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=DECAY, momentum=0.5)
     for step in range(max(counts)):
@@ -101,7 +101,7 @@ def test_a_dummy_batch_does_not_change_parameters_or_statistics(
     ranks: RankGroup, counts: list[int], tokens: bool
 ) -> None:
     counts = counts[: ranks.size]
-    wanted = expected(counts)
+    wanted = train_in_plain_torch(counts)
     found = ranks.run(train, counts, tokens)
     for rank, state in enumerate(found):
         for name, value in wanted.items():

@@ -1,4 +1,4 @@
-"""The callback of examples/freezing.py trains like plain torch with frozen parameters, even if the run resumes."""
+"""Training with the callback of examples/freezing.py equals plain torch with frozen parameters, also after a resume."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train_in_plain_torch(epochs: int = EPOCHS) -> list[Tensor]:
     return [nn.utils.parameters_to_vector(layer.parameters()).detach() for layer in (model[0], model[2])]
 
 
-def runs_on(backend: Backend, folder: str) -> dict[str, list[list[float]]]:
+def train_all(backend: Backend, folder: str) -> dict[str, list[list[float]]]:
     runs = {"complete": train(backend), "frozen": train(backend, FROZEN)}
     for first in (1, 3):  # resume before and after unfreezing
         output = f"{folder}/{first}"
@@ -73,12 +73,12 @@ def runs_on(backend: Backend, folder: str) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
-def test_frozen_layers_have_the_results_of_plain_torch(group: tuple[str, int], tmp_path: Path) -> None:
+def test_training_with_frozen_layers_equals_plain_torch(group: tuple[str, int], tmp_path: Path) -> None:
     if group[0] == "local":
-        ranks = [runs_on(LOCAL, str(tmp_path))]
+        ranks = [train_all(LOCAL, str(tmp_path))]
     else:
         with RankGroup(*group) as started:
-            ranks = started.run(runs_on, str(tmp_path))
+            ranks = started.run(train_all, str(tmp_path))
     initial = nn.utils.parameters_to_vector(build_model_and_optimizer()[0][0].parameters()).tolist()
     for runs in ranks:
         frozen = runs.pop("frozen")

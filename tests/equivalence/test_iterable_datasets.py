@@ -57,8 +57,8 @@ class Network(nn.Module):
 
 
 class Shuffled(IterableDataset[tuple[int, Tensor]]):
-    """The same samples on every rank. The order depends on the epoch and on the global generators of torch and
-    Python. Iterating also advances those of torch and NumPy."""
+    """Yields the same samples on every rank. The order depends on the epoch and on the global generators of
+    torch and Python. Each item also advances the global generators of torch and NumPy."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -82,7 +82,7 @@ class Shuffled(IterableDataset[tuple[int, Tensor]]):
 
 
 class Episodes(IterableDataset[tuple[float, float, float]]):
-    """Yields `length` random numbers of three generators on each rank and worker."""
+    """Yields `length` tuples of random numbers of three generators on each rank and worker."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -173,7 +173,7 @@ def expected_steps(ranks: list[Steps], accumulate: int, uneven: str) -> Steps:
     ]
 
 
-def by_hand(steps: Steps) -> list[Tensor]:
+def train_in_plain_loop(steps: Steps) -> list[Tensor]:
     """Return the parameters after training in a plain loop over the samples of each step."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -191,8 +191,8 @@ def train(backend: Backend, data: Any, settings: dict[str, Any], val_data: Any =
     config = TrainConfig(**{"max_epochs": 2, "progress": "off", "seed": 3, **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     results = trainer.fit(data, val_data)
-    cursor = trainer.progress
-    return [parameter.detach().clone() for parameter in model.parameters()], (results, cursor.epoch, cursor.step)
+    progress = trainer.progress
+    return [parameter.detach().clone() for parameter in model.parameters()], (results, progress.epoch, progress.step)
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-6) -> None:
@@ -200,17 +200,17 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
-def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
+def read_steps(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
     """For each epoch and step, return the sample indices of this rank and the number of samples on all ranks."""
-    share = open_training_data(data, backend, ShardSettings(seed=3, **settings))
+    shard = open_training_data(data, backend, ShardSettings(seed=3, **settings))
     found = []
     for epoch in epochs:
         steps: list[Any] = [[]]
-        for batch, part in share.micro_batches(epoch):
-            steps[-1] += batch[0].tolist() if part.samples else []
-            assert part.samples in (0, len(batch[0]))
-            if part.ends_step:
-                steps[-1] = (steps[-1], part.step_samples)
+        for batch, micro_batch in shard.micro_batches(epoch):
+            steps[-1] += batch[0].tolist() if micro_batch.samples else []
+            assert micro_batch.samples in (0, len(batch[0]))
+            if micro_batch.ends_step:
+                steps[-1] = (steps[-1], micro_batch.step_samples)
                 steps.append([])
         assert steps.pop() == []
         found.append(steps)
@@ -226,16 +226,16 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 # A shared stream.
 
 
-def shared_steps(backend: Backend, workers: int, accumulate: int, persistent: bool) -> list[list[Any]]:
+def read_shared_steps(backend: Backend, workers: int, accumulate: int, persistent: bool) -> list[list[Any]]:
     batch_size = 12 // (backend.size * accumulate)
     data: Any = DataLoader(
         Shuffled(62), batch_size=batch_size, num_workers=workers, persistent_workers=persistent,
-        collate_fn=drawing_collate,
+        collate_fn=collate_with_random_draws,
     )  # fmt: skip
-    return steps_of(backend, data, {"gradient_accumulation_steps": accumulate}, (0, 1))
+    return read_steps(backend, data, {"gradient_accumulation_steps": accumulate}, (0, 1))
 
 
-def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
+def collate_with_random_draws(items: list[tuple[int, Tensor]]) -> list[Tensor]:
     """Draws random numbers, which must not change the order of the stream."""
     torch.rand(len(items)), np.random.rand(), random.random()
     return [torch.tensor([number for number, _ in items]), torch.stack([target for _, target in items])]
@@ -244,11 +244,11 @@ def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("workers", "accumulate", "persistent"), [(0, 1, False), (0, 2, False), (2, 1, False), (2, 2, True)]
 )
-def test_each_item_of_a_shared_stream_is_used_once_in_the_step_of_one_process(
+def test_each_item_of_a_shared_stream_is_used_once_in_the_same_step_as_in_one_process(
     group: RankGroup, workers: int, accumulate: int, persistent: bool
 ) -> None:
-    alone = shared_steps(LOCAL, 0, 1, False)
-    ranks = group.run(shared_steps, workers, accumulate, persistent)
+    alone = read_shared_steps(LOCAL, 0, 1, False)
+    ranks = group.run(read_shared_steps, workers, accumulate, persistent)
     for epoch in (0, 1):
         expected = [step for step, _ in alone[epoch]]
         assert sorted(number for step in expected for number in step) == list(range(62))
@@ -272,8 +272,8 @@ def test_shared_stream_equals_one_process_in_training_and_evaluation(
     group: RankGroup, workers: int, accumulate: int
 ) -> None:
     settings = {"gradient_accumulation_steps": accumulate, "max_epochs": 4}
-    steps = [step for epoch in steps_of(LOCAL, Shuffled(62), {"batch_size": 12}, range(4)) for step, _ in epoch]  # type: ignore[arg-type]
-    expected = by_hand(steps)
+    steps = [step for epoch in read_steps(LOCAL, Shuffled(62), {"batch_size": 12}, range(4)) for step, _ in epoch]  # type: ignore[arg-type]
+    expected = train_in_plain_loop(steps)
     model = Network()
     for parameter, value in zip(model.parameters(), expected, strict=True):
         parameter.data.copy_(value)
@@ -286,7 +286,7 @@ def test_shared_stream_equals_one_process_in_training_and_evaluation(
 
 def steps_with_drop_last(backend: Backend, uneven: str) -> list[list[Any]]:
     loader: Any = DataLoader(Shuffled(62), batch_size=12 // backend.size, drop_last=True, num_workers=2)
-    return steps_of(backend, loader, {"uneven": uneven}, (0,))
+    return read_steps(backend, loader, {"uneven": uneven}, (0,))
 
 
 def test_drop_last_of_a_shared_stream_drops_an_incomplete_global_batch(group: RankGroup) -> None:
@@ -297,15 +297,15 @@ def test_drop_last_of_a_shared_stream_drops_an_incomplete_global_batch(group: Ra
 # A different stream on each rank.
 
 
-def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
+def read_episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
     loader: Any = DataLoader(Episodes(6), batch_size=2, num_workers=workers, persistent_workers=persistent)
-    share = open_training_data(loader, backend, ShardSettings(seed=3, stream="own"))
-    return [[row for batch, _ in share.micro_batches(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
+    shard = open_training_data(loader, backend, ShardSettings(seed=3, stream="own"))
+    return [[row for batch, _ in shard.micro_batches(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_own_streams_have_different_random_numbers(group: RankGroup, workers: int, persistent: bool) -> None:
-    first, again = (group.run(episodes, workers, persistent) for _ in range(2))
+    first, again = (group.run(read_episodes, workers, persistent) for _ in range(2))
     assert first == again
     rows = [tuple(map(float, row)) for rank in first for epoch in rank for row in epoch]
     assert len(rows) == len(first) * 2 * 6 * max(1, workers), "every worker must yield all its items"
@@ -333,7 +333,7 @@ def test_unequal_streams_equal_one_process_with_the_samples_of_each_step(
     steps = expected_steps(ranks, accumulate, uneven)
     settings = {"uneven": uneven, "num_workers": workers, "gradient_accumulation_steps": accumulate}
     results = group.run(train_own, lengths, 2, settings)
-    expected = by_hand(steps * 2)
+    expected = train_in_plain_loop(steps * 2)
     for parameters, (_, epoch, step) in results:
         assert_equal(parameters, expected)
         assert (epoch, step) == (2, 2 * len(steps))
@@ -355,29 +355,29 @@ def test_uneven_policies_give_different_runs() -> None:
 def test_rank_without_any_batch_takes_the_same_steps(group: RankGroup, uneven: str, workers: int) -> None:
     lengths = NONE_ON_SOME[group.size]
     ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
-    expected = by_hand(expected_steps(ranks, 1, uneven) * 2)
+    expected = train_in_plain_loop(expected_steps(ranks, 1, uneven) * 2)
     for parameters, _ in group.run(train_own, lengths, 2, {"uneven": uneven, "num_workers": workers}):
         assert_equal(parameters, expected)
 
 
-def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: dict[str, Any]) -> Any:
+def train_sizes(backend: Backend, source: str, sizes: list[list[int]], settings: dict[str, Any]) -> Any:
     """Train on batches that the dataset creates: a shared stream, one stream per rank, or a map-style dataset."""
     workers = settings.pop("workers")
     dataset: Any = {
         "shared": lambda: Batches(sizes[0]),
         "own": lambda: Batches(sizes[backend.rank]),
         "indexed": lambda: Indexed(sizes[0]),
-    }[kind]()
+    }[source]()
     loader: Any = DataLoader(dataset, batch_size=None, num_workers=workers)
-    parameters, _ = train(backend, loader, {"stream": "own" if kind == "own" else "shared", **settings}, loader)
-    return parameters, dict(dataset.loaded) if kind == "indexed" and not workers else {}
+    parameters, _ = train(backend, loader, {"stream": "own" if source == "own" else "shared", **settings}, loader)
+    return parameters, dict(dataset.loaded) if source == "indexed" and not workers else {}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shared", "own", "indexed"])
-def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
+@pytest.mark.parametrize("source", ["shared", "own", "indexed"])
+def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup, source: str, workers: int) -> None:
     sizes = [[3, 5, 1, 4, 2, 6, 3], [2, 7, 1], [5, 0, 4, 1]]
-    if kind == "own":
+    if source == "own":
         # Each worker yields the complete stream of its rank.
         ranks = [
             [batch for batch in consecutive_batches(sizes[rank]) for _ in range(max(1, workers))]
@@ -385,11 +385,11 @@ def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGr
         ]
     else:
         ranks = [consecutive_batches(sizes[0])[rank :: group.size] for rank in range(group.size)]
-    expected = by_hand(expected_steps(ranks, 1, "weight") * 2)
-    results = group.run(train_sizes, kind, sizes, {"workers": workers})
+    expected = train_in_plain_loop(expected_steps(ranks, 1, "weight") * 2)
+    results = group.run(train_sizes, source, sizes, {"workers": workers})
     for parameters, _ in results:
         assert_equal(parameters, expected)
-    if kind == "indexed" and not workers:
+    if source == "indexed" and not workers:
         loaded = sum((Counter(counted) for _, counted in results), Counter())
         assert loaded == Counter(dict.fromkeys(range(7), 4)), "each epoch and validation must load each batch once"
 
@@ -400,26 +400,26 @@ def last_item_as_batch(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(numbers), torch.as_tensor(targets)
 
 
-def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> list[Tensor]:
+def train_reused(backend: Backend, source: str, accumulate: int, arrays: bool) -> list[Tensor]:
     batches = consecutive_batches([3] * 9)
-    yields_batches = kind != "items"
-    mine = batches[backend.rank :: backend.size] if kind == "own" else batches
+    yields_batches = source != "items"
+    mine = batches[backend.rank :: backend.size] if source == "own" else batches
     loader: Any = DataLoader(
         Reusing(mine, arrays=arrays),
         batch_size=None if yields_batches else 1,
         collate_fn=None if yields_batches else last_item_as_batch,
     )
-    settings = {"stream": "own" if kind == "own" else "shared", "gradient_accumulation_steps": accumulate}
+    settings = {"stream": "own" if source == "own" else "shared", "gradient_accumulation_steps": accumulate}
     return train(backend, loader, settings, loader)[0]
 
 
-@pytest.mark.parametrize("kind", ["shared", "own", "items"])
+@pytest.mark.parametrize("source", ["shared", "own", "items"])
 @pytest.mark.parametrize(("accumulate", "arrays"), [(1, False), (2, False), (2, True)])
-def test_stream_may_reuse_the_memory_of_a_batch(group: RankGroup, kind: str, accumulate: int, arrays: bool) -> None:
+def test_stream_may_reuse_the_memory_of_a_batch(group: RankGroup, source: str, accumulate: int, arrays: bool) -> None:
     batches = consecutive_batches([3] * 9)
     steps = expected_steps([batches[rank :: group.size] for rank in range(group.size)], accumulate, "weight")
-    expected = by_hand(steps * 2)
-    for parameters in group.run(train_reused, kind, accumulate, arrays):
+    expected = train_in_plain_loop(steps * 2)
+    for parameters in group.run(train_reused, source, accumulate, arrays):
         assert_equal(parameters, expected)
 
 
@@ -438,16 +438,16 @@ def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> N
 # Resuming within an epoch.
 
 
-def train_resumable(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
-    """Train until `max_steps`, resuming from `folder`."""
+def train_resumable(backend: Backend, folder: str, source: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
+    """Train until `max_steps` steps are complete, resuming from the newest checkpoint in `folder`."""
     lengths = LENGTHS[backend.size]
-    if kind == "shared":
+    if source == "shared":
         data: Any = Shuffled(62)
-    elif kind == "own":
+    elif source == "own":
         data = Noisy(own_numbers(backend.rank, lengths))
     else:
         data = DataLoader(Batches([3, 5, 1, 4, 2, 6, 3, 3, 2, 8]), batch_size=None, num_workers=workers)
-    more = {} if kind == "batches" else {"batch_size": 2, "num_workers": workers}
+    more = {} if source == "batches" else {"batch_size": 2, "num_workers": workers}
     settings = {
         "max_epochs": None,
         "output_dir": folder,
@@ -456,7 +456,7 @@ def train_resumable(backend: Backend, folder: str, kind: str, workers: int, sett
         **more,
         **settings,
     }
-    return train(backend, data, {"stream": "own" if kind == "own" else "shared", **settings})[0]
+    return train(backend, data, {"stream": "own" if source == "own" else "shared", **settings})[0]
 
 
 class Noisy(Listed):
@@ -469,7 +469,7 @@ class Noisy(Listed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "settings"),
+    ("source", "workers", "settings"),
     [
         ("shared", 0, {}),
         ("shared", 2, {"gradient_accumulation_steps": 2}),
@@ -482,11 +482,11 @@ class Noisy(Listed):
     ],
 )
 def test_run_resumes_within_an_epoch(
-    group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
+    group: RankGroup, source: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    uninterrupted = group.run(train_resumable, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
+    uninterrupted = group.run(train_resumable, str(tmp_path / "whole"), source, workers, {"max_steps": 6, **settings})
     for steps in (1, 4, 6):
-        parts = group.run(train_resumable, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
+        parts = group.run(train_resumable, str(tmp_path / "parts"), source, workers, {"max_steps": steps, **settings})
     for found, wanted in zip(parts, uninterrupted, strict=True):
         # A new DistributedDataParallel sums the gradients of three ranks in another order in its first step.
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
@@ -510,13 +510,15 @@ class StopAfter(Callback):
             trainer.stop("requested by the test")
 
 
-def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_last: bool, ends: list[int]) -> Any:
+def train_with_noisy_collate(
+    backend: Backend, folder: str, source: str, accumulate: int, drop_last: bool, ends: list[int]
+) -> Any:
     """Train in several runs that end at the steps `ends`. Each run resumes from the previous one."""
     data: Any = {
         "shared": Shuffled(62),
         "own": Listed(own_numbers(backend.rank, LENGTHS[backend.size])),
-        "indices": Plain(),
-    }[kind]
+        "indices": MapStyle(),
+    }[source]
     for end in ends:
         loader: Any = DataLoader(data, batch_size=2, collate_fn=noisy_collate, drop_last=drop_last)
         model = Network()
@@ -524,7 +526,7 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
         stops = end != ends[-1] and end % 2 == 0
         config = TrainConfig(
             max_steps=100 if stops else end, gradient_accumulation_steps=accumulate,
-            stream="own" if kind == "own" else "shared",
+            stream="own" if source == "own" else "shared",
             output_dir=folder, resume=True, progress="off", seed=3, log_every_n_steps=1,
         )  # fmt: skip
         trainer = Trainer(
@@ -536,7 +538,7 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "drop_last"),
+    ("source", "accumulate", "drop_last"),
     [
         ("shared", 1, False),
         ("own", 2, True),
@@ -547,17 +549,17 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
     ],
 )
 def test_resume_restores_the_random_numbers_of_collate_fn(
-    group: RankGroup, kind: str, accumulate: int, drop_last: bool, tmp_path: Path
+    group: RankGroup, source: str, accumulate: int, drop_last: bool, tmp_path: Path
 ) -> None:
-    """Runs also validate within an epoch, which draws from the same generators."""
-    arguments = kind, accumulate, drop_last
-    uninterrupted = group.run(noisy_run, str(tmp_path / "whole"), *arguments, [9])
-    parts = group.run(noisy_run, str(tmp_path / "parts"), *arguments, [1, 2, 4, 7, 9])
+    """A run that ends within an epoch also validates, and the validation draws from the same generators."""
+    arguments = source, accumulate, drop_last
+    uninterrupted = group.run(train_with_noisy_collate, str(tmp_path / "whole"), *arguments, [9])
+    parts = group.run(train_with_noisy_collate, str(tmp_path / "parts"), *arguments, [1, 2, 4, 7, 9])
     for found, wanted in zip(parts, uninterrupted, strict=True):
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 
 
-def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
+def train_shared_resumable(backend: Backend, folder: str, steps: int) -> list[Tensor]:
     settings = {
         "batch_size": 12 // backend.size,
         "num_workers": backend.size - 1,
@@ -568,10 +570,10 @@ def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
 
 
 def test_shared_stream_resumes_on_another_number_of_ranks_and_workers(group: RankGroup, tmp_path: Path) -> None:
-    expected = shared_run(LOCAL, str(tmp_path / "alone"), 11)
-    shared_run(LOCAL, str(tmp_path / "route"), 3)
-    group.run(shared_run, str(tmp_path / "route"), 8)
-    assert_equal(shared_run(LOCAL, str(tmp_path / "route"), 11), expected)
+    expected = train_shared_resumable(LOCAL, str(tmp_path / "alone"), 11)
+    train_shared_resumable(LOCAL, str(tmp_path / "route"), 3)
+    group.run(train_shared_resumable, str(tmp_path / "route"), 8)
+    assert_equal(train_shared_resumable(LOCAL, str(tmp_path / "route"), 11), expected)
 
 
 def train_steps_of_one_epoch(backend: Backend) -> tuple[int, int, int]:
@@ -661,10 +663,10 @@ def test_own_streams_are_evaluated_completely(group: RankGroup, drop_last: bool)
         assert predicted == everything
 
 
-def predict(backend: Backend, kind: str, workers: int) -> list[int]:
+def predict(backend: Backend, source: str, workers: int) -> list[int]:
     """Return the sample indices in the order of the predictions."""
     data: Any = DataLoader(Listed([*range(19, 0, -1)]), batch_size=2, num_workers=workers)
-    if kind == "batches":
+    if source == "batches":
         data = DataLoader(Batches([3, 0, 5, 1, 4, 2, 4]), batch_size=None, num_workers=workers)
     model = Network()
     config = TrainConfig(max_epochs=1, progress="off")
@@ -682,7 +684,7 @@ def test_predictions_are_in_the_order_of_a_shared_stream(group: RankGroup, worke
     assert group.run(predict, "batches", workers) == [[*range(19)]] * group.size
 
 
-def warnings_of_stream(backend: Backend, is_same: bool, workers: int) -> list[str]:
+def log_messages_of_stream(backend: Backend, is_same: bool, workers: int) -> list[str]:
     """Return the log messages for a stream that is the same on every rank or differs between ranks."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -698,8 +700,8 @@ def warnings_of_stream(backend: Backend, is_same: bool, workers: int) -> list[st
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_different_shared_streams_cause_a_warning(group: RankGroup, workers: int) -> None:
-    assert group.run(warnings_of_stream, True, workers) == [[]] * group.size
-    first, *others = group.run(warnings_of_stream, False, workers)
+    assert group.run(log_messages_of_stream, True, workers) == [[]] * group.size
+    first, *others = group.run(log_messages_of_stream, False, workers)
     assert others == [[]] * (group.size - 1)
     assert len(first) == (group.size > 1)
     for message in first:
@@ -730,7 +732,7 @@ class OneShot(IterableDataset[tuple[int, Tensor]]):
         return self.items
 
 
-class Plain(Dataset[tuple[int, Tensor]]):
+class MapStyle(Dataset[tuple[int, Tensor]]):
     def __len__(self) -> int:
         return 12
 
@@ -759,7 +761,7 @@ def too_little_for_a_step(rank: int) -> tuple[Any, dict[str, Any]]:
 
 
 def indices_on_one_rank(rank: int) -> tuple[Any, dict[str, Any]]:
-    return (Plain() if rank == 0 else Listed([1])), {"batch_size": 2}
+    return (MapStyle() if rank == 0 else Listed([1])), {"batch_size": 2}
 
 
 def different_batch_sizes(rank: int) -> tuple[Any, dict[str, Any]]:
@@ -818,7 +820,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
 ONLY_BETWEEN_RANKS = (fails_on_one_rank, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
 
 
-def raised_message(backend: Backend, case: Callable[[int], Any]) -> str:
+def train_and_return_error(backend: Backend, case: Callable[[int], Any]) -> str:
     data, settings = case(backend.rank)
     try:
         train(backend, data, settings)
@@ -834,7 +836,7 @@ def raised_message(backend: Backend, case: Callable[[int], Any]) -> str:
 def test_errors_are_raised_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
     if group.size == 1 and case in ONLY_BETWEEN_RANKS:
         message = "^accepted$"
-    texts = group.run(raised_message, case)
+    texts = group.run(train_and_return_error, case)
     assert len(set(texts)) == 1
     assert re.search(message, texts[0], re.DOTALL), texts[0]
 
@@ -862,7 +864,7 @@ def test_plan_steps_groups_indices_into_steps(
     assert plan_steps(table, accumulate, uneven, full) == expected
 
 
-class Counting(LocalBackend):
+class CountingBackend(LocalBackend):
     """Counts the calls of allgather."""
 
     gathered = 0
@@ -876,20 +878,20 @@ class Counting(LocalBackend):
 def test_batch_sizes_are_exchanged_once_for_all_prefetched_batches(
     workers: int, accumulate: int, exchanges: int
 ) -> None:
-    backend = Counting(torch.device("cpu"))
-    Counting.gathered = 0
-    share = open_training_data(
+    backend = CountingBackend(torch.device("cpu"))
+    CountingBackend.gathered = 0
+    shard = open_training_data(
         Listed(list(range(32))), backend,
         ShardSettings(batch_size=2, num_workers=workers, gradient_accumulation_steps=accumulate),
     )  # fmt: skip
-    steps = sum(part.ends_step for _, part in share.micro_batches(0))
-    assert (steps, Counting.gathered) == (16 // accumulate, exchanges)
+    steps = sum(part.ends_step for _, part in shard.micro_batches(0))
+    assert (steps, CountingBackend.gathered) == (16 // accumulate, exchanges)
 
 
-@pytest.mark.parametrize("kind", ["lines", "bar"])
-def test_run_of_unknown_length_shows_its_step_count(kind: str) -> None:
+@pytest.mark.parametrize("progress", ["lines", "bar"])
+def test_run_of_unknown_length_shows_its_step_count(progress: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    shown = display._Lines(console) if kind == "lines" else display._Bar(console)
+    shown = display._Lines(console) if progress == "lines" else display._Bar(console)
     shown.interval_seconds = -1.0
     with shown:
         shown.start(None, 2)

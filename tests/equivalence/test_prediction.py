@@ -76,7 +76,7 @@ def forward(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
     return {"logits": logits, "rest": [Nested(index, logits > 0), None]}, target
 
 
-def make(backend: Backend, **given: Any) -> Trainer:
+def make_trainer(backend: Backend, **given: Any) -> Trainer:
     model = given.pop("model", None) or Model()
     config = TrainConfig(**{"max_epochs": 1, "progress": "off", **given.pop("config", {})})
     parts: dict[str, Any] = {
@@ -91,15 +91,15 @@ def make(backend: Backend, **given: Any) -> Trainer:
     return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend, config=config, **parts)
 
 
-def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
+def evaluate_and_predict(backend: Backend, cases: list[Case]) -> list[Any]:
     """For each case, return the results of evaluation and prediction and this rank's samples, or the error messages."""
     seen: list[int] = []
 
-    def monitored_wait(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
+    def recording_forward(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
         seen.extend(batch[2].tolist())
         return forward(model, batch)
 
-    trainer = make(backend, forward=monitored_wait)
+    trainer = make_trainer(backend, forward=recording_forward)
     # Training updates separate statistics on each rank. Evaluation uses rank 0's statistics.
     trainer.backend.unwrap(trainer.model).norm.running_mean.fill_(0.25 + backend.rank)
     results: list[Any] = []
@@ -124,7 +124,7 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
     return results
 
 
-def expected(length: int) -> tuple[dict[str, float], Tensor]:
+def expected_results(length: int) -> tuple[dict[str, float], Tensor]:
     """Return the metrics and outputs of plain torch on the complete dataset."""
     inputs, targets, index = samples(length).tensors
     model = Model().eval()
@@ -136,14 +136,14 @@ def expected(length: int) -> tuple[dict[str, float], Tensor]:
     return {"loss": loss, "index": index.double().mean().item(), "accuracy": accuracy}, logits
 
 
-def check(case: Case, found: list[Any]) -> None:
+def assert_correct(case: Case, found: list[Any]) -> None:
     """Assert that the results of all ranks for `case` are correct."""
     length = case[0]
     if length == 0:
         empty = "The evaluation data is empty. Pass a dataset with at least one sample."
         assert found == [(empty, empty)] * len(found)
         return
-    numbers, logits = expected(length)
+    numbers, logits = expected_results(length)
     for values, outputs, *_ in found:
         assert values == found[0][0], "the results must be the same on every rank"
         assert values == pytest.approx(numbers, rel=0, abs=1e-12)
@@ -180,28 +180,28 @@ DTYPES = (
 )  # fmt: skip
 
 
-def predicted_as_bytes(backend: Backend, length: int) -> dict[str, tuple[Any, ...]]:
+def predict_as_bytes(backend: Backend, length: int) -> dict[str, tuple[Any, ...]]:
     """Predict in every dtype, gathering a few bytes at a time. Return dtypes, shapes and bytes."""
     before, prediction._MAX_GATHERED_BYTES = prediction._MAX_GATHERED_BYTES, 24
     try:
-        outputs = make(backend, model=Formats(), forward=None).predict(
+        outputs = make_trainer(backend, model=Formats(), forward=None).predict(
             DataLoader(TensorDataset(torch.arange(length) - 2.0), 2)
         )
     finally:
         prediction._MAX_GATHERED_BYTES = before
-    return {name: raw(output) for name, output in outputs.items()}
+    return {name: dtype_shape_and_bytes(output) for name, output in outputs.items()}
 
 
-def as_bytes(length: int) -> dict[str, tuple[Any, ...]]:
-    return {name: raw(output) for name, output in Formats()(torch.arange(length) - 2.0).items()}
+def expected_as_bytes(length: int) -> dict[str, tuple[Any, ...]]:
+    return {name: dtype_shape_and_bytes(output) for name, output in Formats()(torch.arange(length) - 2.0).items()}
 
 
-def raw(tensor: Tensor) -> tuple[Any, ...]:
+def dtype_shape_and_bytes(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def examples(size: int) -> Any:
-    """Draw a batch size and a kind of data for each dataset size."""
+def draw_cases(size: int) -> Any:
+    """Return a strategy that draws a batch size and a kind of data for each dataset size."""
     lengths = range(3 * size + 2)
     one = st.tuples(st.integers(1, 5), st.sampled_from(KINDS))
     drawn = st.tuples(*[one] * len(lengths))
@@ -210,10 +210,10 @@ def examples(size: int) -> Any:
 
 def test_prediction_is_exact_in_one_process() -> None:
     @settings(DRAWN, max_examples=5)
-    @given(examples(4))
+    @given(draw_cases(4))
     def run(cases: list[Case]) -> None:
-        for case, found in zip(cases, results_of(LOCAL, cases), strict=True):
-            check(case, [found])
+        for case, found in zip(cases, evaluate_and_predict(LOCAL, cases), strict=True):
+            assert_correct(case, [found])
 
     run()
 
@@ -224,19 +224,19 @@ def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
 
         @DRAWN
-        @given(examples(size))
+        @given(draw_cases(size))
         def run(cases: list[Case]) -> None:
-            by_rank = group.run(results_of, cases, timeout_seconds=200)
+            by_rank = group.run(evaluate_and_predict, cases, timeout_seconds=200)
             for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
-                check(case, list(found))
+                assert_correct(case, list(found))
 
         run()
-        expected_bytes = as_bytes(7)
-        for found in group.run(predicted_as_bytes, 7):
+        expected_bytes = expected_as_bytes(7)
+        for found in group.run(predict_as_bytes, 7):
             assert found == expected_bytes
-        assert group.run(predicted_stream_of_one_sample) == [[1, 2]] * size
+        assert group.run(predict_stream_of_one_sample) == [[1, 2]] * size
         if size == 2:
-            rank_results, other = group.run(ragged)
+            rank_results, other = group.run(predict_ragged)
             assert rank_results == other
             assert (
                 "they differ between ranks: output: float32 [1] (per sample) and output: float32 [2]. Let"
@@ -247,10 +247,10 @@ def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
 @settings(DRAWN, max_examples=300)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
 def test_evaluation_shards_are_contiguous_in_rank_order(size: int, length: int, batch_size: int) -> None:
-    shares = [
+    shards = [
         EvaluationShard(samples(length), simulate_rank(rank, size), batch_size=batch_size) for rank in range(size)
     ]
-    parts = [list(share) for share in shares]
+    parts = [list(shard) for shard in shards]
     assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
     totals = [sum(info.samples for _, info in batches) for batches in parts]
     assert max(totals) - min(totals) <= 1
@@ -258,7 +258,7 @@ def test_evaluation_shards_are_contiguous_in_rank_order(size: int, length: int, 
 
 
 def test_prediction_keeps_every_dtype() -> None:
-    assert predicted_as_bytes(LOCAL, 7) == as_bytes(7)
+    assert predict_as_bytes(LOCAL, 7) == expected_as_bytes(7)
 
 
 def test_prediction_keeps_the_nesting_of_outputs() -> None:
@@ -273,16 +273,16 @@ def test_prediction_keeps_the_nesting_of_outputs() -> None:
 
     with torch.no_grad():
         logits = Model().eval()(samples(5).tensors[0])
-    plain = make(LOCAL, forward=lambda model, batch: (model(batch[0]), None)).predict(DataLoader(samples(5), 2))
+    plain = make_trainer(LOCAL, forward=lambda model, batch: (model(batch[0]), None)).predict(DataLoader(samples(5), 2))
     torch.testing.assert_close(plain, logits, rtol=0, atol=1e-12)
-    scores, mapping, nothing = make(LOCAL, forward=nested).predict(DataLoader(samples(5), 2))
+    scores, mapping, nothing = make_trainer(LOCAL, forward=nested).predict(DataLoader(samples(5), 2))
     assert isinstance(scores, Scores)
     assert torch.equal(scores.logits, plain)
     assert torch.equal(scores.best, logits.argmax(1))
     assert isinstance(mapping, OrderedDict)
     assert torch.equal(mapping["a"][0], plain)
     assert nothing is None
-    assert make(LOCAL, forward=lambda model, batch: (None, None)).predict(DataLoader(samples(5), 2)) is None
+    assert make_trainer(LOCAL, forward=lambda model, batch: (None, None)).predict(DataLoader(samples(5), 2)) is None
 
 
 class Named(Dataset[dict[str, Tensor]]):
@@ -313,7 +313,7 @@ class OfMapping(Model):
 def test_targets_may_be_missing(model: type[nn.Module], data: Any) -> None:
     with torch.no_grad():
         logits = Model().eval()(samples(5).tensors[0])
-    found = make(LOCAL, model=model(), forward=None, config={"eval_batch_size": 2}).predict(data)
+    found = make_trainer(LOCAL, model=model(), forward=None, config={"eval_batch_size": 2}).predict(data)
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-12)
 
 
@@ -321,7 +321,7 @@ def test_prediction_does_not_change_the_model() -> None:
     model = Model()
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    outputs = make(LOCAL, model=model).predict(DataLoader(samples(7), 2))
+    outputs = make_trainer(LOCAL, model=model).predict(DataLoader(samples(7), 2))
     assert (model.training, model.norm.training, model.head.training) == (True, False, True)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not outputs["logits"].requires_grad
@@ -337,7 +337,7 @@ def test_predicted_outputs_have_separate_memory() -> None:
         buffer[:, 0] = batch[2].double()
         return buffer[:, 0], None
 
-    outputs = make(LOCAL, forward=reused).predict(DataLoader(samples(6), 2))
+    outputs = make_trainer(LOCAL, forward=reused).predict(DataLoader(samples(6), 2))
     assert outputs.tolist() == list(range(6))
     assert outputs.untyped_storage().nbytes() == 6 * outputs.element_size()
 
@@ -345,7 +345,7 @@ def test_predicted_outputs_have_separate_memory() -> None:
 def test_prediction_uses_the_precision_of_the_run() -> None:
     model = nn.Linear(5, 3)
     data = TensorDataset(samples(5).tensors[0].float())
-    found = make(LOCAL, model=model, forward=None, config={"precision": "bf16"}).predict(DataLoader(data, 2))
+    found = make_trainer(LOCAL, model=model, forward=None, config={"precision": "bf16"}).predict(DataLoader(data, 2))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = model(data.tensors[0])
     assert found.dtype == torch.bfloat16
@@ -354,7 +354,7 @@ def test_prediction_uses_the_precision_of_the_run() -> None:
 
 def test_error_names_outputs_that_cannot_be_concatenated() -> None:
     def predict(make_output: Any) -> Any:
-        return make(LOCAL, forward=lambda model, batch: (make_output(batch[2]), None)).predict(
+        return make_trainer(LOCAL, forward=lambda model, batch: (make_output(batch[2]), None)).predict(
             DataLoader(samples(5), 2)
         )
 
@@ -383,9 +383,9 @@ def test_error_names_outputs_that_cannot_be_concatenated() -> None:
         predict(lambda index: {"a": index, "b": index} if index[0] == 0 else {"a": index})
 
 
-def ragged(backend: Backend) -> str:
+def predict_ragged(backend: Backend) -> str:
     """Predict outputs whose width differs between ranks, and return the error."""
-    trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), backend.rank + 1), None))
+    trainer = make_trainer(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), backend.rank + 1), None))
     try:
         trainer.predict(DataLoader(samples(5), 2))
     except UnitrainError as error:
@@ -398,8 +398,8 @@ class OneSample(IterableDataset[Any]):
         yield samples(1)[0]
 
 
-def predicted_stream_of_one_sample(backend: Backend) -> list[int]:
-    """Predict a stream of which only one rank gets a sample, and return the shape of the outputs."""
+def predict_stream_of_one_sample(backend: Backend) -> list[int]:
+    """Predict a stream with a single sample, which only one rank processes. Return the shape of the outputs."""
     settings = {"stream": "shared", "batch_size": 2}
-    trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), 2), None), config=settings)
+    trainer = make_trainer(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), 2), None), config=settings)
     return list(trainer.predict(OneSample()).shape)

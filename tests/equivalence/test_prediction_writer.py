@@ -179,20 +179,20 @@ def test_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
 
 
-@pytest.mark.parametrize("kind", ["file", "run", "link to a run", "dangling link"])
-def test_overwrite_replaces_only_predictions(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("existing", ["file", "run", "link to a run", "dangling link"])
+def test_overwrite_replaces_only_predictions(existing: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "step-000000010").mkdir(parents=True)
     (run / "step-000000010" / "model.safetensors").write_bytes(b"weights")
-    path = tmp_path / "path" if kind != "run" else run
-    if kind == "file":
+    path = tmp_path / "path" if existing != "run" else run
+    if existing == "file":
         path.write_text("notes")
-    elif kind != "run":
-        path.symlink_to(run if kind == "link to a run" else tmp_path / "missing")
+    elif existing != "run":
+        path.symlink_to(run if existing == "link to a run" else tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"replaces only a folder of predictions, but .* no predictions.json"):
         make_trainer(LOCAL).predict(data(), writer=PredictionWriter(path, overwrite=True))
     assert (run / "step-000000010" / "model.safetensors").read_bytes() == b"weights"
-    assert kind != "file" or path.read_text() == "notes"
+    assert existing != "file" or path.read_text() == "notes"
     assert not list(tmp_path.glob("*.unfinished"))
 
 
@@ -206,7 +206,7 @@ def test_files_of_another_program_in_the_unfinished_folder_are_kept(tmp_path: Pa
 
 @contextmanager
 def locked(unfinished: Path) -> Iterator[None]:
-    """Run a process, which represents the first job, that holds the lock of the folder of unfinished files."""
+    """Run a process that represents the first job and holds the lock of the folder `unfinished`."""
     program = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     )

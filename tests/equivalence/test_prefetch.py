@@ -47,20 +47,20 @@ class Log(list[str]):
         finally:
             self.append("closed")
 
-    def begin(self, item: tuple[Any, str]) -> tuple[Any, str]:
+    def begin_copy(self, item: tuple[Any, str]) -> tuple[Any, str]:
         self.append(f"copy {item[0]}")
         return item
 
-    def arrive(self) -> None:
+    def wait_for_copies(self) -> None:
         self.append("arrive")
 
-    def ahead(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
-        return prefetch_one(self.source(length, fails_at), self.begin, self.arrive)
+    def prefetched(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
+        return prefetch_one(self.source(length, fails_at), self.begin_copy, self.wait_for_copies)
 
 
 def test_prefetch_copies_one_batch_before_the_current_one_is_used() -> None:
     log = Log()
-    for number, part in log.ahead(3):
+    for number, part in log.prefetched(3):
         assert part == f"part {number}"
         log.append(f"use {number}")
     assert log == [
@@ -74,7 +74,7 @@ def test_prefetch_copies_one_batch_before_the_current_one_is_used() -> None:
 @pytest.mark.parametrize("length", [0, 1, 2, 5])
 def test_prefetch_ends_with_its_source(length: int) -> None:
     log = Log()
-    items = log.ahead(length)
+    items = log.prefetched(length)
     assert [number for number, _ in items] == list(range(length))
     assert next(items, None) is None
     assert log.count("closed") == 1
@@ -84,31 +84,31 @@ def test_prefetch_ends_with_its_source(length: int) -> None:
 def test_loader_error_is_raised_after_the_preceding_batch(fails_at: int) -> None:
     used: list[int] = []
     with pytest.raises(OSError, match=f"cannot read {fails_at}"):
-        used.extend(number for number, _ in Log().ahead(3, fails_at))
+        used.extend(number for number, _ in Log().prefetched(3, fails_at))
     assert used == list(range(fails_at))
 
 
 def test_copy_error_is_raised_after_the_preceding_batch() -> None:
-    def begin(item: tuple[int, str]) -> tuple[int, str]:
+    def begin_copy(item: tuple[int, str]) -> tuple[int, str]:
         if item[0] == 2:
             raise RuntimeError("out of memory")
         return item
 
     used: list[int] = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        used.extend(number for number, _ in prefetch_one(Log().source(4), begin, lambda: None))
+        used.extend(number for number, _ in prefetch_one(Log().source(4), begin_copy, lambda: None))
     assert used == [0, 1]
 
 
 def test_error_of_an_unused_batch_is_not_raised() -> None:
-    for number, _ in Log().ahead(3, fails_at=2):
+    for number, _ in Log().prefetched(3, fails_at=2):
         if number == 1:
             break
 
 
 def test_leaving_the_loop_closes_the_loader() -> None:
     log = Log()
-    for number, _ in log.ahead(9):
+    for number, _ in log.prefetched(9):
         if number == 1:
             break
     assert log[-1] == "closed"
@@ -187,8 +187,8 @@ def test_overlapped_iterator_is_closed_with_the_loop() -> None:
     assert log[-1] == "closed"
 
 
-def event_order(backend: Backend) -> list[str]:
-    """Return the order of fetches and waits during the backward pass of each of four steps."""
+def log_fetches_and_waits(backend: Backend) -> list[str]:
+    """Return the order of fetches and waits in an epoch of two steps with two micro-batches each."""
     log: list[str] = []
     fetch, wait = prefetch.PrefetchedIterator.fetch, FailureMonitor.wait_for_ranks
 
@@ -212,7 +212,7 @@ def event_order(backend: Backend) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_ranks_fetch_before_they_wait_for_gradients(backend: str) -> None:
-    for log in run_ranks(event_order, size=2, backend=backend):
+    for log in run_ranks(log_fetches_and_waits, size=2, backend=backend):
         assert [key for key, _ in itertools.groupby(log)] == ["fetch", "wait"] * 2
 
 
@@ -272,7 +272,7 @@ def test_streams_synchronize_before_reading_and_overwriting_copies(
     ]  # fmt: skip
 
 
-class DrawnOrder(Dataset[tuple[Tensor, Tensor]]):
+class RandomlyAugmented(Dataset[tuple[Tensor, Tensor]]):
     """A dataset with random augmentation in the process that loads the samples. Records the loaded indices."""
 
     def __init__(self, length: int) -> None:
@@ -293,20 +293,20 @@ def samples(length: int = 22) -> TensorDataset:
 
 
 @pytest.mark.parametrize(
-    ("data", "apart"),
+    ("data", "can_prefetch"),
     [
         (samples(), True),
         (Subset(samples(), range(9)), True),
         (DataLoader(samples(), batch_size=4), True),
         (DataLoader(samples(), batch_size=4, collate_fn=lambda rows: rows), False),
-        (DrawnOrder(9), False),
-        (DataLoader(DrawnOrder(9), batch_size=4, num_workers=1), True),
+        (RandomlyAugmented(9), False),
+        (DataLoader(RandomlyAugmented(9), batch_size=4, num_workers=1), True),
     ],
 )
-def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any, apart: bool) -> None:
+def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any, can_prefetch: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
-    assert TrainingShard(data, simulate_rank(0, 1), ShardSettings(batch_size=size)).can_prefetch is apart
-    assert EvaluationShard(data, simulate_rank(0, 1), batch_size=size).can_prefetch is apart
+    assert TrainingShard(data, simulate_rank(0, 1), ShardSettings(batch_size=size)).can_prefetch is can_prefetch
+    assert EvaluationShard(data, simulate_rank(0, 1), batch_size=size).can_prefetch is can_prefetch
 
 
 class CopyingPrefetcher(Prefetcher):
@@ -326,49 +326,58 @@ class OverlappedLoader(Prefetcher):
 
 
 def train(
-    make_data: Callable[[], Any], early: type[Prefetcher] | None, *, backend: Backend = LOCAL, **settings: Any
+    make_data: Callable[[], Any],
+    prefetcher_class: type[Prefetcher] | None,
+    *,
+    backend: Backend = LOCAL,
+    **settings: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"max_epochs": 3, "gradient_accumulation_steps": 2, "progress": "off", **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
-    if early is not None:
-        trainer._prefetcher = trainer._evaluation._prefetcher = early(backend.device)
+    if prefetcher_class is not None:
+        trainer._prefetcher = trainer._evaluation._prefetcher = prefetcher_class(backend.device)
     results = trainer.fit(make_data(), samples(9))
     return model.state_dict(), results
 
 
 DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tensors": (samples, {"batch_size": 4}),
-    "workers": (lambda: DataLoader(DrawnOrder(22), batch_size=4, shuffle=True, num_workers=1), {"eval_batch_size": 4}),
-    "here": (lambda: DrawnOrder(22), {"batch_size": 4}),
+    "workers": (
+        lambda: DataLoader(RandomlyAugmented(22), batch_size=4, shuffle=True, num_workers=1),
+        {"eval_batch_size": 4},
+    ),
+    "here": (lambda: RandomlyAugmented(22), {"batch_size": 4}),
 }
 
 
-@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
-@pytest.mark.parametrize("kind", DATA)
-def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> None:
-    data, settings = DATA[kind]
-    (one, results), (other, found) = (train(data, prefetch, **settings) for prefetch in (None, early))
+@pytest.mark.parametrize("prefetcher_class", [CopyingPrefetcher, OverlappedLoader])
+@pytest.mark.parametrize("source", DATA)
+def test_run_with_prefetch_is_bit_equal(source: str, prefetcher_class: type[Prefetcher]) -> None:
+    data, settings = DATA[source]
+    (one, results), (other, found) = (train(data, prefetch, **settings) for prefetch in (None, prefetcher_class))
     assert results == found
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
-@pytest.mark.parametrize("kind", DATA)
-def test_resumed_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
-    data, settings = DATA[kind]
+@pytest.mark.parametrize("prefetcher_class", [CopyingPrefetcher, OverlappedLoader])
+@pytest.mark.parametrize("source", DATA)
+def test_resumed_run_with_prefetch_is_bit_equal(
+    source: str, prefetcher_class: type[Prefetcher], tmp_path: Path
+) -> None:
+    data, settings = DATA[source]
     uninterrupted, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
-    stops = 6 if kind == "workers" else 4  # workers restart their random numbers, so stop at an epoch's end
+    stops = 6 if source == "workers" else 4  # workers restart their random numbers, so stop at the end of an epoch
     first = {**settings, "max_epochs": None, "max_steps": stops, "output_dir": tmp_path, "resume": True}
-    train(data, early, **first)
-    parts, _ = train(data, early, **{**first, "max_steps": 8})
+    train(data, prefetcher_class, **first)
+    parts, _ = train(data, prefetcher_class, **{**first, "max_steps": 8})
     assert all(torch.equal(value, parts[name]) for name, value in uninterrupted.items())
 
 
-@pytest.mark.parametrize("early", [CopyingPrefetcher, OverlappedLoader])
-def test_batches_loaded_in_the_process_are_loaded_on_demand(early: type[Prefetcher]) -> None:
-    data = DrawnOrder(22)
-    train(lambda: data, early, batch_size=4, max_epochs=None, max_steps=1)
+@pytest.mark.parametrize("prefetcher_class", [CopyingPrefetcher, OverlappedLoader])
+def test_batches_loaded_in_the_process_are_loaded_on_demand(prefetcher_class: type[Prefetcher]) -> None:
+    data = RandomlyAugmented(22)
+    train(lambda: data, prefetcher_class, batch_size=4, max_epochs=None, max_steps=1)
     assert len(data.loaded) == 8

@@ -139,18 +139,20 @@ def draw_order(sampler: Any, epoch: int) -> list[Any]:
         return list(sampler)
 
 
-def loader(make: Callable[[], Any], size: int, workers: int = 0, dataset: Any = None, **settings: Any) -> Any:
-    kind = "batch_sampler" if make in BATCH_SAMPLERS else "sampler"
-    batch_size = {} if kind == "batch_sampler" else {"batch_size": 12 // size}
+def make_loader(
+    make_sampler: Callable[[], Any], size: int, workers: int = 0, dataset: Any = None, **settings: Any
+) -> Any:
+    argument = "batch_sampler" if make_sampler in BATCH_SAMPLERS else "sampler"
+    batch_size = {} if argument == "batch_sampler" else {"batch_size": 12 // size}
     dataset = Opaque() if dataset is None else dataset
-    return DataLoader(dataset, num_workers=workers, **{kind: make()}, **batch_size, **settings)
+    return DataLoader(dataset, num_workers=workers, **{argument: make_sampler()}, **batch_size, **settings)
 
 
-def expected_steps(make: Callable[[], Any], size: int, accumulate: int, uneven: str) -> Steps:
+def expected_steps(make_sampler: Callable[[], Any], size: int, accumulate: int, uneven: str) -> Steps:
     steps: Steps = []
     for epoch in range(EPOCHS):
-        order = draw_order(make(), epoch)
-        if make in SAMPLERS:
+        order = draw_order(make_sampler(), epoch)
+        if make_sampler in SAMPLERS:
             steps += [order[at : at + 12 * accumulate] for at in range(0, len(order), 12 * accumulate)]
             continue
         batches, per_step = [batch for batch in order if batch], size * accumulate
@@ -169,7 +171,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def by_hand(steps: Steps) -> list[Tensor]:
+def train_in_plain_loop(steps: Steps) -> list[Tensor]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps:
@@ -189,10 +191,10 @@ def train(backend: Backend, data: Any, **settings: Any) -> tuple[list[Tensor], i
     return [parameter.detach().clone() for parameter in model.parameters()], trainer.progress.step
 
 
-def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, settings: dict[str, Any]) -> Any:
+def train_sampled(backend: Backend, make_sampler: Callable[[], Any], workers: int, settings: dict[str, Any]) -> Any:
     # Samplers of other ranks than 0 would draw a different order, and must not be used.
     random.seed(backend.rank), np.random.seed(backend.rank), torch.manual_seed(backend.rank)
-    return train(backend, loader(make, backend.size, workers), **settings)
+    return train(backend, make_loader(make_sampler, backend.size, workers), **settings)
 
 
 @pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=lambda group: f"{group[0]}-{group[1]}")
@@ -201,68 +203,72 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-@pytest.mark.parametrize("make", [*SAMPLERS, *BATCH_SAMPLERS])
+@pytest.mark.parametrize("make_sampler", [*SAMPLERS, *BATCH_SAMPLERS])
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
 def test_training_equals_one_process_with_the_sampler(
-    group: RankGroup, make: Callable[[], Any], workers: int, accumulate: int
+    group: RankGroup, make_sampler: Callable[[], Any], workers: int, accumulate: int
 ) -> None:
-    steps = expected_steps(make, group.size, accumulate, "weight")
-    expected = by_hand(steps)
-    for parameters, step in group.run(train_sampled, make, workers, {"gradient_accumulation_steps": accumulate}):
+    steps = expected_steps(make_sampler, group.size, accumulate, "weight")
+    expected = train_in_plain_loop(steps)
+    for parameters, step in group.run(
+        train_sampled, make_sampler, workers, {"gradient_accumulation_steps": accumulate}
+    ):
         assert step == len(steps)
         for found, wanted in zip(parameters, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", BATCH_SAMPLERS)
+@pytest.mark.parametrize("make_sampler", BATCH_SAMPLERS)
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_uneven_determines_the_last_step_of_a_batch_sampler(
-    group: RankGroup, make: Callable[[], Any], uneven: str
+    group: RankGroup, make_sampler: Callable[[], Any], uneven: str
 ) -> None:
-    steps = expected_steps(make, group.size, 1, uneven)
+    steps = expected_steps(make_sampler, group.size, 1, uneven)
     if group.size > 1:
-        assert steps != expected_steps(make, group.size, 1, "weight")
-    expected = by_hand(steps)
-    for parameters, step in group.run(train_sampled, make, 0, {"uneven": uneven}):
+        assert steps != expected_steps(make_sampler, group.size, 1, "weight")
+    expected = train_in_plain_loop(steps)
+    for parameters, step in group.run(train_sampled, make_sampler, 0, {"uneven": uneven}):
         assert step == len(steps)
         for found, wanted in zip(parameters, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [weighted, subset, buckets])
-def test_run_resumes_within_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
-    uninterrupted = group.run(train_sampled, make, 0, {"max_steps": 9})
+@pytest.mark.parametrize("make_sampler", [weighted, subset, buckets])
+def test_run_resumes_within_an_epoch(group: RankGroup, make_sampler: Callable[[], Any], tmp_path: Path) -> None:
+    uninterrupted = group.run(train_sampled, make_sampler, 0, {"max_steps": 9})
     for steps in (2, 5, 9):
         settings = {"max_steps": steps, "output_dir": str(tmp_path), "resume": True}
-        parts = group.run(train_sampled, make, 0, settings)
+        parts = group.run(train_sampled, make_sampler, 0, settings)
     for (found, _), (wanted, _) in zip(parts, uninterrupted, strict=True):
         for one, other in zip(found, wanted, strict=True):
             # A new DistributedDataParallel sums the gradients of three ranks in another order in its first step.
             torch.testing.assert_close(one, other, rtol=0, atol=0.0 if group.size < 3 else 1e-6)
 
 
-def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[list[int]]:
-    data = loader(make, backend.size, workers, TensorDataset(torch.arange(LENGTH), TARGETS))
-    share = EvaluationShard(data, backend)
-    return [[int(i) for batch, info in share for i in batch[0] if info.samples == len(batch[0])] for _ in range(2)]
+def read_evaluation_indices(backend: Backend, make_sampler: Callable[[], Any], workers: int) -> list[list[int]]:
+    data = make_loader(make_sampler, backend.size, workers, TensorDataset(torch.arange(LENGTH), TARGETS))
+    shard = EvaluationShard(data, backend)
+    return [[int(i) for batch, info in shard for i in batch[0] if info.samples == len(batch[0])] for _ in range(2)]
 
 
-@pytest.mark.parametrize("make", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
+@pytest.mark.parametrize("make_sampler", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_of_the_sampler_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
-    sampler, seed = make(), derive_seed(0, SeedPurpose.SAMPLER, 0)
+def test_every_sample_of_the_sampler_is_evaluated_once(
+    group: RankGroup, make_sampler: Callable[[], Any], workers: int
+) -> None:
+    sampler, seed = make_sampler(), derive_seed(0, SeedPurpose.SAMPLER, 0)
     with IsolatedGenerators(seed):
         if getattr(sampler, "generator", None) is not None:
             sampler.generator.manual_seed(seed)
         expected = list(sampler)
-    if make in BATCH_SAMPLERS:
+    if make_sampler in BATCH_SAMPLERS:
         expected = [index for batch in expected for index in batch]
-    ranks = group.run(evaluated, make, workers)
+    ranks = group.run(read_evaluation_indices, make_sampler, workers)
     for evaluation in zip(*ranks, strict=True):
         assert [index for mine in evaluation for index in mine] == expected
 
 
-def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
+def predict_indices(backend: Backend, make_sampler: Callable[[], Any]) -> list[int]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(
@@ -270,63 +276,63 @@ def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
         config=TrainConfig(max_epochs=1, progress="off"),
         forward=lambda _, batch: (batch[0], batch[0]),
     )  # fmt: skip
-    data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=make())
+    data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=make_sampler())
     return [int(index) for index in trainer.predict(data)]
 
 
-@pytest.mark.parametrize("make", [fewer, first])
-def test_predictions_follow_the_order_of_the_sampler(group: RankGroup, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make_sampler", [fewer, first])
+def test_predictions_follow_the_order_of_the_sampler(group: RankGroup, make_sampler: Callable[[], Any]) -> None:
     with IsolatedGenerators(derive_seed(0, SeedPurpose.SAMPLER, 0)):
-        expected = list(make())
-    assert group.run(predicted, make) == [expected] * group.size
+        expected = list(make_sampler())
+    assert group.run(predict_indices, make_sampler) == [expected] * group.size
 
 
 # In one process.
 
 
-def indices(share: TrainingShard, epoch: int, start: int = 0) -> list[int]:
-    return [int(i) for batch, part in share.micro_batches(epoch, start) for i in batch[0]]
+def epoch_indices(shard: TrainingShard, epoch: int, start: int = 0) -> list[int]:
+    return [int(i) for batch, part in shard.micro_batches(epoch, start) for i in batch[0]]
 
 
 def test_subset_sampler_is_used_once_in_a_new_order_every_epoch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=SubsetRandomSampler(range(9)))
-    share = TrainingShard(data, LOCAL, ShardSettings(seed=1))
-    first, second = indices(share, 0), indices(share, 1)
+    shard = TrainingShard(data, LOCAL, ShardSettings(seed=1))
+    first, second = epoch_indices(shard, 0), epoch_indices(shard, 1)
     assert sorted(first) == sorted(second) == list(range(9))
     assert first != second
-    assert indices(TrainingShard(data, LOCAL, ShardSettings(seed=1)), 1) == second
-    assert indices(TrainingShard(data, LOCAL, ShardSettings(seed=2)), 1) != second
+    assert epoch_indices(TrainingShard(data, LOCAL, ShardSettings(seed=1)), 1) == second
+    assert epoch_indices(TrainingShard(data, LOCAL, ShardSettings(seed=2)), 1) != second
 
 
 def test_drawing_an_order_does_not_change_the_generators() -> None:
-    share = TrainingShard(loader(buckets, 1), LOCAL)
+    shard = TrainingShard(make_loader(buckets, 1), LOCAL)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    list(share.micro_batches(0))
+    list(shard.micro_batches(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-@pytest.mark.parametrize("make", [RandomSampler, SequentialSampler])
-def test_torch_samplers_of_the_complete_dataset_are_treated_as_default(make: Any) -> None:
+@pytest.mark.parametrize("make_sampler", [RandomSampler, SequentialSampler])
+def test_torch_samplers_of_the_complete_dataset_are_treated_as_default(make_sampler: Any) -> None:
     for dataset, source in ((Opaque(), None), (Opaque(), range(LENGTH))):
-        data = DataLoader(dataset, batch_size=4, sampler=make(dataset if source is None else source))
-        share = TrainingShard(data, LOCAL)
-        assert share.order_settings["sampler"] is None
-        assert share.order_settings["shuffle"] == (make is RandomSampler)
+        data = DataLoader(dataset, batch_size=4, sampler=make_sampler(dataset if source is None else source))
+        shard = TrainingShard(data, LOCAL)
+        assert shard.order_settings["sampler"] is None
+        assert shard.order_settings["shuffle"] == (make_sampler is RandomSampler)
 
 
 def test_sampler_keys_may_have_any_type() -> None:
     words = {"a": 1, "b": 2, "c": 3}
-    share = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
-    assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[3, 1], [2]]
+    shard = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch, _ in shard.micro_batches(0)] == [[3, 1], [2]]
     hashes = {2**64 - 1: 1, 2: 2}
-    share = TrainingShard(DataLoader(hashes, batch_size=2, sampler=[2, 2**64 - 1]), LOCAL)  # type: ignore[arg-type]
-    assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[2, 1]]
+    shard = TrainingShard(DataLoader(hashes, batch_size=2, sampler=[2, 2**64 - 1]), LOCAL)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch, _ in shard.micro_batches(0)] == [[2, 1]]
 
 
 def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=range(10), drop_last=True)
-    assert indices(TrainingShard(data, LOCAL), 0) == list(range(8))
+    assert epoch_indices(TrainingShard(data, LOCAL), 0) == list(range(8))
 
 
 class WrongLength(Sampler[int]):
@@ -342,24 +348,27 @@ class WrongLength(Sampler[int]):
 def test_a_sampler_with_too_few_samples_for_a_global_batch_raises_if_the_drawn_order_is_short() -> None:
     """The length may be wrong on one rank only. If that rank raised an error, the other ranks would wait for it."""
     dataset = TensorDataset(torch.arange(LENGTH))
-    share = TrainingShard(DataLoader(dataset, batch_size=4, sampler=WrongLength(), drop_last=True), LOCAL)
-    assert (share.steps_in_epoch(), share.samples_in_epoch(), share.count_batches()) == (None, None, None)
-    assert indices(share, 0) == list(range(8))
+    shard = TrainingShard(DataLoader(dataset, batch_size=4, sampler=WrongLength(), drop_last=True), LOCAL)
+    assert (shard.steps_in_epoch(), shard.samples_in_epoch(), shard.count_batches()) == (None, None, None)
+    assert epoch_indices(shard, 0) == list(range(8))
     with pytest.raises(DataError, match=r"3 samples, fewer than one global batch of 4"):
         TrainingShard(DataLoader(dataset, batch_size=4, sampler=range(3), drop_last=True), LOCAL).micro_batches(0)
 
 
 def test_number_of_steps_follows_the_length_of_the_sampler() -> None:
-    assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
-    assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
-    assert TrainingShard(loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3)).steps_in_epoch() == 3
+    assert TrainingShard(make_loader(weighted, 1), LOCAL).steps_in_epoch() == 4
+    assert TrainingShard(make_loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
+    assert (
+        TrainingShard(make_loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3)).steps_in_epoch()
+        == 3
+    )
     assert (
         TrainingShard(
-            loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3, uneven="drop")
+            make_loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3, uneven="drop")
         ).steps_in_epoch()
         == 2
     )
-    assert TrainingShard(loader(buckets, 1), LOCAL).steps_in_epoch() is None
+    assert TrainingShard(make_loader(buckets, 1), LOCAL).steps_in_epoch() is None
 
 
 @pytest.mark.parametrize("uneven", ["weight", "drop", "pad"])
@@ -461,7 +470,7 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
 ]
 
 
-def raised_message(backend: Backend, case: Callable[[], Any], settings: dict[str, Any]) -> str:
+def train_and_return_error(backend: Backend, case: Callable[[], Any], settings: dict[str, Any]) -> str:
     try:
         train(backend, DataLoader(Opaque(), **case()), **settings)
     except UnitrainError as error:
@@ -476,13 +485,13 @@ def raised_message(backend: Backend, case: Callable[[], Any], settings: dict[str
 def test_errors_are_raised_on_every_rank(
     group: RankGroup, case: Callable[[], Any], settings: dict[str, Any], message: str
 ) -> None:
-    texts = group.run(raised_message, case, settings)
+    texts = group.run(train_and_return_error, case, settings)
     assert len(set(texts)) == 1
     assert texts[0].startswith(message), texts[0]
 
 
 def test_endless_sampler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "MAX_DRAWN_KEYS", 1000)
-    share = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
+    shard = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let its __iter__ end"):
-        share.micro_batches(0)
+        shard.micro_batches(0)

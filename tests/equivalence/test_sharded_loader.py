@@ -1,4 +1,5 @@
-"""A loop with ShardedLoader and MeanMetric has the parameters and means of one process with the global batch."""
+"""A loop with ShardedLoader and MeanMetric computes the same parameters and means as one process that uses the global
+batch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def tensors(length: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(length, width, generator=generator, dtype=torch.float64) for width in (4, 2))  # type: ignore[return-value]
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -48,7 +49,7 @@ def parameters(model: nn.Module) -> Params:
 def train_plain(order: Any, global_batch: int, length: int, epochs: range = range(EPOCHS)) -> Params:
     """Train in one process on batches of `global_batch` samples, in the order given by `order(epoch)`."""
     inputs, targets = tensors(length)
-    model, optimizer = build()
+    model, optimizer = build_model_and_optimizer()
     for epoch in epochs:
         for indices in torch.as_tensor(order(epoch)).split(global_batch):
             nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
@@ -58,8 +59,9 @@ def train_plain(order: Any, global_batch: int, length: int, epochs: range = rang
 
 
 def train(backend: Backend, loader: unitrain.ShardedLoader, epochs: int = EPOCHS) -> tuple[Params, list[int]]:
-    """Train like the first example of the README. Return the parameters and the number of batches in each epoch."""
-    model, optimizer = build()
+    """Train like the loop in the README section "Your own loop", with gradient accumulation. Return the parameters and
+    the number of batches in each epoch."""
+    model, optimizer = build_model_and_optimizer()
     model = backend.distributed_model(model.to(backend.device))
     optimizer = backend.distributed_optimizer(optimizer, model)
     batches = []
@@ -83,11 +85,11 @@ def assert_equal(found: Params, expected: Params) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def shuffled(length: int, seed: int = 3) -> Any:
+def shuffled_order(length: int, seed: int = 3) -> Any:
     return lambda epoch: epoch_order(length, seed=seed, epoch=epoch, shuffle=True)
 
 
-def check_training(backend: Backend) -> None:
+def assert_training_equals_one_process(backend: Backend) -> None:
     for length in LENGTHS:
         for batch_size in (2, 3):
             data = TensorDataset(*tensors(length))
@@ -95,24 +97,24 @@ def check_training(backend: Backend) -> None:
             found, batches = train(backend, loader)
             global_batch = backend.size * batch_size
             assert batches == [len(loader)] * EPOCHS == [math.ceil(length / global_batch)] * EPOCHS
-            assert_equal(found, train_plain(shuffled(length), global_batch, length))
+            assert_equal(found, train_plain(shuffled_order(length), global_batch, length))
 
 
 def test_training_equals_one_process_with_the_global_batch(ranks: RankGroup) -> None:
-    ranks.run(check_training)
+    ranks.run(assert_training_equals_one_process)
 
 
-def check_accumulation(backend: Backend) -> None:
+def assert_accumulation_equals_one_process(backend: Backend) -> None:
     for length in LENGTHS:
         data = TensorDataset(*tensors(length))
         loader = unitrain.ShardedLoader(data, backend, batch_size=2, seed=3, gradient_accumulation_steps=2)
         found, batches = train(backend, loader)
         assert batches == [len(loader)] * EPOCHS
-        assert_equal(found, train_plain(shuffled(length), 4 * backend.size, length))
+        assert_equal(found, train_plain(shuffled_order(length), 4 * backend.size, length))
 
 
 def test_accumulated_steps_equal_one_process_with_the_global_batch(ranks: RankGroup) -> None:
-    ranks.run(check_accumulation)
+    ranks.run(assert_accumulation_equals_one_process)
 
 
 class Items(Dataset[int]):
@@ -153,7 +155,7 @@ def reversed_order(length: int, epoch: int) -> list[int]:
     return [(epoch - index) % length for index in range(length)]
 
 
-def check_data_loaders(backend: Backend) -> None:
+def assert_data_loader_settings_are_kept(backend: Backend) -> None:
     data = Items(13)
     sampled = DataLoader(data, batch_size=2, sampler=Reversed(13), collate_fn=collate, num_workers=1)
     ordered = DataLoader(data, batch_size=3, collate_fn=collate)
@@ -162,7 +164,7 @@ def check_data_loaders(backend: Backend) -> None:
     for loader, order, samples in (
         (sampled, lambda epoch: reversed_order(13, epoch), global_batch),
         (ordered, lambda _: range(13), 3 * backend.size),
-        (dropped, lambda epoch: shuffled(13, 0)(epoch)[: 13 - 13 % global_batch], global_batch),
+        (dropped, lambda epoch: shuffled_order(13, 0)(epoch)[: 13 - 13 % global_batch], global_batch),
     ):
         sharded = unitrain.ShardedLoader(loader, backend)
         assert sharded.batch_size == loader.batch_size
@@ -171,11 +173,13 @@ def check_data_loaders(backend: Backend) -> None:
         assert_equal(found, train_plain(order, samples, 13))
     dropping = unitrain.ShardedLoader(TensorDataset(*tensors(13)), backend, batch_size=2, drop_last=True)
     found, _ = train(backend, dropping)
-    assert_equal(found, train_plain(lambda epoch: shuffled(13, 0)(epoch)[: 13 - 13 % global_batch], global_batch, 13))
+    assert_equal(
+        found, train_plain(lambda epoch: shuffled_order(13, 0)(epoch)[: 13 - 13 % global_batch], global_batch, 13)
+    )
 
 
 def test_data_loaders_keep_their_settings(ranks: RankGroup) -> None:
-    ranks.run(check_data_loaders)
+    ranks.run(assert_data_loader_settings_are_kept)
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -186,7 +190,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return iter(zip(*tensors(self.length), strict=True))
 
 
-def check_streams(backend: Backend) -> None:
+def assert_streams_are_sharded(backend: Backend) -> None:
     for length in LENGTHS:
         loader = unitrain.ShardedLoader(Stream(length), backend, batch_size=2)
         found, _ = train(backend, loader)
@@ -200,10 +204,10 @@ def check_streams(backend: Backend) -> None:
 
 
 def test_iterable_datasets_are_sharded(ranks: RankGroup) -> None:
-    ranks.run(check_streams)
+    ranks.run(assert_streams_are_sharded)
 
 
-def check_evaluation(backend: Backend) -> None:
+def assert_evaluation_is_exact(backend: Backend) -> None:
     for length in LENGTHS:
         for data in (TensorDataset(*tensors(length)), Stream(length), DataLoader(Stream(length), batch_size=2)):
             batch_size = None if isinstance(data, DataLoader) else 2
@@ -238,14 +242,14 @@ def check_evaluation(backend: Backend) -> None:
 
 
 def test_evaluation_has_every_sample_once(ranks: RankGroup) -> None:
-    ranks.run(check_evaluation)
+    ranks.run(assert_evaluation_is_exact)
 
 
-def train_until(backend: Backend, state: dict[str, Any] | None, steps: int | None) -> dict[str, Any]:
+def train_steps(backend: Backend, state: dict[str, Any] | None, steps: int | None) -> dict[str, Any]:
     """Train from `state` for at most `steps` steps. Return the state of model, optimizer and loader."""
     inputs, targets = tensors(23)
     loader = unitrain.ShardedLoader(TensorDataset(inputs, targets), backend, batch_size=6 // backend.size, seed=3)
-    model, optimizer = build()
+    model, optimizer = build_model_and_optimizer()
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -268,13 +272,13 @@ def train_until(backend: Backend, state: dict[str, Any] | None, steps: int | Non
 @pytest.mark.parametrize("steps", [4, 6, 8])
 def test_a_run_resumes_within_an_epoch_on_another_number_of_ranks(backend: str, steps: int) -> None:
     with RankGroup(backend, 2) as two, RankGroup(backend, 3) as three:
-        states = two.run(train_until, None, steps)
+        states = two.run(train_steps, None, steps)
         assert states[0]["loader"] == states[1]["loader"]
-        found = three.run(train_until, states[0], None)[0]["model"]
-    assert_equal(list(found.values()), train_plain(shuffled(23), 6, 23))
+        found = three.run(train_steps, states[0], None)[0]["model"]
+    assert_equal(list(found.values()), train_plain(shuffled_order(23), 6, 23))
 
 
-def check_break(backend: Backend) -> None:
+def assert_iterations_start_the_next_epoch(backend: Backend) -> None:
     loader = unitrain.ShardedLoader(
         TensorDataset(torch.arange(13)), backend, batch_size=2, gradient_accumulation_steps=2
     )
@@ -283,7 +287,7 @@ def check_break(backend: Backend) -> None:
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 0)  # the step was not completed
     rest = [int(i) for (batch,) in loader for i in batch[: loader.num_samples]]
     everywhere = sorted(i for other in backend.allgather_object(rest) for i in other)
-    assert everywhere == list(range(13))  # a new iteration starts the next epoch (1)
+    assert everywhere == list(range(13))  # a new iteration starts the next epoch, 1
     assert loader.epoch == 2
     loader.epoch = 7
     first = [batch.tolist() for (batch,) in loader]
@@ -292,17 +296,17 @@ def check_break(backend: Backend) -> None:
     assert [batch.tolist() for (batch,) in loader] == first
 
 
-def test_each_iteration_is_the_next_epoch(ranks: RankGroup) -> None:
-    ranks.run(check_break)
+def test_each_iteration_starts_the_next_epoch(ranks: RankGroup) -> None:
+    ranks.run(assert_iterations_start_the_next_epoch)
 
 
-def check_errors(backend: Backend) -> None:
+def assert_errors_on_every_rank(backend: Backend) -> None:
     data = TensorDataset(*tensors(7))
 
-    def assert_raises_error(kind: type[Exception], text: str, *arguments: Any, **settings: Any) -> None:
+    def assert_raises_error(error_class: type[Exception], text: str, *arguments: Any, **settings: Any) -> None:
         try:
             unitrain.ShardedLoader(*arguments, **settings)
-        except kind as error:
+        except error_class as error:
             assert text in str(error), str(error)
             messages = backend.allgather_object(str(error))
             assert len(set(messages)) == 1, messages
@@ -360,11 +364,12 @@ def check_errors(backend: Backend) -> None:
 
 
 def test_errors_are_the_same_on_every_rank(ranks: RankGroup) -> None:
-    ranks.run(check_errors)
+    ranks.run(assert_errors_on_every_rank)
 
 
 def errors_of_different_positions(backend: Backend) -> list[str]:
-    """Return the errors if only the last rank sets the epoch, loads a state, or has started an iteration."""
+    """Return the errors if only the last rank sets the epoch, loads a state, or goes back to epoch 0 after all ranks
+    have started an iteration."""
     dataset, is_last = TensorDataset(*tensors(13)), backend.rank == backend.size - 1
     texts = []
     for case in ("epoch", "state", "iteration"):

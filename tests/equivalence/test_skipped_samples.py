@@ -80,11 +80,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def good(indices: Any) -> list[int]:
+def remaining_indices(indices: Any) -> list[int]:
     return [index for index in indices if index not in BAD]
 
 
-def by_hand(steps: Steps) -> list[Tensor]:
+def train_in_plain_loop(steps: Steps) -> list[Tensor]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps:
@@ -94,38 +94,38 @@ def by_hand(steps: Steps) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def global_steps(kind: str, size: int) -> Steps:
+def global_steps(source: str, size: int) -> Steps:
     """Return the indices of the remaining samples of each step. The global batch size includes dropped samples."""
-    if kind == "batch_sampler":
+    if source == "batch_sampler":
         blocks = [range(at, min(at + 4 * size, LENGTH)) for at in range(0, LENGTH, 4 * size)]
     else:
         blocks = [range(at, min(at + GLOBAL_BATCH, LENGTH)) for at in range(0, LENGTH, GLOBAL_BATCH)]
-    if kind == "own":  # the ranks' streams may have different lengths, but each step uses one batch of each
+    if source == "own":  # the ranks' streams may have different lengths, but each step uses one batch of each
         shards = [range(rank, LENGTH, size) for rank in range(size)]
         each = GLOBAL_BATCH // size
         blocks = [
             [index for shard in shards for index in shard[at : at + each]] for at in range(0, len(shards[0]), each)
         ]
-    return [step for block in blocks if (step := good(block))]
+    return [step for block in blocks if (step := remaining_indices(block))]
 
 
-def loader(backend: Backend, kind: str, collate: str, workers: int, accumulate: int) -> Any:
+def make_loader(backend: Backend, source: str, collate: str, workers: int, accumulate: int) -> Any:
     batch_size = GLOBAL_BATCH // (backend.size * accumulate)
     settings: dict[str, Any] = {"collate_fn": COLLATE[collate], "num_workers": workers}
-    if kind == "batch_sampler":
+    if source == "batch_sampler":
         return DataLoader(Samples(), batch_sampler=BatchSampler(range(LENGTH), 4, drop_last=False), **settings)
     data: Any = {
         "map": Samples,
         "shared": SampleStream,
         "own": lambda: SampleStream(backend.rank, backend.size),
-    }[kind]()
+    }[source]()
     return DataLoader(data, batch_size=batch_size, **settings)
 
 
-def trainer_of(backend: Backend, kind: str, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, source: str, **settings: Any) -> Trainer:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    settings = {"max_epochs": 2, "progress": "off", "stream": "own" if kind == "own" else "shared", **settings}
+    settings = {"max_epochs": 2, "progress": "off", "stream": "own" if source == "own" else "shared", **settings}
     config = TrainConfig(**settings)
     return Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
 
@@ -133,13 +133,13 @@ def trainer_of(backend: Backend, kind: str, **settings: Any) -> Trainer:
 COLLATE_CASES = [("none", 0, 1), ("empty", 2, 1), ("empty", 0, 2), ("none", 2, 2)]
 
 
-def train(backend: Backend, kind: str, collate: str, workers: int, accumulate: int, settings: dict[str, Any]) -> Any:
-    trainer = trainer_of(backend, kind, gradient_accumulation_steps=accumulate, **settings)
-    data = loader(backend, kind, collate, workers, accumulate)
+def train(backend: Backend, source: str, collate: str, workers: int, accumulate: int, settings: dict[str, Any]) -> Any:
+    trainer = make_trainer(backend, source, gradient_accumulation_steps=accumulate, **settings)
+    data = make_loader(backend, source, collate, workers, accumulate)
     results = trainer.fit(data, data)
-    cursor = trainer.progress
+    progress = trainer.progress
     parameters = [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()]
-    return parameters, results, (cursor.epoch, cursor.step, cursor.sample)
+    return parameters, results, (progress.epoch, progress.step, progress.sample)
 
 
 def mean_loss(parameters: list[Tensor], indices: list[int]) -> float:
@@ -149,44 +149,44 @@ def mean_loss(parameters: list[Tensor], indices: list[int]) -> float:
     return nn.functional.cross_entropy(model(INPUTS[indices]), TARGETS[indices]).item()
 
 
-# Own streams are not tested with workers, because each worker would have the complete stream of its rank, or with
-# accumulation, because steps would have different samples.
+# Own streams are not tested with workers, because each worker would yield the complete stream of its rank. They are not
+# tested with accumulation, because the steps would have different samples.
 @pytest.mark.parametrize(
-    ("kind", "collate", "workers", "accumulate"),
+    ("source", "collate", "workers", "accumulate"),
     [
-        *((kind, *case) for kind in ("map", "shared") for case in COLLATE_CASES),
+        *((source, *case) for source in ("map", "shared") for case in COLLATE_CASES),
         ("own", "none", 0, 1),
     ],
 )
-def test_step_is_the_mean_over_the_samples_of_its_batches(
-    group: RankGroup, kind: str, collate: str, workers: int, accumulate: int
+def test_gradient_is_the_mean_over_the_remaining_samples_of_a_step(
+    group: RankGroup, source: str, collate: str, workers: int, accumulate: int
 ) -> None:
-    steps = global_steps(kind, group.size)
-    expected = by_hand(steps * 2)
-    for parameters, results, cursor in group.run(train, kind, collate, workers, accumulate, {}):
+    steps = global_steps(source, group.size)
+    expected = train_in_plain_loop(steps * 2)
+    for parameters, results, progress in group.run(train, source, collate, workers, accumulate, {}):
         for found, wanted in zip(parameters, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-        assert cursor == (2, 2 * len(steps), 0)
-        assert results["val_loss"] == pytest.approx(mean_loss(expected, good(range(LENGTH))), rel=1e-5)
+        assert progress == (2, 2 * len(steps), 0)
+        assert results["val_loss"] == pytest.approx(mean_loss(expected, remaining_indices(range(LENGTH))), rel=1e-5)
 
 
 def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup) -> None:
     steps = global_steps("batch_sampler", group.size)
-    expected = by_hand(steps * 2)
+    expected = train_in_plain_loop(steps * 2)
     for uneven in ("weight", "drop"):
         if uneven == "drop" and -(-LENGTH // 4) % group.size:
-            continue  # fewer steps
+            continue  # "drop" would leave out the last step
         for parameters, _, _ in group.run(train, "batch_sampler", "empty", 0, 1, {"uneven": uneven}):
             for found, wanted in zip(parameters, expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["map", "shared"])
+@pytest.mark.parametrize("source", ["map", "shared"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_run_resumes_within_an_epoch(group: RankGroup, kind: str, workers: int, tmp_path: Path) -> None:
-    arguments = kind, "empty", workers, 1
-    steps = (global_steps(kind, group.size) * 2)[:9]
-    expected = by_hand(steps)
+def test_run_resumes_within_an_epoch(group: RankGroup, source: str, workers: int, tmp_path: Path) -> None:
+    arguments = source, "empty", workers, 1
+    steps = (global_steps(source, group.size) * 2)[:9]
+    expected = train_in_plain_loop(steps)
     for end in (1, 3, 9):
         settings = {"max_epochs": None, "max_steps": end, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train, *arguments, settings)
@@ -196,19 +196,19 @@ def test_run_resumes_within_an_epoch(group: RankGroup, kind: str, workers: int, 
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
-def predict(backend: Backend, kind: str) -> str:
-    trainer = trainer_of(backend, kind)
+def predict_and_return_error(backend: Backend, source: str) -> str:
+    trainer = make_trainer(backend, source)
     try:
-        trainer.predict(loader(backend, kind, "empty", 0, 1))
+        trainer.predict(make_loader(backend, source, "empty", 0, 1))
     except UnitrainError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
-@pytest.mark.parametrize("kind", ["map", "shared", "own"])
-def test_predictions_with_skipped_samples_are_rejected(group: RankGroup, kind: str) -> None:
+@pytest.mark.parametrize("source", ["map", "shared", "own"])
+def test_predictions_with_skipped_samples_are_rejected(group: RankGroup, source: str) -> None:
     batch_size = GLOBAL_BATCH // group.size
-    for text in group.run(predict, kind):
+    for text in group.run(predict_and_return_error, source):
         assert text.startswith("DataError: predict returns one output per sample, but on rank 0 the DataLoader's")
         assert f"from {batch_size} samples. Leave the dropped samples out of the dataset" in text
 
@@ -217,9 +217,9 @@ def keep_nothing(items: list[Any]) -> None:
     return None
 
 
-def train_on_nothing(backend: Backend, kind: str) -> str:
-    trainer = trainer_of(backend, kind, max_epochs=None, max_steps=3)
-    data: Any = Samples() if kind == "map" else SampleStream()
+def train_without_samples(backend: Backend, source: str) -> str:
+    trainer = make_trainer(backend, source, max_epochs=None, max_steps=3)
+    data: Any = Samples() if source == "map" else SampleStream()
     try:
         trainer.fit(DataLoader(data, batch_size=4, collate_fn=keep_nothing))
     except UnitrainError as error:
@@ -227,11 +227,11 @@ def train_on_nothing(backend: Backend, kind: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("kind", ["map", "shared"])
-def test_an_epoch_without_any_sample_is_an_error(group: RankGroup, kind: str) -> None:
-    texts = group.run(train_on_nothing, kind)
+@pytest.mark.parametrize("source", ["map", "shared"])
+def test_an_epoch_without_any_sample_is_an_error(group: RankGroup, source: str) -> None:
+    texts = group.run(train_without_samples, source)
     assert len(set(texts)) == 1
-    wanted = "The training data has no sample in an entire epoch: " if kind == "map" else "SampleStream ended before"
+    wanted = "The training data has no sample in an entire epoch: " if source == "map" else "SampleStream ended before"
     assert texts[0].startswith(f"DataError: {wanted}"), texts[0]
 
 
@@ -242,7 +242,7 @@ IMAGES = [(torch.zeros(3, 8, 8), {"boxes": torch.zeros(at, 4), "labels": torch.z
 SEQUENCES = [(torch.zeros(at), torch.zeros(at)) for at in (7, 5, 6, 2)]
 RECORDS = [{"x": torch.zeros(5), "name": "a"} for _ in range(4)]
 Pair = namedtuple("Pair", ["inputs", "targets"])
-HELD: list[tuple[str, Any, list[Any], int]] = [
+SAMPLE_COUNT_CASES: list[tuple[str, Any, list[Any], int]] = [
     ("all", default_collate(ITEMS), ITEMS, 4),
     ("fewer", default_collate(ITEMS[:3]), ITEMS, 3),
     ("one of two", default_collate(ITEMS[:1]), ITEMS[:2], 1),
@@ -280,9 +280,13 @@ HELD: list[tuple[str, Any, list[Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "items", "held"), [case[1:] for case in HELD], ids=[case[0] for case in HELD])
-def test_infer_sample_count_returns_the_number_of_samples(batch: Any, items: list[Any], held: int) -> None:
-    assert infer_sample_count(batch, items) == held
+@pytest.mark.parametrize(
+    ("batch", "items", "expected"),
+    [case[1:] for case in SAMPLE_COUNT_CASES],
+    ids=[case[0] for case in SAMPLE_COUNT_CASES],
+)
+def test_infer_sample_count_returns_the_number_of_samples(batch: Any, items: list[Any], expected: int) -> None:
+    assert infer_sample_count(batch, items) == expected
 
 
 def test_skipped_samples_occur_in_relevant_positions() -> None:
@@ -290,7 +294,7 @@ def test_skipped_samples_occur_in_relevant_positions() -> None:
     for size in (2, 3):
         differences = 0
         for first in range(0, LENGTH, GLOBAL_BATCH):
-            counts = {len(good(range(first + rank, first + GLOBAL_BATCH, size))) for rank in range(size)}
+            counts = {len(remaining_indices(range(first + rank, first + GLOBAL_BATCH, size))) for rank in range(size)}
             differences += len(counts) > 1
         assert differences
-    assert not good(range(36, 48))
+    assert not remaining_indices(range(36, 48))

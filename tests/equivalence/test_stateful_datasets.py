@@ -62,7 +62,7 @@ class Numbers(IterableDataset[Tensor]):
         self.next = state["next"]
 
 
-class Unpredictable(Numbers):
+class UnstorableState(Numbers):
     """A dataset whose state cannot be stored in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,29 +96,29 @@ def hugging_face(length: int, shards: int = 6) -> Any:
     return HuggingFaceDataset.from_dict({"number": list(range(length))}).to_iterable_dataset(num_shards=shards)
 
 
-def data_of(kind: str, backend: Backend, workers: int, persistent: bool) -> tuple[Any, Any]:
+def make_data(source: str, backend: Backend, workers: int, persistent: bool) -> tuple[Any, Any]:
     """Return the data, and the dataset or loader that counts the items read."""
     first, length = sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank]
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
-    if kind == "loader":
+    if source == "loader":
         loader = Batches(first, length)
         return loader, loader
-    if kind in ("own", "stateful"):
+    if source in ("own", "stateful"):
         dataset: Any = Numbers(first, length)
-    elif kind == "shared":
+    elif source == "shared":
         dataset = Numbers(0, 62)
-    elif kind == "hugging face":
+    elif source == "hugging face":
         dataset = split_dataset_by_node(hugging_face(62), backend.rank, backend.size)
     else:
         dataset = hugging_face(62).map(lambda rows: {"number": rows["number"]}, batched=True, batch_size=5)
-    return (StatefulDataLoader if kind == "stateful" else DataLoader)(dataset, **settings), dataset
+    return (StatefulDataLoader if source == "stateful" else DataLoader)(dataset, **settings), dataset
 
 
 def numbers_of(batch: Any) -> list[int]:
     return list((batch["number"] if isinstance(batch, dict) else batch).tolist())
 
 
-def steps_of(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], int, int, Any]]:
+def read_steps(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], int, int, Any]]:
     """For each step, return this rank's samples, the number of samples, the end position, and the state after the
     step."""
     steps, numbers = [], list[int]()
@@ -131,32 +131,33 @@ def steps_of(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], in
 
 
 def compare_remainders(
-    backend: Backend, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
+    backend: Backend, source: str, workers: int, persistent: bool, accumulate: int, uneven: str
 ) -> list[list[list[int]]]:
-    """Resume after each step of the second epoch, and return this rank's samples of each step of both epochs."""
-    shared = kind in ("shared", "hugging face shared")
+    """Resume after the first, the middle and the last step of the second epoch. Return this rank's samples of each step
+    of both epochs."""
+    shared = source in ("shared", "hugging face shared")
     settings = ShardSettings(
         seed=3, stream="shared" if shared else "own", gradient_accumulation_steps=accumulate, uneven=uneven  # type: ignore[arg-type]
     )  # fmt: skip
-    data, _ = data_of(kind, backend, workers, persistent)
+    data, _ = make_data(source, backend, workers, persistent)
     uninterrupted = open_training_data(data, backend, settings)
-    epochs = [steps_of(uninterrupted, epoch) for epoch in (0, 1)]
+    epochs = [read_steps(uninterrupted, epoch) for epoch in (0, 1)]
     steps = epochs[1]
     for number in sorted({0, len(steps) // 2, len(steps) - 1}):
         *_, position, state = steps[number]
         saved = uninterrupted.gather_state(state, 1, position)
         # With accumulation, the end position of an epoch's last step may be beyond the end of the stream.
         assert saved is not None or number == len(steps) - 1
-        data, dataset = data_of(kind, backend, workers, persistent)
+        data, dataset = make_data(source, backend, workers, persistent)
         resumed = open_training_data(data, backend, settings)
         resumed.resume_from(saved)
-        remainder = steps_of(resumed, 1, position)
+        remainder = read_steps(resumed, 1, position)
         assert [step[:3] for step in remainder] == [step[:3] for step in steps[number + 1 :]]
         if saved is not None and hasattr(dataset, "reads") and uneven != "pad":
             used = [one for step in steps[: number + 1] for one in step[0]]
             assert dataset.reads[used].sum() == 0
-        if kind != "shared" and number:  # later epochs start at the beginning
-            assert [step[:3] for step in steps_of(resumed, 0)] == [step[:3] for step in epochs[0]]
+        if source != "shared" and number:  # later epochs start at the beginning
+            assert [step[:3] for step in read_steps(resumed, 0)] == [step[:3] for step in epochs[0]]
     return [[numbers for numbers, *_ in epoch] for epoch in epochs]
 
 
@@ -167,7 +168,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "persistent", "accumulate", "uneven"),
+    ("source", "workers", "persistent", "accumulate", "uneven"),
     [
         ("own", 0, False, 1, "weight"),
         pytest.param("own", 2, False, 1, "weight", marks=pytest.mark.nightly),
@@ -184,10 +185,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     ],
 )
 def test_a_stateful_dataset_resumes_and_reads_only_the_remaining_samples(
-    group: RankGroup, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
+    group: RankGroup, source: str, workers: int, persistent: bool, accumulate: int, uneven: str
 ) -> None:
-    ranks = group.run(compare_remainders, kind, workers, persistent, accumulate, uneven)
-    shared = "shared" in kind or "hugging face" in kind
+    ranks = group.run(compare_remainders, source, workers, persistent, accumulate, uneven)
+    shared = "shared" in source or "hugging face" in source
     expected = list(range(62 if shared else sum(LENGTHS[: group.size])))
     for epoch in (0, 1):
         seen = sorted(itertools.chain.from_iterable(step for rank in ranks for step in rank[epoch]))
@@ -200,19 +201,19 @@ def test_a_stateful_dataset_resumes_and_reads_only_the_remaining_samples(
 
 
 class WithoutReset(Numbers):
-    """Stores its position in itself, and resets it at the end of an iteration only."""
+    """Stores its position in an attribute, and resets it only at the end of a complete iteration."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        self.reads[self.first] += 1  # a number in shared memory, for the exception
+        self.reads[self.first] += 1
         while self.next < self.length:
             self.next += 1
-            if self.reads[0] < 0:
+            if self.reads[0] < 0:  # set by a test
                 raise OSError("the file is gone")
             yield torch.tensor(self.first + self.next - 1)
         self.next = 0
 
 
-def first_steps(shard: Any, steps: int, epoch: int = 0) -> list[list[int]]:
+def read_first_steps(shard: Any, steps: int, epoch: int = 0) -> list[list[int]]:
     """Return the samples of the first `steps` steps of an epoch, and end the iteration."""
     found = [numbers_of(batch) for batch, _ in itertools.islice(shard.micro_batches(epoch), steps)]
     shard.end_epoch()
@@ -220,31 +221,31 @@ def first_steps(shard: Any, steps: int, epoch: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stream"),
+    ("source", "stream"),
     [("dataset", "shared"), ("dataset", "own"), ("loader", "own"), ("workers", "shared"), ("workers", "own")],
 )
-def test_an_epoch_starts_at_the_beginning_if_the_preceding_one_ended_early(kind: str, stream: str) -> None:
+def test_an_epoch_starts_at_the_beginning_if_the_preceding_one_ended_early(source: str, stream: str) -> None:
     dataset = WithoutReset(0, 20)
-    data: Any = {"dataset": dataset, "loader": Batches(0, 20)}.get(kind)
+    data: Any = {"dataset": dataset, "loader": Batches(0, 20)}.get(source)
     if data is None:
         data = DataLoader(dataset, batch_size=3, num_workers=1, persistent_workers=True)
-    settings = ShardSettings(batch_size=3 if kind == "dataset" else None, stream=stream)  # type: ignore[arg-type]
+    settings = ShardSettings(batch_size=3 if source == "dataset" else None, stream=stream)  # type: ignore[arg-type]
     shard = open_training_data(data, LOCAL, settings)
     complete = [list(range(first, min(first + 3, 20))) for first in range(0, 20, 3)]
     begin = complete[:2]
-    assert first_steps(shard, 2) == begin
-    assert first_steps(shard, 1, epoch=1) == begin[:1]
-    steps = steps_of(shard, 2)
+    assert read_first_steps(shard, 2) == begin
+    assert read_first_steps(shard, 1, epoch=1) == begin[:1]
+    steps = read_steps(shard, 2)
     assert [step[0] for step in steps] == complete
-    assert first_steps(shard, 2, epoch=3) == begin
-    if kind != "workers":
-        assert first_steps(open_training_data(data, LOCAL, settings), 2) == begin  # the same object in another run
+    assert read_first_steps(shard, 2, epoch=3) == begin
+    if source != "workers":
+        assert read_first_steps(open_training_data(data, LOCAL, settings), 2) == begin  # the same object in another run
     # A resumed iteration that ends early.
     *_, position, state = steps[0]
     shard.resume_from(shard.gather_state(state, 2, position))
     assert [numbers_of(batch) for batch, _ in itertools.islice(shard.micro_batches(2, position), 1)] == complete[1:2]
     shard.end_epoch()
-    assert first_steps(shard, 2, epoch=3) == begin
+    assert read_first_steps(shard, 2, epoch=3) == begin
 
 
 def test_an_epoch_starts_at_the_beginning_after_an_exception_that_is_kept() -> None:
@@ -261,12 +262,12 @@ def test_an_epoch_starts_at_the_beginning_after_an_exception_that_is_kept() -> N
         except Exception as error:
             kept.append(error)  # the traceback keeps the iterator alive
         dataset.reads[0] = 0
-        assert [step[0] for step in steps_of(shard, 0)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+        assert [step[0] for step in read_steps(shard, 0)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     assert len(kept) == 2
 
 
 class CountsEpochs(WithoutReset):
-    """Starts at the beginning itself, and stores the number of its epochs in its state."""
+    """Starts every iteration at the beginning, and stores the number of completed epochs in its state."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (torch.tensor(100 * self.next + number) for number in range(3))
@@ -275,7 +276,11 @@ class CountsEpochs(WithoutReset):
 
 def test_state_that_a_dataset_keeps_over_complete_epochs_is_not_reset() -> None:
     shard = open_training_data(CountsEpochs(0, 3), LOCAL, ShardSettings(batch_size=3))
-    assert [first_steps(shard, 5, epoch) for epoch in range(3)] == [[[0, 1, 2]], [[100, 101, 102]], [[200, 201, 202]]]
+    assert [read_first_steps(shard, 5, epoch) for epoch in range(3)] == [
+        [[0, 1, 2]],
+        [[100, 101, 102]],
+        [[200, 201, 202]],
+    ]
 
 
 class StateOfIterator(WithoutReset):
@@ -289,14 +294,14 @@ class StateOfIterator(WithoutReset):
 
 def test_a_dataset_without_a_state_before_its_first_iteration_can_be_used() -> None:
     shard = open_training_data(StateOfIterator(0, 6), LOCAL, ShardSettings(batch_size=3))
-    assert [step[0] for step in steps_of(shard, 0)] == [[0, 1, 2], [3, 4, 5]]
+    assert [step[0] for step in read_steps(shard, 0)] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_hugging_face_dataset_that_was_read_before_is_evaluated_from_the_beginning() -> None:
+def test_hugging_face_dataset_that_was_read_before_is_read_from_the_beginning() -> None:
     data = hugging_face(62)
     next(iter(data))
     shard = open_training_data(data, LOCAL, ShardSettings(batch_size=3))
-    assert [first_steps(shard, 2) for _ in range(3)] == [[[0, 1, 2], [3, 4, 5]]] * 3
+    assert [read_first_steps(shard, 2) for _ in range(3)] == [[[0, 1, 2], [3, 4, 5]]] * 3
 
 
 # The Trainer.
@@ -347,7 +352,7 @@ def test_the_trainer_resumes_from_the_state_in_the_checkpoint(group: RankGroup, 
     expected, folder = group.run(fit, None, stream, 8, batch_size), str(tmp_path / "run")
     group.run(fit, folder, stream, 3, batch_size)
     resumed = group.run(fit, folder, stream, 4, batch_size)
-    # Only the items of the next step, and one that shows whether the epoch has ended, may be read.
+    # At most the items of two steps, and one that shows whether the epoch has ended, may be read.
     limit = 2 * batch_size * (group.size if stream == "shared" else 1) + 1
     assert all(reads <= limit for _, reads in resumed)
     # A shared stream can also resume on another number of ranks.
@@ -364,7 +369,7 @@ def test_limited_epochs_evaluations_and_later_runs_start_at_the_beginning() -> N
         seen.append(numbers_of(batch))
         return model(batch), batch % 2
 
-    def make(**settings: Any) -> Trainer:
+    def make_trainer(**settings: Any) -> Trainer:
         model = Network()
         config = TrainConfig(batch_size=3, progress="off", **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -372,10 +377,10 @@ def test_limited_epochs_evaluations_and_later_runs_start_at_the_beginning() -> N
         return Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, forward=forward)
 
     data, validation, begin = WithoutReset(0, 12), WithoutReset(50, 12), [[0, 1, 2], [3, 4, 5]]
-    make(max_epochs=2, limit_train_steps=2, limit_val_batches=1).fit(data, validation)
+    make_trainer(max_epochs=2, limit_train_steps=2, limit_val_batches=1).fit(data, validation)
     assert seen == [*begin, [50, 51, 52]] * 2
     seen.clear()
-    make(max_steps=2).fit(data)
+    make_trainer(max_steps=2).fit(data)
     assert seen == begin
 
 
@@ -441,13 +446,13 @@ def test_a_shuffle_buffer_is_not_resumed_because_its_items_would_be_lost() -> No
     assert not is_stateful(shuffled)
     data = DataLoader(shuffled, batch_size=4)
     shard = open_training_data(data, LOCAL, ShardSettings())
-    steps = steps_of(shard, 0)
+    steps = read_steps(shard, 0)
     assert shard.gather_state(steps[2][3], 0, steps[2][2]) is None
-    resumed = steps_of(open_training_data(data, LOCAL, ShardSettings()), 0, steps[2][2])
+    resumed = read_steps(open_training_data(data, LOCAL, ShardSettings()), 0, steps[2][2])
     assert [step[0] for step in resumed] == [step[0] for step in steps[3:]]
 
 
-class ListedStates(IterableDataset[int]):
+class StateDictWithParameters(IterableDataset[int]):
     """A dataset whose methods have other parameters, as in MosaicML streaming."""
 
     def __iter__(self) -> Iterator[int]:
@@ -460,23 +465,23 @@ class ListedStates(IterableDataset[int]):
 
 
 def test_methods_with_other_parameters_are_not_called() -> None:
-    assert not is_stateful(ListedStates())
-    assert len(steps_of(open_training_data(ListedStates(), LOCAL, ShardSettings(batch_size=3)), 0)) == 3
+    assert not is_stateful(StateDictWithParameters())
+    assert len(read_steps(open_training_data(StateDictWithParameters(), LOCAL, ShardSettings(batch_size=3)), 0)) == 3
 
 
-def read_unpredictable(backend: Backend) -> str:
-    data = (Unpredictable if backend.rank == 0 else Numbers)(0, 62)  # only rank 0 has invalid data
+def read_unstorable_state(backend: Backend) -> str:
+    data = (UnstorableState if backend.rank == 0 else Numbers)(0, 62)  # only rank 0 has such a state
     shard = open_training_data(data, backend, ShardSettings(batch_size=4))
     with pytest.raises(DataError) as error:
-        steps_of(shard, 0)
+        read_steps(shard, 0)
     return str(error.value)
 
 
 def test_a_state_that_cannot_be_stored_raises_the_same_error_on_every_rank(group: RankGroup) -> None:
-    messages = group.run(read_unpredictable)
+    messages = group.run(read_unstorable_state)
     assert len(set(messages)) == 1
     assert (
-        "Unpredictable.state_dict() returns state['next'] of type set, which a checkpoint cannot store" in messages[0]
+        "UnstorableState.state_dict() returns state['next'] of type set, which a checkpoint cannot store" in messages[0]
     )
 
 
@@ -488,9 +493,9 @@ def test_a_loader_with_its_own_batches_rejects_a_batch_size() -> None:
 def test_a_stateful_data_loader_has_the_order_of_a_data_loader() -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(30))
     orders = [
-        [batch[0].tolist() for batch, _ in open_training_data(kind(dataset, batch_size=4, shuffle=True), LOCAL,
+        [batch[0].tolist() for batch, _ in open_training_data(loader_class(dataset, batch_size=4, shuffle=True), LOCAL,
                                                              ShardSettings(seed=2)).micro_batches(0)]
-        for kind in (DataLoader, StatefulDataLoader)
+        for loader_class in (DataLoader, StatefulDataLoader)
     ]  # fmt: skip
     assert orders[0] == orders[1]
 
