@@ -1,5 +1,5 @@
-"""Models with BatchNorm resume with a different value of `shard` and train like plain torch, in random training
-loops."""
+"""Random training loops of models with BatchNorm equal plain torch, also after a resume with another value of
+`shard`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
         return inputs + self.norm(self.linear(inputs)).tanh()
 
 
-def draw(number: int) -> dict[str, Any]:
+def draw_case(number: int) -> dict[str, Any]:
     """Return random case `number`. Consecutive numbers have different pairs of `shard` values."""
     r = random.Random(number)
     return {
@@ -76,15 +76,15 @@ def build(case: dict[str, Any]) -> nn.Module:
 
 
 def make_optimizer(case: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    kind, settings = case["optimizer"]
+    optimizer_class, settings = case["optimizer"]
     layers = list(model.children())
     groups = [
         {"params": [parameter for layer in layers[:5] for parameter in layer.parameters()], "lr": 0.02},
         {"params": [parameter for layer in layers[5:] for parameter in layer.parameters()]},
     ]
-    if kind is not torch.optim.SGD:
+    if optimizer_class is not torch.optim.SGD:
         settings = {**settings, "eps": EPS}
-    return kind(groups, lr=0.01, **settings)  # type: ignore[call-arg]
+    return optimizer_class(groups, lr=0.01, **settings)  # type: ignore[call-arg]
 
 
 def batch(case: dict[str, Any], step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def batch(case: dict[str, Any], step: int, micro_batch: int, rank: int) -> tuple
     return values[:, :INPUTS], values[:, INPUTS:]
 
 
-def reference_step(case: dict[str, Any], size: int, step: int, model: nn.Module) -> None:
+def reference_backward(case: dict[str, Any], size: int, step: int, model: nn.Module) -> None:
     """Accumulate the mean gradient over ranks in plain torch. If BatchNorm is not synchronized, each rank computes
     separate statistics, and rank 0's buffers are kept."""
     for micro_batch in range(case["micro_batches"]):
@@ -134,9 +134,9 @@ def assert_close(found: Any, expected: Any, where: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, msg=lambda text: f"{where}: {text}")
 
 
-def compare(backend: Backend, number: int) -> None:
+def compare_with_plain_torch(backend: Backend, number: int) -> None:
     """Train both on all ranks and in plain torch, and compare the parameters, buffers and optimizer states."""
-    case = draw(number)
+    case = draw_case(number)
     expected = build(case)
     expected_optimizer = make_optimizer(case, expected)
     states = None
@@ -149,7 +149,7 @@ def compare(backend: Backend, number: int) -> None:
                 with nullcontext() if is_last else backend.no_sync(model):
                     loss = nn.functional.mse_loss(model(inputs), targets) / case["micro_batches"]
                     loss.backward()
-            reference_step(case, backend.size, step, expected)
+            reference_backward(case, backend.size, step, expected)
             for one in (optimizer, expected_optimizer):
                 one.step()
                 one.zero_grad()
@@ -164,7 +164,7 @@ def compare(backend: Backend, number: int) -> None:
 
 def compare_all(backend: Backend, numbers: list[int]) -> None:
     for number in numbers:
-        compare(backend, number)
+        compare_with_plain_torch(backend, number)
 
 
 @pytest.mark.ci

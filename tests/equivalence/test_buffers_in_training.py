@@ -1,4 +1,4 @@
-"""Saving, evaluating and resuming do not change the training of a model whose forward reads and writes buffers."""
+"""Saving, evaluating and resuming do not change the training of a model whose forward pass reads and writes buffers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Codebook(nn.Module):
         return output
 
 
-def run(backend: Backend, folder: str | None, steps: int = STEPS, validate: bool = False, **settings: Any) -> Any:
+def train(backend: Backend, folder: str | None, steps: int = STEPS, validate: bool = False, **settings: Any) -> Any:
     model = Codebook()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     generator = torch.Generator().manual_seed(2)
@@ -57,12 +57,12 @@ def run(backend: Backend, folder: str | None, steps: int = STEPS, validate: bool
     return [*parameters.tolist(), *(model.codes.flatten().tolist() if backend.rank == 0 else [])]
 
 
-def all_runs(backend: Backend, folder: str) -> dict[str, Any]:
-    found = {"undisturbed": run(backend, None), "validated": run(backend, None, validate=True)}
+def train_all(backend: Backend, folder: str) -> dict[str, Any]:
+    found = {"undisturbed": train(backend, None), "validated": train(backend, None, validate=True)}
     for every in (1, 3):
-        found[f"saved every {every}"] = run(backend, f"{folder}/{every}", checkpoint_every_steps=every)
-    run(backend, f"{folder}/stopped", steps=7)
-    found["resumed"] = run(backend, f"{folder}/stopped", resume=True)
+        found[f"saved every {every}"] = train(backend, f"{folder}/{every}", checkpoint_every_steps=every)
+    train(backend, f"{folder}/stopped", steps=7)
+    found["resumed"] = train(backend, f"{folder}/stopped", resume=True)
     return found
 
 
@@ -73,7 +73,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def test_training_does_not_depend_on_saving_evaluating_and_resuming(ranks: RankGroup, tmp_path: Path) -> None:
-    found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
+    found = ranks.run(train_all, str(tmp_path), timeout_seconds=120)[0]
     resumed = found.pop("resumed")
     assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)
     # DDP rebuilds its buckets after the first backward pass of every run, including a resumed one. This changes the
@@ -135,8 +135,8 @@ class Views(nn.Module):
 
 
 def train_views(backend: Backend, folder: str, steps: int, asynchronous: bool) -> dict[str, Tensor]:
-    """Train until `steps`, starting from values that differ from the checkpoint in `folder`. Return weights and
-    averages."""
+    """Train until `steps` steps are complete, resuming from `folder`. The initial values of the model differ from the
+    values in the checkpoint. Return the state of the model and of its average."""
     model = Views(float(steps))
     config = TrainConfig(
         max_steps=steps, batch_size=2, ema_decay=0.9, progress="off", output_dir=folder, resume=True,
@@ -168,6 +168,8 @@ def test_views_of_larger_storages_are_saved_and_restored(backend: str, size: int
                 for name in ("scale", "average scale", "slice"):
                     assert torch.equal(found[name], first[name]), name
                 assert not torch.equal(found["second"], first["second"])
-                assert float((found["second"] - first["second"]).abs().max()) < 0.5  # a new model has 2.0
+                assert (
+                    float((found["second"] - first["second"]).abs().max()) < 0.5
+                )  # the elements of a new model are 2.0
                 for name, value in found.items():
                     assert torch.equal(value, resumed[0][name]), name

@@ -47,7 +47,7 @@ def samples(length: int = 22) -> TensorDataset:
     return TensorDataset(torch.randn(length, 6, generator=generator), torch.randint(3, (length,), generator=generator))
 
 
-def trainer(output: Path | None, optimizer: str = "AdamW", **settings: Any) -> Trainer:
+def make_trainer(output: Path | None, optimizer: str = "AdamW", **settings: Any) -> Trainer:
     model = network()
     made = getattr(torch.optim, optimizer)(
         model.parameters(), lr=0.05, **({"momentum": 0.9} if optimizer == "SGD" else {})
@@ -62,14 +62,14 @@ def save(folder: Path, step: int, model: nn.Module, training: dict[str, Any]) ->
     CheckpointWriter(folder, LOCAL, Retention(None), asynchronous=False).save(step, model, training, {"step": step})
 
 
-def state(one: Trainer) -> dict[str, Tensor]:
+def state(trainer: Trainer) -> dict[str, Tensor]:
     moments = {
         f"optimizer.{index}.{name}": torch.as_tensor(value)
-        for index, values in one.optimizer.state_dict()["state"].items()
+        for index, values in trainer.optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    rate = torch.tensor(one.optimizer.param_groups[0]["lr"], dtype=torch.float64)
-    return {**{name: value.clone() for name, value in one.model.state_dict().items()}, **moments, "rate": rate}
+    rate = torch.tensor(trainer.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+    return {**{name: value.clone() for name, value in trainer.model.state_dict().items()}, **moments, "rate": rate}
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -79,11 +79,11 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_resumed_run_is_bit_equal_to_uninterrupted(tmp_path: Path, optimizer: str) -> None:
-    uninterrupted = trainer(None, optimizer, max_epochs=4)
+    uninterrupted = make_trainer(None, optimizer, max_epochs=4)
     results = uninterrupted.fit(samples(), samples(9))
-    trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
+    make_trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
     torch.manual_seed(12345)  # the results must not depend on random numbers that the process drew earlier
-    resumed = trainer(tmp_path, optimizer, max_epochs=4, resume=True)
+    resumed = make_trainer(tmp_path, optimizer, max_epochs=4, resume=True)
     assert resumed.progress.epoch == 2
     assert resumed.fit(samples(), samples(9)) == results
     assert_same(state(uninterrupted), state(resumed))
@@ -91,10 +91,10 @@ def test_resumed_run_is_bit_equal_to_uninterrupted(tmp_path: Path, optimizer: st
 
 
 def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
-    uninterrupted = trainer(None, max_steps=16)
+    uninterrupted = make_trainer(None, max_steps=16)
     uninterrupted.fit(samples())
-    trainer(tmp_path, max_steps=8).fit(samples())  # an epoch has 6 steps
-    resumed = trainer(tmp_path, max_steps=16, resume=True)
+    make_trainer(tmp_path, max_steps=8).fit(samples())  # an epoch has 6 steps
+    resumed = make_trainer(tmp_path, max_steps=16, resume=True)
     assert (resumed.progress.epoch, resumed.progress.step, resumed.progress.sample) == (1, 8, 8)
     resumed.fit(samples())
     assert_same(state(uninterrupted), state(resumed))
@@ -110,24 +110,26 @@ def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
     ids=["longer", "shorter", "in order"],
 )
 def test_resuming_within_an_epoch_requires_the_same_order(tmp_path: Path, data: Any, found: str) -> None:
-    trainer(tmp_path / "within", max_steps=8).fit(samples())
+    make_trainer(tmp_path / "within", max_steps=8).fit(samples())
     with pytest.raises(
         CheckpointError,
         match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Continue with the s",
     ):
-        trainer(tmp_path / "within", max_steps=16, resume=True).fit(data)
-    trainer(tmp_path / "between", max_steps=6).fit(samples())
-    trainer(tmp_path / "between", max_steps=8, resume=True).fit(data)
+        make_trainer(tmp_path / "within", max_steps=16, resume=True).fit(data)
+    make_trainer(tmp_path / "between", max_steps=6).fit(samples())
+    make_trainer(tmp_path / "between", max_steps=8, resume=True).fit(data)
 
 
 @pytest.mark.parametrize("scheduler", [StepLR, ReduceLROnPlateau])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_position_beyond_the_epoch_resumes_at_its_end(tmp_path: Path, scheduler: Any) -> None:
     def run(batch_size: int, steps: int) -> tuple[Trainer, dict[str, float]]:
-        def make(optimizer: torch.optim.Optimizer) -> Any:
+        def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
             return StepLR(optimizer, 1) if scheduler is StepLR else ReduceLROnPlateau(optimizer, patience=5)
 
-        made = scheduled(tmp_path, make, batch_size=None, max_steps=steps, scheduler_interval="epoch", resume=True)
+        made = make_trainer_with_scheduler(
+            tmp_path, make_scheduler, batch_size=None, max_steps=steps, scheduler_interval="epoch", resume=True
+        )
         return made, made.fit(DataLoader(samples(), batch_size=batch_size, shuffle=True, drop_last=True))
 
     first, _ = run(4, 4)
@@ -142,36 +144,36 @@ def test_position_beyond_the_epoch_resumes_at_its_end(tmp_path: Path, scheduler:
 
 
 def test_resume_starts_a_new_run_if_there_are_no_checkpoints(tmp_path: Path) -> None:
-    fresh, first = trainer(None, max_epochs=1), trainer(tmp_path / "new", max_epochs=1, resume=True)
+    fresh, first = make_trainer(None, max_epochs=1), make_trainer(tmp_path / "new", max_epochs=1, resume=True)
     fresh.fit(samples())
     first.fit(samples())
     assert_same(state(fresh), state(first))
 
 
 def test_resuming_a_finished_run_only_evaluates(tmp_path: Path) -> None:
-    done = trainer(tmp_path, max_epochs=1)
+    done = make_trainer(tmp_path, max_epochs=1)
     results = done.fit(samples(), samples(9))
-    again = trainer(tmp_path, max_epochs=1, resume=True)
+    again = make_trainer(tmp_path, max_epochs=1, resume=True)
     assert again.fit(samples(), samples(9)) == {"val_loss": results["val_loss"]}
     assert_same(state(done), state(again))
 
 
 def test_run_resumes_from_a_named_checkpoint_in_another_folder(tmp_path: Path) -> None:
-    trainer(tmp_path / "a", max_epochs=2).fit(samples())
-    uninterrupted = trainer(tmp_path / "b", max_epochs=3)
+    make_trainer(tmp_path / "a", max_epochs=2).fit(samples())
+    uninterrupted = make_trainer(tmp_path / "b", max_epochs=3)
     uninterrupted.fit(samples())
-    resumed = trainer(tmp_path / "c", max_epochs=3, resume=tmp_path / "a" / "step-000000012")
+    resumed = make_trainer(tmp_path / "c", max_epochs=3, resume=tmp_path / "a" / "step-000000012")
     resumed.fit(samples())
     assert_same(state(uninterrupted), state(resumed))
     assert [path.name for path in sorted((tmp_path / "c").glob("step-*"))] == ["step-000000018"]
     with pytest.raises(
         CheckpointError, match=r"^There is no checkpoint in '.*nowhere'\. Give the output_dir of an earl"
     ):
-        trainer(None, max_epochs=1, resume=tmp_path / "nowhere")
+        make_trainer(None, max_epochs=1, resume=tmp_path / "nowhere")
 
 
 def test_checkpoint_is_readable_without_unitrain(tmp_path: Path) -> None:
-    done = trainer(tmp_path, max_epochs=1)
+    done = make_trainer(tmp_path, max_epochs=1)
     done.fit(samples())
     (folder,) = tmp_path.glob("step-*")
     model = network()
@@ -240,7 +242,7 @@ def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtyp
 
 
 def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
-    """Earlier versions stored complex64 tensors in the format of safetensors."""
+    """Earlier versions stored complex64 tensors in the complex64 format of safetensors."""
     saved, loaded = Complex(torch.complex64), Complex(torch.complex64)
     save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
     (folder,) = tmp_path.glob("step-*")
@@ -273,7 +275,7 @@ def test_complex_tensors_are_aligned_after_loading(tmp_path: Path, dtype: torch.
 
 
 class Spectral(nn.Module):
-    """A model with a complex128 parameter and its real output."""
+    """A model with a complex128 parameter and a real output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +322,7 @@ class Fixed(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def scheduled(output: Path, scheduler: Any, **settings: Any) -> Trainer:
+def make_trainer_with_scheduler(output: Path, scheduler: Any, **settings: Any) -> Trainer:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = TrainConfig(**{"batch_size": 4, "output_dir": output, "progress": "off", **settings})
@@ -332,11 +334,11 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     def cosine(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 30)))
 
-    uninterrupted = scheduled(tmp_path / "whole", cosine, max_epochs=2)
+    uninterrupted = make_trainer_with_scheduler(tmp_path / "whole", cosine, max_epochs=2)
     uninterrupted.fit(samples())
     assert type(uninterrupted.optimizer.param_groups[0]["lr"]) is np.float64
-    scheduled(tmp_path / "parts", cosine, max_epochs=1).fit(samples())
-    resumed = scheduled(tmp_path / "parts", cosine, max_epochs=2, resume=True)
+    make_trainer_with_scheduler(tmp_path / "parts", cosine, max_epochs=1).fit(samples())
+    resumed = make_trainer_with_scheduler(tmp_path / "parts", cosine, max_epochs=2, resume=True)
     assert type(resumed.optimizer.param_groups[0]["lr"]) is float
     resumed.fit(samples())
     assert_same(state(uninterrupted), state(resumed))
@@ -361,7 +363,7 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )
 def test_saving_unsupported_state_raises_an_error_that_names_it(tmp_path: Path, extra: Any, found: str) -> None:
-    run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
+    run = make_trainer_with_scheduler(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
     with pytest.raises(CheckpointError, match=rf"^{found}, which torch.load.* cannot load.*Store only tensors, numb"):
         run.fit(samples())
     assert list(tmp_path.glob("*step-*")) == []
@@ -410,12 +412,12 @@ DAMAGES = [
 def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     tmp_path: Path, damage: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uninterrupted = trainer(tmp_path, max_epochs=2)
+    uninterrupted = make_trainer(tmp_path, max_epochs=2)
     uninterrupted.fit(samples())
     newest = tmp_path / "step-000000012"
     damage(newest)
     with caplog.at_level(logging.WARNING):
-        resumed = trainer(tmp_path, max_epochs=2, resume=True)
+        resumed = make_trainer(tmp_path, max_epochs=2, resume=True)
     assert resumed.progress.epoch == 1
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
@@ -425,17 +427,17 @@ def test_damaged_newest_checkpoint_is_skipped_and_replaced(
 
 
 def test_checkpoint_with_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=2, checkpoint_every_steps=2).fit(samples())
+    make_trainer(tmp_path, max_epochs=2, checkpoint_every_steps=2).fit(samples())
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
-    assert trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
+    assert make_trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
     wrong = files.find_corruption(tmp_path / "step-000000012")
     assert wrong == "it is the checkpoint of step 4 under the name of another step"
     assert files.find_corruption(tmp_path / "aside") is None  # a user may copy a checkpoint to another name
 
 
 def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=2).fit(samples())
+    make_trainer(tmp_path, max_epochs=2).fit(samples())
     newest = tmp_path / "step-000000012"
     (newest / "manifest.json").write_text(json.dumps({"format": 3, "shards": []}))
     before = sorted(tmp_path.rglob("*"))
@@ -443,11 +445,11 @@ def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
         CheckpointError,
         match=rf"^Checkpoint '{newest}' was written by a newer unitrain, in format 3; .*Update unitrain",
     ):
-        trainer(tmp_path, max_epochs=3, resume=True)
+        make_trainer(tmp_path, max_epochs=3, resume=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
+def fail_on_rank_zero(backend: Backend) -> tuple[str, str]:
     def fail() -> None:
         raise OSError("no room")
 
@@ -459,23 +461,23 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
 
 
 def test_failure_of_rank_0_raises_on_all_ranks_with_its_cause_on_rank_0() -> None:
-    first, second = run_ranks(failure_on_rank_zero, size=2, backend="ddp")
+    first, second = run_ranks(fail_on_rank_zero, size=2, backend="ddp")
     assert first == ("Cannot write it: OSError: no room. Make room.", "OSError('no room')")
     assert second == ("Cannot write it: OSError: no room. Make room.", "None")
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_run_raises_if_all_checkpoints_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
-    trainer(tmp_path, max_epochs=1).fit(samples())
+    make_trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
     with pytest.raises(
         CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest one, {message}"
     ):
-        trainer(tmp_path, max_epochs=1, resume=True)
+        make_trainer(tmp_path, max_epochs=1, resume=True)
 
 
 def test_resuming_with_another_model_optimizer_scheduler_or_seed_raises(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=1).fit(samples())
+    make_trainer(tmp_path, max_epochs=1).fit(samples())
     config = TrainConfig(max_epochs=2, batch_size=4, resume=tmp_path, progress="off")
 
     def resume(model: nn.Module, scheduled: bool = True, groups: int = 1) -> None:
@@ -502,23 +504,23 @@ def test_resuming_with_another_model_optimizer_scheduler_or_seed_raises(tmp_path
     with pytest.raises(
         CheckpointError, match=r"has seed 0, but TrainConfig\.seed is 7: .*Use TrainConfig\(seed=0\)\.$"
     ):
-        trainer(None, max_epochs=2, resume=tmp_path, seed=7)
+        make_trainer(None, max_epochs=2, resume=tmp_path, seed=7)
 
 
 def test_folder_of_another_run_is_rejected_and_not_changed(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=1).fit(samples())
+    make_trainer(tmp_path, max_epochs=1).fit(samples())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
         CheckpointError, match=r"already holds a run, up to step-000000006\. Use TrainConfig\(resume=True\)"
     ):
-        trainer(tmp_path, max_epochs=1)
+        make_trainer(tmp_path, max_epochs=1)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_unwritable_folder_raises_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"^Cannot write to output folder '.*/file/run': .*Not a directory"):
-        trainer(tmp_path / "file" / "run", max_epochs=1)
+        make_trainer(tmp_path / "file" / "run", max_epochs=1)
 
 
 def test_failed_write_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -591,16 +593,16 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_checkpoints_are_written_at_the_requested_interval_and_at_the_end(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=5, checkpoint_every_epochs=2).fit(samples())
+    make_trainer(tmp_path, max_epochs=5, checkpoint_every_epochs=2).fit(samples())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:09d}" for step in (12, 24, 30)]
     shutil.rmtree(tmp_path / "step-000000030")
-    resumed = trainer(tmp_path, max_epochs=5, resume=True)
+    resumed = make_trainer(tmp_path, max_epochs=5, resume=True)
     resumed.fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 class Cyclic(CyclicLR):
-    """A scheduler whose state can be made to fail to load on one rank."""
+    """A scheduler that raises an error when it loads its state, if `fails` is true."""
 
     fails = False
 
@@ -637,7 +639,7 @@ def resume_with_a_cyclic_scheduler(backend: Backend, folder: str) -> tuple[list[
 
 
 def find_checkpoint_with_slow_verification(backend: Backend, folder: str) -> tuple[str, int]:
-    """Return the checkpoint, and how often rank 0 reports that it is verifying it."""
+    """Return the name of the checkpoint, and how often rank 0 reports that the verification is in progress."""
     broadcast, received = backend.broadcast_object, []
 
     def record(obj: Any, root: int = 0) -> Any:
@@ -672,10 +674,10 @@ def test_every_rank_restores_a_scheduler_that_modifies_its_loaded_state(tmp_path
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_rows_without_a_checkpoint_are_removed_from_the_history(tmp_path: Path, resume: bool) -> None:
-    trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
-    shutil.rmtree(tmp_path / "step-000000018")  # simulates a crash in the second or third epoch
+    make_trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
+    shutil.rmtree(tmp_path / "step-000000018")  # simulates a crash before the first checkpoint is complete
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
-    trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
+    make_trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 

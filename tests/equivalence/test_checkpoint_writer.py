@@ -33,7 +33,7 @@ from unitrain.testing import RankGroup
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
     """Return a Trainer with four steps per epoch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -53,11 +53,11 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
 
 
-def parameters(one: Trainer) -> Tensor:
-    return nn.utils.parameters_to_vector(one.model.parameters()).detach()
+def parameters(trainer: Trainer) -> Tensor:
+    return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
 
-def steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
@@ -232,7 +232,7 @@ def test_unsupported_callback_state_is_rejected_by_name(tmp_path: Path, asynchro
         CheckpointError, match=r"^callbacks\['Groups'\]\['groups'\] is of class collections\.defaultdict, which"
     ):
         Trainer(*parts, backend=LOCAL, config=config, callbacks=[Groups()]).fit(data())
-    assert steps(tmp_path) == []
+    assert saved_steps(tmp_path) == []
 
 
 class Gate:
@@ -257,13 +257,13 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     assert gate.entered.wait(10)
     with torch.no_grad():
         model.weight.fill_(7)  # simulates the next step while the first checkpoint is being written
-    assert steps(tmp_path) == []
+    assert saved_steps(tmp_path) == []
     started = time.perf_counter()
     threading.Timer(0.5, gate.opened.set).start()
     writer.save(2, model, {"step": 2}, {"step": 2})  # blocks until the first checkpoint is written
     assert time.perf_counter() - started > 0.3
     writer.wait()
-    assert steps(tmp_path) == [1, 2]
+    assert saved_steps(tmp_path) == [1, 2]
     other = nn.Linear(4, 4)
     files.load_model(other, str(files.checkpoint_path(tmp_path, 1) / files.MODEL))
     assert torch.equal(other.weight, saved)
@@ -276,7 +276,7 @@ def test_state_that_does_not_fit_in_host_memory_is_reported_by_wait(tmp_path: Pa
     writer.save(1, nn.Linear(4, 4), {"large": too_large}, {"step": 1})
     with pytest.raises(CheckpointError, match=r"(?s)^Cannot copy the state of .*: .*async_checkpoints=False"):
         writer.wait()
-    assert steps(tmp_path) == []
+    assert saved_steps(tmp_path) == []
 
 
 def test_long_wait_for_checkpoint_is_logged_with_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,15 +297,15 @@ def test_long_wait_for_checkpoint_is_logged_with_folder(tmp_path: Path, monkeypa
         CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=False).save(1, model, {"step": 1}, {"step": 1})
     finally:
         log.removeHandler(handler)
-    assert steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
     for message in messages:
         assert f"s for a checkpoint that is being written to '{tmp_path}'. Check that its file system" in message
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynchronous: bool) -> None:
-    trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
-    assert steps(tmp_path) == [4, 8]
+    make_trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
+    assert saved_steps(tmp_path) == [4, 8]
     assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
@@ -332,7 +332,8 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
 ) -> None:
     fsync, delays, identify_checkpoints = os.fsync, iter([1.0]), files.identify_checkpoints
 
-    def slow_fsync(file: int) -> None:  # if `fit` did not wait, it would remove the unfinished folder
+    # If `fit` did not wait, it would remove the folder of the checkpoint that is being written.
+    def slow_fsync(file: int) -> None:
         if threading.current_thread() is not threading.main_thread():  # the main thread writes the lock file
             time.sleep(next(delays, 0.0))
         fsync(file)
@@ -352,30 +353,30 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     monkeypatch.setattr(files, "identify_checkpoints", identify_slowly)
-    one = trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()], checkpoint_format=checkpoint_format)
+    trainer = make_trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()], checkpoint_format=checkpoint_format)
     with pytest.raises(CallbackError, match="stopped by the test"):
-        one.fit(data())
-    one.fit(data())
-    assert steps(tmp_path) == [4, 8]
+        trainer.fit(data())
+    trainer.fit(data())
+    assert saved_steps(tmp_path) == [4, 8]
     assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
 def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
-    uninterrupted = trainer(LOCAL, None, max_epochs=2)
+    uninterrupted = make_trainer(LOCAL, None, max_epochs=2)
     uninterrupted.fit(data())
-    first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
+    first = make_trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
-    assert steps(tmp_path) == [3, 4, 6, 7]
+    assert saved_steps(tmp_path) == [3, 4, 6, 7]
     for step in (7, 4):  # simulates a kill before these checkpoints were written
         files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
-    resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
+    resumed = make_trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
     assert resumed.progress.step == 6
     resumed.fit(data())
     assert torch.equal(parameters(resumed), parameters(uninterrupted))
 
 
 def test_checkpoint_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, max_epochs=1, checkpoint_every_steps=2).fit(data(), data())
+    make_trainer(LOCAL, tmp_path, max_epochs=1, checkpoint_every_steps=2).fit(data(), data())
     manifest = files.read_manifest(files.checkpoint_path(tmp_path, 4))
     assert set(manifest["results"]) == {"train_loss", "val_loss"}
     assert (manifest["epoch"], manifest["step"], manifest["sample"]) == (1, 4, 0)
@@ -384,7 +385,7 @@ def test_checkpoint_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> No
     assert files.read_manifest(files.checkpoint_path(tmp_path, 2))["sample"] == 24
 
 
-def scripted(values: list[float]) -> dict[str, Any]:
+def metric_with_values(values: list[float]) -> dict[str, Any]:
     left = iter(values)
     return {"score": lambda output, target: next(left)}
 
@@ -404,54 +405,54 @@ def scripted(values: list[float]) -> dict[str, Any]:
 def test_retention_keeps_last_periodic_and_best_checkpoints(
     tmp_path: Path, settings: dict[str, Any], kept: list[int]
 ) -> None:
-    metrics = scripted([3.0, 2.0, 1.0, 5.0, math.nan, 4.0])
-    trainer(LOCAL, tmp_path, max_epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
-    assert steps(tmp_path) == kept
+    metrics = metric_with_values([3.0, 2.0, 1.0, 5.0, math.nan, 4.0])
+    make_trainer(LOCAL, tmp_path, max_epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
+    assert saved_steps(tmp_path) == kept
     assert not list(tmp_path.glob(".*"))
 
 
 def test_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, max_epochs=2).fit(data())
+    make_trainer(LOCAL, tmp_path, max_epochs=2).fit(data())
     (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
     assert Retention(1).obsolete_checkpoints(files.checkpoint_path(tmp_path, 8)) == []
 
 
 def test_damaged_later_checkpoints_do_not_replace_new_ones(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, max_epochs=3).fit(data())
+    make_trainer(LOCAL, tmp_path, max_epochs=3).fit(data())
     for step in (8, 12):
         (files.checkpoint_path(tmp_path, step) / files.TRAINING).write_bytes(b"")
-    resumed = trainer(LOCAL, tmp_path, max_steps=6, checkpoint_every_steps=1, keep_last=1, resume="auto")
+    resumed = make_trainer(LOCAL, tmp_path, max_steps=6, checkpoint_every_steps=1, keep_last=1, resume="auto")
     assert resumed.progress.step == 4
     resumed.fit(data())
-    assert trainer(LOCAL, tmp_path, max_epochs=3, resume="auto").progress.step == 6
+    assert make_trainer(LOCAL, tmp_path, max_epochs=3, resume="auto").progress.step == 6
 
 
-def test_keep_every_with_keep_all_is_rejected() -> None:
+def test_invalid_retention_settings_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"keep_best='val_loss' keeps .* keep_last=None all are kept\. Use .*=3"):
         TrainConfig(max_epochs=1, output_dir="runs/first", keep_last=None, keep_best="val_loss")
     with pytest.raises(ConfigError, match=r"TrainConfig\.keep_last must be at least 1, got 0"):
         TrainConfig(max_epochs=1, keep_last=0)
 
 
-def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
-    """Write a checkpoint for longer than the collective timeout. Then fail to write, both during a run and at its
-    end."""
+def write_slowly_then_fail(backend: Backend, folder: str) -> dict[str, Any]:
+    """Write a checkpoint, which takes longer than the collective timeout. Then fail to write, both during a run and at
+    its end. Return the errors."""
     found: dict[str, Any] = {}
     write = files.write
 
-    def slow(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> None:
         time.sleep(8)
         write(*arguments)
 
     def fail(*arguments: Any) -> None:
         raise OSError("no room")
 
-    files.write = slow
-    trainer(backend, Path(folder, "slow"), max_epochs=1).fit(data())
+    files.write = write_slowly
+    make_trainer(backend, Path(folder, "slow"), max_epochs=1).fit(data())
     files.write = fail
     for name, epochs in (("in the run", 3), ("at its end", 1)):
         try:
-            trainer(backend, Path(folder, name), max_epochs=epochs).fit(data())
+            make_trainer(backend, Path(folder, name), max_epochs=epochs).fit(data())
         except CheckpointError as error:
             found[name] = str(error)
     files.write = write
@@ -461,8 +462,8 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_ranks_wait_for_a_slow_disk_and_report_a_full_disk(tmp_path: Path, backend: str) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=6) as group:
-        ranks = group.run(on_ranks, str(tmp_path), timeout_seconds=100)
-    assert steps(tmp_path / "slow") == [4]
+        ranks = group.run(write_slowly_then_fail, str(tmp_path), timeout_seconds=100)
+    assert saved_steps(tmp_path / "slow") == [4]
     for found in ranks:
         for name in ("in the run", "at its end"):
             target = tmp_path / name / "step-000000004"

@@ -44,7 +44,7 @@ class Recorder(Callback):
         self.steps: list[int] = []
         self.newest_in_memory: list[int] = []
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: Any, loss: Any) -> None:
         if trainer.progress.step == self.kill_after:
             trainer.checkpointer.wait()
             raise Kill
@@ -154,7 +154,9 @@ def test_corrupt_checkpoints_on_disk_do_not_hide_a_checkpoint_in_memory(
 ) -> None:
     group.run(partial(run, kill_after=ON_DISK_EVERY, checkpoint_format="sharded"), str(tmp_path))
     on_disk = tmp_path / "run" / f"step-{ON_DISK_EVERY:09d}"
-    shutil.copytree(on_disk, tmp_path / "run" / f"step-{STEPS - 1:09d}")  # corrupt, because its name has another step
+    shutil.copytree(
+        on_disk, tmp_path / "run" / f"step-{STEPS - 1:09d}"
+    )  # corrupt: the step in its name differs from its content
     with (on_disk / "training.pt").open("r+b") as file:
         file.write(b"damaged")
     for steps, parameters in group.run(partial(run, checkpoint_format="sharded"), str(tmp_path)):

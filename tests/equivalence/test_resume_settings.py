@@ -25,15 +25,15 @@ def train(
     backend: Backend,
     folder: str,
     epochs: int,
-    kind: Any = SGD,
+    optimizer_class: Any = SGD,
     scheduler: Any = None,
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[float]:
-    """Train until `epochs`, and return the final learning rate and weight decay."""
+    """Train until `epochs` epochs are complete, and return the final learning rate and weight decay."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = kind(model.parameters(), **{"lr": 0.1, **(options or {})})
+    optimizer = optimizer_class(model.parameters(), **{"lr": 0.1, **(options or {})})
     config = TrainConfig(max_epochs=epochs, batch_size=2, output_dir=folder, resume=True, progress="off", **settings)
     scheduled = None if scheduler is None else scheduler(optimizer)
     trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, scheduler=scheduled)
@@ -84,7 +84,7 @@ def group(request: pytest.FixtureRequest) -> Any:
     ],
     ids=["sgd-adam", "adam-adamw", "other scheduler", "a scheduler now"],
 )
-def test_another_optimizer_class_raises_on_every_rank(
+def test_another_optimizer_or_scheduler_class_raises_on_every_rank(
     group: RankGroup, first: tuple[Any, Any], second: tuple[Any, Any], message: str, tmp_path: Path
 ) -> None:
     texts = group.run(error_of_resume, str(tmp_path), first, second)
@@ -155,9 +155,8 @@ def test_learning_rates_that_a_scheduler_function_explains_do_not_cause_a_warnin
         for _ in range(2):
             train(backend, cycle, 2, scheduler=one_cycle(0.25), **settings)
             train(backend, decayed, 2, scheduler=decay, **settings)
-        train(
-            backend, cycle, 2, scheduler=one_cycle(0.25), options={"lr": 0.3}, **settings
-        )  # replaced by the scheduler
+        # The scheduler replaces the learning rate in `options`.
+        train(backend, cycle, 2, scheduler=one_cycle(0.25), options={"lr": 0.3}, **settings)
         assert caplog.text == ""
         train(backend, cycle, 2, scheduler=one_cycle(0.5), **settings)
         train(backend, decayed, 2, scheduler=decay, options={"lr": 0.2}, **settings)
@@ -167,7 +166,7 @@ def test_learning_rates_that_a_scheduler_function_explains_do_not_cause_a_warnin
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
-def test_a_checkpoint_of_another_run_is_named_once(
+def test_a_checkpoint_of_another_run_causes_one_warning(
     checkpoint_format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own, other, renamed, fork = (str(tmp_path / name) for name in ("own", "other", "renamed", "fork"))

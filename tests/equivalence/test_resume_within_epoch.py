@@ -20,7 +20,7 @@ from unitrain import Callback, EarlyStopping, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.testing import RankGroup
 
-EPOCHS, STEPS = 4, 6  # steps of an epoch
+EPOCHS, STEPS = 4, 6  # an epoch has STEPS steps
 SAMPLES, GLOBAL_BATCH = 70, 12
 
 
@@ -34,7 +34,7 @@ class KillAt(Callback):
     def __init__(self, step: int) -> None:
         self.step, self.epochs = step, 0
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: Any, loss: Any) -> None:
         if trainer.progress.step == self.step:
             trainer.checkpointer.wait()  # so that the previous checkpoint is complete
             raise Kill
@@ -54,7 +54,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
         return iter([self.data[index] for index in range(len(self.data))])
 
 
-def run(
+def train(
     backend: Backend, folder: str, *, resume: bool = False, kill_at: int = -1, stream: bool = False, **settings: Any
 ) -> tuple[dict[str, float], float, int, list[float]]:
     """Train, and return the results, the learning rate, the number of completed epochs, and the parameters."""
@@ -90,7 +90,7 @@ def run(
     return results, float(optimizer.param_groups[0]["lr"]), killing.epochs, parameters
 
 
-def rows(folder: Path) -> list[tuple[int, int, float]]:
+def history_rows(folder: Path) -> list[tuple[int, int, float]]:
     found = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return [(row["epoch"], row["step"], row["train_loss"]) for row in found]
 
@@ -124,13 +124,13 @@ def alone() -> Iterator[RankGroup]:
         yield group
 
 
-def both(backend: Backend, uninterrupted: str, part: str, case: dict[str, Any]) -> list[Any]:
+def train_uninterrupted_and_killed(backend: Backend, uninterrupted: str, part: str, case: dict[str, Any]) -> list[Any]:
     more = {name: value for name, value in case.items() if name != "kill_at"}
-    return [run(backend, uninterrupted, **more), run(backend, part, **case)]
+    return [train(backend, uninterrupted, **more), train(backend, part, **case)]
 
 
-def again(backend: Backend, folder: str, case: dict[str, Any]) -> Any:
-    return run(backend, folder, resume=True, **{name: value for name, value in case.items() if name != "kill_at"})
+def resume(backend: Backend, folder: str, case: dict[str, Any]) -> Any:
+    return train(backend, folder, resume=True, **{name: value for name, value in case.items() if name != "kill_at"})
 
 
 @pytest.mark.parametrize("case", INTERRUPTIONS.values(), ids=INTERRUPTIONS.keys())
@@ -138,11 +138,11 @@ def test_results_after_an_interruption_cover_complete_epochs(
     ranks: RankGroup, alone: RankGroup, case: dict[str, Any], tmp_path: Path
 ) -> None:
     uninterrupted, part = tmp_path / "whole", tmp_path / "part"
-    expected, killed = ranks.run(both, str(uninterrupted), str(part), case)[0]
+    expected, killed = ranks.run(train_uninterrupted_and_killed, str(uninterrupted), str(part), case)[0]
     assert killed[0] == {}
     other = tmp_path / "other"
     shutil.copytree(part, other)
-    found = ranks.run(again, str(part), case)[0]
+    found = ranks.run(resume, str(part), case)[0]
     # The summation order of three ranks depends on the positions of gradients in a buffer. DDP rebuilds its buckets
     # after the first step of every run, and Horovod fuses tensors that happen to be ready.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
@@ -151,23 +151,25 @@ def test_results_after_an_interruption_cover_complete_epochs(
     assert found[3] == pytest.approx(expected[3], rel=tolerance, abs=0)
     # Each epoch after the checkpoint ends once and is recorded once.
     assert found[2] == EPOCHS - max(0, case["kill_at"] - 2) // STEPS
-    for one, other_one in zip(rows(part), rows(uninterrupted), strict=True):
+    for one, other_one in zip(history_rows(part), history_rows(uninterrupted), strict=True):
         assert one == pytest.approx(other_one, rel=tolerance, abs=0)
     assert kept_checkpoints(part) == kept_checkpoints(uninterrupted)
     steps = case.get("limit_train_steps", STEPS)
-    assert [row[:2] for row in rows(uninterrupted)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
+    assert [row[:2] for row in history_rows(uninterrupted)] == [
+        (epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)
+    ]
     assert expected[1] < 0.3 or steps < STEPS  # the scheduler must have reduced the rate
     if case.get("stream") and ranks.size > 1:
         return
-    (moved,) = alone.run(again, str(other), case)
+    (moved,) = alone.run(resume, str(other), case)
     assert moved[0] == pytest.approx(expected[0], rel=1e-9)
     assert moved[1] == expected[1]
     assert moved[3] == pytest.approx(expected[3], rel=1e-6)
 
 
-def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int:
-    """Return the step at which EarlyStopping ends a run whose result never improves. Before, interrupt the run at
-    `stops`."""
+def train_until_stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int:
+    """Train a run whose result never improves, and interrupt and resume it at the steps `stops`. Return the step at
+    which EarlyStopping ends it."""
     steps = 0
     for stop in [*stops, None]:
         model = nn.Linear(6, 3)
@@ -198,5 +200,5 @@ def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int
 
 
 def test_early_stopping_does_not_count_an_interruption_as_an_epoch(alone: RankGroup, tmp_path: Path) -> None:
-    assert alone.run(stopped_early, None, []) == [15]
-    assert alone.run(stopped_early, str(tmp_path), [7, 8, 9]) == [15]
+    assert alone.run(train_until_stopped_early, None, []) == [15]
+    assert alone.run(train_until_stopped_early, str(tmp_path), [7, 8, 9]) == [15]

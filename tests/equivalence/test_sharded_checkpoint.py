@@ -91,7 +91,7 @@ def shard_optimizer(backend: Backend, optimizer: torch.optim.Optimizer, model: n
     backend.distributed_optimizer(optimizer, model, shard=shard)
 
 
-def equal_state(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+def states_are_equal(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     if one.keys() != other.keys():
         return False
     return all(
@@ -105,7 +105,8 @@ def equal_state(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 
 
 def write_all(backend: Backend, root: str) -> dict[str, Any]:
-    """Write checkpoints of several optimizers with and without sharded state, and return the complete states."""
+    """Write checkpoints of several optimizers with and without sharded state. Return whether the written states and
+    weights are correct, and the sizes of the ranks' files."""
     states = {}
     for name, build in OPTIMIZERS.items():
         for shard in ("state", "none"):
@@ -123,7 +124,7 @@ def write_all(backend: Backend, root: str) -> dict[str, Any]:
             save(backend, folder, model, optimizer, change=lambda model=model, o=optimizer: model.step(o, 2))
             stored = StoredOptimizerState.open(folder / "step-000000001")
             states[name, shard] = (
-                equal_state(stored.full_state(), expected["state"]),
+                states_are_equal(stored.full_state(), expected["state"]),
                 loaded_equals(folder, weights),
                 [entry.stat().st_size for entry in sorted((folder / "step-000000001").glob("*/rank-*"))],
             )
@@ -141,7 +142,7 @@ def loaded_equals(folder: Path, weights: dict[str, Tensor]) -> bool:
 
 
 def read_all(backend: Backend, root: str) -> dict[str, Any]:
-    """Load the states that `write_all` saved into sharded and replicated optimizers, and compare them."""
+    """Load the states saved by `write_all` into sharded and replicated optimizers. Return whether they are equal."""
     results = {}
     for name, build in OPTIMIZERS.items():
         for saved in ("state", "none"):
@@ -151,7 +152,7 @@ def read_all(backend: Backend, root: str) -> dict[str, Any]:
                 shard_optimizer(backend, optimizer, model, shard)
                 stored = StoredOptimizerState.open(Path(root) / name / saved / "step-000000001")
                 load_own_state(optimizer, stored)
-                results[name, saved, shard] = equal_state(stored.full_state(), optimizer.state_dict()["state"])
+                results[name, saved, shard] = states_are_equal(stored.full_state(), optimizer.state_dict()["state"])
                 model.step(optimizer, 2)
     return results
 
@@ -170,10 +171,10 @@ def test_each_rank_writes_its_part_and_other_ranks_read_it(tmp_path: Path) -> No
     with RankGroup("horovod", 3) as group:
         for results in group.run(read_all, str(tmp_path), timeout_seconds=200):
             assert all(results.values()), results
-    read_by_other_programs(tmp_path / "AdamW" / "state" / "step-000000001", tmp_path)
+    assert_other_programs_can_read(tmp_path / "AdamW" / "state" / "step-000000001", tmp_path)
 
 
-def read_by_other_programs(checkpoint: Path, folder: Path) -> None:
+def assert_other_programs_can_read(checkpoint: Path, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_model
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -228,7 +229,7 @@ def write_one_parameter(backend: Backend, folder: str) -> None:
 
 
 def write_distributed_tensors(backend: Backend, folder: str) -> None:
-    model, optimizer = fully_sharded(backend)
+    model, optimizer = build_fully_sharded(backend)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -242,7 +243,7 @@ def write_distributed_tensors(backend: Backend, folder: str) -> None:
         assert torch.equal(value, full[name]), name
     state = StoredOptimizerState.open(path).full_state()
     assert [torch.equal(state[index]["exp_avg_sq"], value) for index, value in enumerate(moments)] == [True] * 4
-    other, other_optimizer = fully_sharded(backend)
+    other, other_optimizer = build_fully_sharded(backend)
     load_module(path, "model", other)
     load_own_state(other_optimizer, StoredOptimizerState.open(path))
     for name, value in other.state_dict().items():
@@ -252,7 +253,7 @@ def write_distributed_tensors(backend: Backend, folder: str) -> None:
         assert other_optimizer.state[parameter]["step"] == 1
 
 
-def fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model whose parameters are DTensors, some without elements on the last rank, and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -264,7 +265,8 @@ def fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def load_after_a_step(backend: Backend, folder: str) -> str | None:
-    """Load a sharded optimizer state in the process that saved it, with and without an error on one rank."""
+    """Load a sharded optimizer state in the process that saved it, first without and then with an error on one rank.
+    Return the message of the error."""
     model: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model = backend.distributed_model(model.to(backend.device), shard="parameters")
@@ -324,9 +326,9 @@ def test_optimizer_state_is_loaded_after_a_step(pair: RankGroup, tmp_path: Path)
         assert "No such file" in error
 
 
-def verify_saved_and_best(backend: Backend, folder: str) -> list[list[str]]:
+def record_verified_files(backend: Backend, folder: str) -> list[list[str]]:
     """Return the files that this rank verifies when it saves the same step again, the files that it verifies when it
-    searches the best checkpoint, and the steps that were reported as written.
+    searches for the best checkpoint, and the steps that were reported as written.
     """
     model = nn.Linear(3, 3)
     config = TrainConfig(
@@ -364,7 +366,7 @@ def verify_saved_and_best(backend: Backend, folder: str) -> list[list[str]]:
 
 
 def test_all_ranks_verify_the_files_of_saved_and_best_checkpoints(pair: RankGroup, tmp_path: Path) -> None:
-    (again, best, reported), (other_again, other_best, other_reported) = pair.run(verify_saved_and_best, str(tmp_path))
+    (again, best, reported), (other_again, other_best, other_reported) = pair.run(record_verified_files, str(tmp_path))
     names = ["model/rank-00000.safetensors", "model/rank-00001.safetensors", "training.pt"]
     assert (reported, other_reported) == (["1", "2", "3", "4", "5"], [])
     assert sorted(again + other_again) == [f"step-000000005/{name}" for name in names]
@@ -386,7 +388,7 @@ def test_a_model_that_does_not_match_is_rejected(checkpoint: Path) -> None:
         load_module(checkpoint, "model", nn.Sequential(nn.Linear(7, 5)))
 
 
-class Renamed(nn.Linear):
+class ConvertingLinear(nn.Linear):
     """A module that converts the state of an earlier version when it loads it."""
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
@@ -395,13 +397,16 @@ class Renamed(nn.Linear):
 
 
 def test_modules_that_convert_their_state_are_loaded_by_load_state_dict(checkpoint: Path) -> None:
-    plain, converted = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1)), nn.Sequential(Renamed(7, 5), nn.Linear(5, 1))
+    plain, converted = (
+        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1)),
+        nn.Sequential(ConvertingLinear(7, 5), nn.Linear(5, 1)),
+    )
     load_module(checkpoint, "model", plain)
     load_module(checkpoint, "model", converted)
     assert torch.equal(converted[0].weight, 2 * plain[0].weight)
 
 
-class Remembering(Callback):
+class StepRecorder(Callback):
     """A callback with state."""
 
     def __init__(self) -> None:
@@ -433,14 +438,14 @@ def test_saving_does_not_modify_the_training_state(tmp_path: Path) -> None:
     assert set(average) == {"model", "updates"}
 
 
-def run_trainer(folder: Path, max_steps: int, checkpoint_format: Any, **settings: Any) -> tuple[Trainer, Remembering]:
+def run_trainer(folder: Path, max_steps: int, checkpoint_format: Any, **settings: Any) -> tuple[Trainer, StepRecorder]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(40, 6, generator=generator)
     data = TensorDataset(inputs, inputs[:, :3].argmax(1))
-    callback = Remembering()
+    callback = StepRecorder()
     config = TrainConfig(
         max_steps=max_steps, batch_size=8, output_dir=folder, resume=True, progress="off", ema_decay=0.5,
         checkpoint_format=checkpoint_format, checkpoint_every_steps=2, keep_best="val_loss", **settings,

@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
 
 
 class WordClassifier(nn.Module):
-    """Model with a frozen layer and an embedding of which each batch uses few rows."""
+    """Model with a frozen layer and a large embedding. A batch uses only a few rows of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class HistogramRangeLogger(Logger):
 
 
 def train(
-    backend: Backend, kind: type[nn.Module], precision: str, shard: Any
+    backend: Backend, model_class: type[nn.Module], precision: str, shard: Any
 ) -> tuple[list[Tensor], float, float, dict[str, list[float]]]:
     """Train, and return the parameters, the last gradient norm, the final loss scale, and the ranges of rank 0's
     gradient histograms."""
     torch.manual_seed(0)
-    model = kind().double() if precision == "fp64" else kind()
+    model = model_class().double() if precision == "fp64" else model_class()
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.002, eps=1e-3
     )
@@ -125,14 +125,14 @@ MODELS: tuple[type[nn.Module], ...] = (TiedTransformer, ConvNet, WordClassifier)
 PRECISIONS = (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-5), ("fp16", 1e-5))
 
 
-def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], ...]) -> None:
+def compare_with_replicated_training(backend: Backend, models_in_every_precision: tuple[type[nn.Module], ...]) -> None:
     """Compare sharded with replicated training: the given models in every precision, other models only in float64."""
-    for kind in MODELS:
-        for precision, tolerance in PRECISIONS if kind in models_in_every_precision else PRECISIONS[:1]:
-            expected, norm, scale, ranges = train(backend, kind, precision, "none")
+    for model_class in MODELS:
+        for precision, tolerance in PRECISIONS if model_class in models_in_every_precision else PRECISIONS[:1]:
+            expected, norm, scale, ranges = train(backend, model_class, precision, "none")
             for shard in ("state", "gradients", "parameters"):
-                found, found_norm, found_scale, found_ranges = train(backend, kind, precision, shard)
-                where = f"{kind.__name__}, {precision}, {shard}"
+                found, found_norm, found_scale, found_ranges = train(backend, model_class, precision, shard)
+                where = f"{model_class.__name__}, {precision}, {shard}"
                 torch.testing.assert_close(
                     found, expected, rtol=0, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
                 )
@@ -153,4 +153,4 @@ def compare(backend: Backend, models_in_every_precision: tuple[type[nn.Module], 
 def test_sharded_training_of_common_models_equals_replicated_training(ranks: tuple[str, int]) -> None:
     models_in_every_precision = MODELS[:1] if ranks == ("ddp", 2) else MODELS
     with RankGroup(*ranks) as group:
-        group.run(compare, models_in_every_precision, timeout_seconds=300)
+        group.run(compare_with_replicated_training, models_in_every_precision, timeout_seconds=300)

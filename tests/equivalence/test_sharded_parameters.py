@@ -1,5 +1,5 @@
-"""Trainer with sharded parameters has the results of replicated training. Checkpoints can be loaded with any sharding,
-backend and number of ranks."""
+"""Training with sharded parameters gives the same results as replicated training. Checkpoints can be loaded with any
+sharding, backend and number of ranks."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Stream(IterableDataset[Any]):
         yield from data(5)
 
 
-def build() -> nn.Module:
+def build_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(INPUTS, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES)).double()
 
 
-def trainer(backend: Backend, settings: dict[str, Any]) -> Trainer:
-    model = build()
+def make_trainer(backend: Backend, settings: dict[str, Any]) -> Trainer:
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     config = TrainConfig(
@@ -70,7 +70,7 @@ def trainer(backend: Backend, settings: dict[str, Any]) -> Trainer:
 
 def train(backend: Backend, settings: dict[str, Any]) -> tuple[list[Any], dict[str, float]]:
     """Train for `max_steps`. Return the weights, their average, predictions and results."""
-    run = trainer(backend, settings)
+    run = make_trainer(backend, settings)
     results = run.fit(data(), data(11))
     assert run.averaged_model is not None
     # Evaluate fewer samples than ranks, and a stream of unknown length.
@@ -128,8 +128,9 @@ def test_settings_that_do_not_support_sharded_parameters_raise(settings: dict[st
 
 
 def fail_on_last_rank(backend: Backend) -> str:
-    """Raise an exception on the last rank between forward and backward. Return the error of the other ranks."""
-    model = backend.distributed_model(build().to(backend.device), shard="parameters")
+    """Raise an exception on the last rank between the forward and the backward pass. The other ranks wait in the
+    backward pass."""
+    model = backend.distributed_model(build_model().to(backend.device), shard="parameters")
     loss = model(torch.ones(2, INPUTS, device=backend.device).double()).sum()
     if backend.rank == backend.size - 1:
         error = ValueError("broken sample")

@@ -40,7 +40,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
     config = TrainConfig(
         **{
             "max_epochs": EPOCHS,
@@ -54,14 +54,14 @@ def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
     return Trainer(model, optimizer_of(model), nn.functional.cross_entropy, backend=backend, config=config)
 
 
-def loss_of(model: nn.Module) -> float:
+def compute_loss(model: nn.Module) -> float:
     model.eval()
     with torch.no_grad():
         inputs, targets = data().tensors
         return nn.functional.cross_entropy(model(inputs), targets).item()
 
 
-def by_hand(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
+def train_in_plain_loop(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
     """Train in a plain loop in one process. Return the model and its AveragedModel."""
     model = network()
     optimizer = optimizer_of(model)
@@ -77,9 +77,11 @@ def by_hand(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
     return model, module
 
 
-def states(backend: Backend, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Train. Return the states of the model and of its average, and the validation loss."""
-    trainer = make(backend, network(), **settings)
+def train_and_return_states(
+    backend: Backend, settings: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Train and evaluate. Return the states of the model and of its average, and the validation loss."""
+    trainer = make_trainer(backend, network(), **settings)
     results = trainer.fit(data(), data())
     assert trainer.averaged_model is not None
     raw = backend.unwrap(trainer.model).state_dict()
@@ -100,44 +102,46 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def test_average_equals_averaged_model_of_torch_and_is_evaluated(group: RankGroup) -> None:
-    model, average = by_hand()
-    for raw, averaged, loss in group.run(states, {}, timeout_seconds=120):
+    model, average = train_in_plain_loop()
+    for raw, averaged, loss in group.run(train_and_return_states, {}, timeout_seconds=120):
         assert_near(raw, model.state_dict())
         assert_near(averaged, average.state_dict())
-        assert loss == pytest.approx(loss_of(average), abs=1e-6)
-    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the model and the average must have different losses"
+        assert loss == pytest.approx(compute_loss(average), abs=1e-6)
+    assert abs(compute_loss(model) - compute_loss(average)) > 1e-3, (
+        "the model and the average must have different losses"
+    )
 
 
 def test_average_resumes_on_another_backend(group: RankGroup, tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "resume": True}
-    make(LOCAL, network(), **settings, max_epochs=2).fit(data())
-    _, average = by_hand()
-    results = group.run(states, settings, timeout_seconds=120)
+    make_trainer(LOCAL, network(), **settings, max_epochs=2).fit(data())
+    _, average = train_in_plain_loop()
+    results = group.run(train_and_return_states, settings, timeout_seconds=120)
     for _, averaged, _ in results:
         assert_near(averaged, average.state_dict())
-    back = make(LOCAL, network(), **settings)
+    back = make_trainer(LOCAL, network(), **settings)
     assert back.averaged_model is not None
     assert_near(back.averaged_model.state_dict(), results[0][1], 0)
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    uninterrupted = states(LOCAL, {})
+    uninterrupted = train_and_return_states(LOCAL, {})
     settings = {"output_dir": tmp_path, "resume": True}
-    states(LOCAL, {**settings, "max_epochs": 2})
-    resumed = states(LOCAL, settings)
+    train_and_return_states(LOCAL, {**settings, "max_epochs": 2})
+    resumed = train_and_return_states(LOCAL, settings)
     assert_near(resumed[0], uninterrupted[0], 0)
     assert_near(resumed[1], uninterrupted[1], 0)
 
 
 def test_average_is_initialized_from_the_model_in_new_and_resumed_runs(tmp_path: Path) -> None:
-    trainer = make(LOCAL, network())
+    trainer = make_trainer(LOCAL, network())
     assert trainer.averaged_model is not None
     assert_near(trainer.averaged_model.state_dict(), network().state_dict(), 0)
     settings = {"output_dir": tmp_path, "resume": True}
-    raw = make(LOCAL, network(), **settings, ema_decay=None, max_epochs=2)
+    raw = make_trainer(LOCAL, network(), **settings, ema_decay=None, max_epochs=2)
     assert raw.averaged_model is None
     raw.fit(data())
-    begins = make(LOCAL, network(), **settings)
+    begins = make_trainer(LOCAL, network(), **settings)
     assert begins.averaged_model is not None
     assert_near(begins.averaged_model.state_dict(), raw.model.state_dict(), 0)
 
@@ -146,10 +150,10 @@ def test_average_is_initialized_from_the_model_in_new_and_resumed_runs(tmp_path:
 def test_loading_averaged_weights_from_a_checkpoint_without_an_average_raises(
     checkpoint_format: str, tmp_path: Path
 ) -> None:
-    make(LOCAL, network(), output_dir=tmp_path, ema_decay=None, max_epochs=1, checkpoint_format=checkpoint_format).fit(
-        data()
-    )
-    trainer = make(LOCAL, network())
+    make_trainer(
+        LOCAL, network(), output_dir=tmp_path, ema_decay=None, max_epochs=1, checkpoint_format=checkpoint_format
+    ).fit(data())
+    trainer = make_trainer(LOCAL, network())
     with pytest.raises(CheckpointError, match=r"has no averaged weights, because its run had no ema_decay\. Leave"):
         trainer.load_weights(tmp_path)
     assert_near(trainer.model.state_dict(), network().state_dict(), 0)
@@ -195,7 +199,8 @@ def test_step_skipped_by_fp16_does_not_change_the_average(fused: bool) -> None:
 
 
 class Quantized(nn.Module):
-    """A model with a frozen integer parameter, like a quantized model, before or after the trained weights."""
+    """A model with a frozen integer parameter, like a quantized model. The parameter is registered before (`first`) or
+    after the trained weights."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
@@ -233,4 +238,4 @@ def test_uncopyable_model_is_rejected() -> None:
     with pytest.raises(
         ModelError, match=r"Uncopyable cannot be copied: it holds a file\. Make the model copyable by copy\.deepcopy"
     ):
-        make(LOCAL, Uncopyable(6, 3))
+        make_trainer(LOCAL, Uncopyable(6, 3))
