@@ -32,7 +32,7 @@ class Residual(nn.Module):
         return (inputs + self.inner(inputs)).T.contiguous().T
 
 
-def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def build_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return a model that is the same on every rank. The computational costs of its blocks differ."""
     torch.manual_seed(0)
     shared = nn.Tanh()  # a module without parameters may occur in several stages
@@ -46,12 +46,12 @@ def data(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator))
 
 
-def pipeline_of(backend: Backend, model: nn.Sequential, stages: int, **settings: Any) -> unitrain.Pipeline:
+def build_pipeline(backend: Backend, model: nn.Sequential, stages: int, **settings: Any) -> unitrain.Pipeline:
     inputs = next(model.parameters()).new_ones(8, FEATURES)
     return unitrain.Pipeline(model, backend, loss_fn, stages=stages, **{"example_inputs": inputs, **settings})
 
 
-def step_of_one_process(
+def train_step_in_one_process(
     model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> tuple[float, float]:
     loss = loss_fn(model(inputs), targets)
@@ -65,14 +65,14 @@ def step_of_one_process(
 def trains_like_one_process(
     backend: Backend, stages: int, schedule: str, micro_batches: int, dtype: torch.dtype
 ) -> None:
-    """Train with uneven batches: 4 steps, the last one with fewer samples than micro-batches or replicas."""
+    """Train 4 steps. In the last step, the batches of all replicas together have only one sample."""
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     replicas = backend.size // stages
     dataset, batch_size = data(3 * 10 * replicas + 1, dtype), 10
-    model = build(dtype)
+    model = build_model(dtype)
     if backend.rank:
         nn.init.zeros_(model[0].weight)  # the pipeline broadcasts rank 0's values
-    pipeline = pipeline_of(backend, model, stages, schedule=schedule, micro_batches=micro_batches)
+    pipeline = build_pipeline(backend, model, stages, schedule=schedule, micro_batches=micro_batches)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.02)
     loader = unitrain.ShardedLoader(dataset, pipeline.replicas, batch_size=batch_size)
     found = []
@@ -84,10 +84,10 @@ def trains_like_one_process(
     assert len(found) == 4
     assert_same_on_every_rank(backend, found)
 
-    twin = build(dtype)
+    twin = build_model(dtype)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.02)
     order = unitrain.ShardedLoader(dataset, OneProcess(), batch_size=batch_size * replicas)
-    expected = [step_of_one_process(twin, twin_optimizer, *batch, 0.5) for batch in order]
+    expected = [train_step_in_one_process(twin, twin_optimizer, *batch, 0.5) for batch in order]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=10 * tolerance)
     state, optimizer_state = pipeline.state_dict(), pipeline.optimizer_state_dict(optimizer)
     torch.testing.assert_close(state, dict(twin.state_dict()), rtol=0, atol=tolerance)
@@ -103,7 +103,7 @@ def trains_like_one_process(
         pipeline.train()
 
     # Resume with different stage boundaries: every layout can load the state of the complete model and optimizer.
-    other = pipeline_of(backend, build(dtype), stages, balance={1: [7], 2: [1, 6], 3: [2, 1, 4]}[stages])
+    other = build_pipeline(backend, build_model(dtype), stages, balance={1: [7], 2: [1, 6], 3: [2, 1, 4]}[stages])
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
     other.load_state_dict(state)
     other.load_optimizer_state_dict(other_optimizer, copy.deepcopy(optimizer_state))
@@ -111,7 +111,7 @@ def trains_like_one_process(
     other.forward_backward(inputs, targets)
     other.clip_grad_norm_(0.5)
     other_optimizer.step()
-    step_of_one_process(twin, twin_optimizer, inputs, targets, 0.5)
+    train_step_in_one_process(twin, twin_optimizer, inputs, targets, 0.5)
     torch.testing.assert_close(other.state_dict(), dict(twin.state_dict()), rtol=0, atol=tolerance)
 
 
@@ -170,7 +170,7 @@ def checkpointed_batch_norm_equals_micro_batches_of_one_process(backend: Backend
     """BatchNorm normalizes each micro-batch separately. The saved running statistics are those of replica 0."""
     model, twin = build_convolutions(), build_convolutions()
     unitrain.checkpoint_activations(model, "Block")
-    pipeline = pipeline_of(backend, model, stages, balance="memory", example_inputs=images(8, 0)[0], micro_batches=3)
+    pipeline = build_pipeline(backend, model, stages, balance="memory", example_inputs=images(8, 0)[0], micro_batches=3)
     inputs, targets = images(8, pipeline.replicas.rank)
     for _ in range(2):
         pipeline.forward_backward(inputs, targets)
@@ -196,7 +196,7 @@ def dropout_is_the_same_with_checkpointing(backend: Backend, stages: int) -> Non
         model = build_convolutions(dropout=0.5)
         if checkpointed:
             unitrain.checkpoint_activations(model, Block)
-        pipeline = pipeline_of(backend, model, stages, balance=[2] * (stages - 1) + [6 - 2 * (stages - 1)])
+        pipeline = build_pipeline(backend, model, stages, balance=[2] * (stages - 1) + [6 - 2 * (stages - 1)])
         torch.manual_seed(backend.rank)
         pipeline.forward_backward(*images(8, pipeline.replicas.rank))
         gradients.append([parameter.grad for parameter in pipeline.parameters()])
@@ -208,7 +208,7 @@ def autocast_keeps_the_dtype_of_parameters(backend: Backend, stages: int) -> Non
     inputs, targets = data(8, torch.float32).tensors
     losses = []
     for count in (1, stages):
-        pipeline = pipeline_of(backend, build(torch.float32), count, balance="memory")
+        pipeline = build_pipeline(backend, build_model(torch.float32), count, balance="memory")
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(pipeline.forward_backward(inputs, targets).item())
         assert all(parameter.grad.dtype == torch.float32 for parameter in pipeline.parameters())
@@ -224,7 +224,7 @@ class Tied(nn.Module):
         return inputs @ self.weight
 
 
-class Pair(nn.Module):
+class ReturnPair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, FEATURES)
@@ -233,7 +233,7 @@ class Pair(nn.Module):
         return self.layer(inputs), inputs
 
 
-class First(nn.Module):
+class AddPair(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         return inputs[0] + inputs[1]
 
@@ -248,8 +248,8 @@ def rejects_invalid_models_and_settings(backend: Backend, stages: int) -> None:
         defaults = {"stages": stages, "balance": "time", "example_inputs": torch.ones(4, FEATURES)}
         return unitrain.Pipeline(model or build_linear(4), backend, loss_fn, **{**defaults, **settings})
 
-    def rejects(kind: type[Exception], text: str, model: Any = None, **settings: Any) -> None:
-        assert_same_on_every_rank(backend, raises(kind, text, lambda: create(model, **settings)))
+    def rejects(error_class: type[Exception], text: str, model: Any = None, **settings: Any) -> None:
+        assert_same_on_every_rank(backend, raises(error_class, text, lambda: create(model, **settings)))
 
     rejects(unitrain.ConfigError, f"by {backend.size + 1}, but this job has {backend.size}.", stages=backend.size + 1)
     rejects(
@@ -273,7 +273,7 @@ def rejects_invalid_models_and_settings(backend: Backend, stages: int) -> None:
     rejects(unitrain.ModelError, f"Stage {stages - 1}, with blocks '3', has no trainable parameters.", frozen,
             balance=[5 - stages] + [1] * (stages - 1))  # fmt: skip
     rejects(unitrain.ModelError, f"cannot be divided into {stages} stages", nn.Sequential(
-        Pair(), First(), *(nn.Tanh() for _ in range(stages))))  # fmt: skip
+        ReturnPair(), AddPair(), *(nn.Tanh() for _ in range(stages))))  # fmt: skip
     synchronized = nn.Sequential(*build_linear(3), nn.SyncBatchNorm(FEATURES))
     rejects(unitrain.ModelError, "Module '3' is a synchronized BatchNorm", synchronized)
 
@@ -310,7 +310,7 @@ def tied_parameters_in_one_stage_are_allowed(backend: Backend, stages: int) -> N
     inputs, targets = data(7).tensors
     twin = build_tied()
     loss_fn(twin(inputs), targets).backward()
-    pipeline = pipeline_of(backend, build_tied(), stages, balance=[3] + [1] * (stages - 2) + [4 - stages])
+    pipeline = build_pipeline(backend, build_tied(), stages, balance=[3] + [1] * (stages - 2) + [4 - stages])
     pipeline.forward_backward(inputs, targets)
     expected = dict(twin.named_parameters())
     for name, parameter in pipeline.named_parameters():
@@ -318,9 +318,9 @@ def tied_parameters_in_one_stage_are_allowed(backend: Backend, stages: int) -> N
 
 
 def frozen_blocks_join_a_trained_stage(backend: Backend, stages: int) -> None:
-    model = build()
+    model = build_model()
     model[0].requires_grad_(False)
-    pipeline = pipeline_of(backend, model, stages, balance="memory")
+    pipeline = build_pipeline(backend, model, stages, balance="memory")
     inputs, targets = data(7).tensors
     pipeline.forward_backward(inputs, targets)
     trained = [name for name, parameter in pipeline.named_parameters() if parameter.grad is not None]
@@ -331,8 +331,8 @@ def frozen_blocks_join_a_trained_stage(backend: Backend, stages: int) -> None:
 def forward_keeps_no_activations(backend: Backend, stages: int) -> None:
     """After a forward pass, no stage keeps inputs or outputs of its blocks, even if the batch has fewer
     micro-batches."""
-    model = build()
-    pipeline = pipeline_of(backend, model, stages, balance="memory")
+    model = build_model()
+    pipeline = build_pipeline(backend, model, stages, balance="memory")
     activations: list[weakref.ref[Tensor]] = []
     for block in model:
         block.register_forward_hook(lambda _, inputs, output: activations.extend(map(weakref.ref, (*inputs, output))))
@@ -352,30 +352,30 @@ class ShortIntegers(nn.Module):
 
 
 def forward_returns_an_unsupported_dtype(backend: Backend, stages: int) -> str:
-    pipeline = pipeline_of(backend, build().append(ShortIntegers()), stages)
+    pipeline = build_pipeline(backend, build_model().append(ShortIntegers()), stages)
     pipeline.forward(data(8).tensors[0])
     return "not raised"
 
 
 def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str:
-    pipeline = pipeline_of(backend, build(), stages)
+    pipeline = build_pipeline(backend, build_model(), stages)
     inputs, targets = data(8 * backend.size).tensors
     own = slice(8 * backend.rank, 8 * backend.rank + 8)
     pipeline.forward_backward(inputs[own], targets[own])
     return "not raised"
 
 
-def different_shapes_in_one_replica_raise(backend: Backend, stages: int, other: str) -> str:
+def different_shapes_in_one_replica_raise(backend: Backend, stages: int, difference: str) -> str:
     """All ranks process two batches of different shapes. Then rank 1 passes a batch of another shape than the other
     ranks, or calls a different method."""
-    pipeline = pipeline_of(backend, build(), stages)
+    pipeline = build_pipeline(backend, build_model(), stages)
     inputs, targets = data(8).tensors
     for samples in (8, 6):
         pipeline.forward_backward(inputs[:samples], targets[:samples])
-    if other == "forward" and backend.rank == 1:
+    if difference == "forward" and backend.rank == 1:
         pipeline.forward(inputs)
     else:
-        samples = 6 if other == "shape" and backend.rank == 1 else 8
+        samples = 6 if difference == "shape" and backend.rank == 1 else 8
         pipeline.forward_backward(inputs[:samples], targets[:samples])
     return "not raised"
 
@@ -388,10 +388,10 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
         found = raises(
             unitrain.TensorError,
             text,
-            lambda: pipeline_of(backend, build(), stages, example_inputs=invalid),  # noqa: B023
+            lambda: build_pipeline(backend, build_model(), stages, example_inputs=invalid),  # noqa: B023
         )
         assert_same_on_every_rank(backend, found)
-    pipeline = pipeline_of(backend, build(), stages)
+    pipeline = build_pipeline(backend, build_model(), stages)
     batch: Any = data(4)[:]
     raises(
         unitrain.ConfigError,
@@ -429,16 +429,16 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
 
 
 def handle_an_error_on_the_last_rank(backend: Backend, fault: str) -> str:
-    """Raise and handle an error on the last rank, and return it. Without error propagation, the other ranks would wait
-    for the last rank."""
+    """Raise and handle an error on the last rank, and return its text. Without error propagation, the other ranks would
+    wait for the last rank."""
     is_last = backend.rank == backend.size - 1
-    model = build()
+    model = build_model()
     if fault == "block":
         model.append(Failing() if is_last else nn.Identity())
     norm = nn.BatchNorm1d(CLASSES).double()
     if fault == "shapes":
         model.extend([norm, FailingAlways() if is_last else nn.Identity()])
-    pipeline = pipeline_of(backend, model, 2)
+    pipeline = build_pipeline(backend, model, 2)
     inputs, targets = data(8)[:]
     try:
         if fault == "forward":

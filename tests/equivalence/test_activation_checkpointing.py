@@ -135,7 +135,7 @@ def test_recomputation_uses_the_original_buffers_and_does_not_update_them_again(
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
 
 
-class Residual(nn.Module):
+class KeywordBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -144,9 +144,9 @@ class Residual(nn.Module):
         return self.layer((inputs + 1).sin())
 
 
-def test_keyword_arguments_that_are_modified_in_place_raise() -> None:
-    block = Residual()
-    unitrain.checkpoint_activations(block, Residual)
+def test_modifying_a_keyword_argument_in_place_raises_an_error() -> None:
+    block = KeywordBlock()
+    unitrain.checkpoint_activations(block, KeywordBlock)
     inputs = torch.ones(2, 8) * 1
     inputs += block(inputs=inputs)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from groups import ci
 from launches import running_ranks
-from test_learning_rate_finder import assert_equal, state_of
+from test_learning_rate_finder import assert_equal, copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -57,7 +57,7 @@ class Limited(nn.Module):
         return result
 
 
-def make(backend: Backend = LOCAL, model: nn.Module | None = None, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend = LOCAL, model: nn.Module | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = model or Limited(100)
     config = TrainConfig(max_epochs=1, progress="off", **{"batch_size": 4, **settings})
@@ -69,23 +69,23 @@ def exceed_memory(closure: Any = None) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def searches_on(backend: Backend) -> list[Any]:
+def search_on_ranks(backend: Backend) -> list[Any]:
     """Search on ranks with different memory limits, and return the results."""
     results: list[Any] = []
     for mode in ("power", "binary"):
-        trainer = make(backend, Limited(50 if backend.rank == backend.size - 1 else 100))
-        before = state_of(trainer)
+        trainer = make_trainer(backend, Limited(50 if backend.rank == backend.size - 1 else 100))
+        before = copy_state(trainer)
         found = find_batch_size(trainer, Samples(), initial=2, memory_limit_bytes=ENOUGH, mode=mode)  # type: ignore[arg-type]
-        assert_equal(state_of(trainer), before)
+        assert_equal(copy_state(trainer), before)
         results.append((found.batch_size, found.global_batch_size, found.reason, [t.batch_size for t in found.trials]))
-    trainer = make(backend)
+    trainer = make_trainer(backend)
     results.append(find_batch_size(trainer, Samples(7 * backend.size), memory_limit_bytes=ENOUGH).reason)
     trainer.fit(Samples(8 * backend.size))  # training is still possible after the search
-    other = make(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
+    other = make_trainer(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
     with pytest.raises((ConfigError, ValueError)) as caught:
         find_batch_size(other, Samples(), memory_limit_bytes=ENOUGH)
     results.append(str(caught.value))
-    without_memory = make(backend)
+    without_memory = make_trainer(backend)
     if backend.rank == backend.size - 1:
         without_memory.optimizer.step = exceed_memory  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as optimizer_caught:
@@ -97,7 +97,7 @@ def searches_on(backend: Backend) -> list[Any]:
 def test_rank_with_the_least_memory_determines_the_batch_size(group: tuple[str, int]) -> None:
     size, last = group[1], group[1] - 1
     with RankGroup(*group) as started:
-        ranks = started.run(searches_on)
+        ranks = started.run(search_on_ranks)
     for rank, (power, binary, reason, error, optimizer_error) in enumerate(ranks):
         assert "the optimizer state does not fit in memory with 2 samples per rank" in optimizer_error
         assert power == (32, 32 * size, f"64 samples exceed the memory of rank {last}", [2, 4, 8, 16, 32, 64])
@@ -119,7 +119,7 @@ def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return (inputs[:, :1].expand(-1, 1 << 19) * self.weight).sigmoid()[:, :2]
 
-    trainer = make(model=Large())
+    trainer = make_trainer(model=Large())
     small = find_batch_size(trainer, Samples(), initial=1, max_batch_size=1, memory_limit_bytes=ENOUGH)
     limit = small.trials[0].peak_bytes + 100 * 2**20
     found = find_batch_size(trainer, Samples(), memory_limit_bytes=limit)
@@ -134,14 +134,14 @@ def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
     [(Stream(), {}), (DataLoader(Samples(100), 4, shuffle=True), {"batch_size": None}), (Samples(100), {})],
 )
 def test_datasets_streams_and_loaders_are_supported(data: Any, settings: dict[str, Any]) -> None:
-    found = find_batch_size(make(model=Limited(20), **settings), data, memory_limit_bytes=ENOUGH, mode="binary")
+    found = find_batch_size(make_trainer(model=Limited(20), **settings), data, memory_limit_bytes=ENOUGH, mode="binary")
     assert found.batch_size == 20
     assert str(found).startswith("Largest batch size: 20 per rank, 20 over all ranks (21 samples exceed the memory of")
     assert "too large" in str(found)
 
 
 def test_max_batch_size_limits_the_search_and_settings_are_unchanged() -> None:
-    trainer = make(gradient_accumulation_steps={0: 2, 1: 4})
+    trainer = make_trainer(gradient_accumulation_steps={0: 2, 1: 4})
     found = find_batch_size(trainer, Samples(), max_batch_size=24, memory_limit_bytes=ENOUGH)
     assert (found.batch_size, found.reason) == (24, "max_batch_size is 24")
     assert trainer.config.gradient_accumulation_steps == {0: 2, 1: 4}
@@ -166,7 +166,7 @@ def test_max_batch_size_limits_the_search_and_settings_are_unchanged() -> None:
 )
 def test_invalid_arguments_are_rejected(given: dict[str, Any], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_batch_size(make(**settings), Samples(), **{"memory_limit_bytes": ENOUGH, **given})
+        find_batch_size(make_trainer(**settings), Samples(), **{"memory_limit_bytes": ENOUGH, **given})
 
 
 SHARDED = """\
@@ -192,7 +192,7 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         else:
             model[0].weight.register_hook(exceed_memory)
     data = TensorDataset(torch.ones(64, 4), torch.ones(64, 2))
-    if sys.argv[1] == "backward":  # the trials before this step did not exceed the memory
+    if sys.argv[1] == "backward":  # skip the trials, in which the hook would raise the error too
         import unitrain.batch_size_finder as finder
         finder._Search.try_size = lambda self, size: True
     unitrain.find_batch_size(trainer, data, memory_limit_bytes=1 << 40, max_batch_size=4)
@@ -201,18 +201,18 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 
 
 @pytest.mark.parametrize(
-    ("backend", "part"),
+    ("backend", "phase"),
     [
         ("ddp", "update"),
-        *[pytest.param(*one, marks=pytest.mark.ci) for one in (("ddp", "backward"), ("horovod", "update"))],
+        *[pytest.param(*case, marks=pytest.mark.ci) for case in (("ddp", "backward"), ("horovod", "update"))],
     ],
 )
 def test_a_rank_that_runs_out_of_memory_in_a_sharded_step_ends_all_ranks(
-    backend: str, part: str, tmp_path: Path
+    backend: str, phase: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SHARDED)
-    with running_ranks(script, backend, 2, part) as processes:
+    with running_ranks(script, backend, 2, phase) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     assert all(process.returncode for process in processes), outputs

@@ -35,7 +35,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
 
 
-def make(backend: Backend, callbacks: list[Callback], **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, callbacks: list[Callback], **settings: Any) -> Trainer:
     """Return a trainer with four steps per epoch on any number of ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -61,8 +61,8 @@ class Journal(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self.lines.append(f"start {trainer.progress.step}")
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
-        assert [len(tensor) for tensor in batch] == [part.samples] * 2
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
+        assert [len(tensor) for tensor in batch] == [micro_batch.samples] * 2
         assert (loss.value is trainer.last_loss, loss.tokens) == (True, None)
         self.lines.append(f"micro-step {trainer.progress.step}")
 
@@ -82,7 +82,7 @@ class Journal(Callback):
         self.lines.append(f"end {trainer.progress.step}")
 
 
-def scripted(values: list[float]) -> dict[str, Any]:
+def metric_with_values(values: list[float]) -> dict[str, Any]:
     """Return a metric that has the given values in consecutive evaluations of one batch each."""
     left = iter(values)
     return {"scripted": lambda output, target: next(left)}
@@ -90,7 +90,7 @@ def scripted(values: list[float]) -> dict[str, Any]:
 
 def test_hooks_are_called_in_order() -> None:
     journal = Journal()
-    make(LOCAL, [journal], gradient_accumulation_steps=2).fit(data(), data())  # two steps per epoch
+    make_trainer(LOCAL, [journal], gradient_accumulation_steps=2).fit(data(), data())  # two steps per epoch
     steps = [[*[f"micro-step {done}"] * 2, f"gradients {done}", f"step {done + 1}"] for done in range(4)]
     assert journal.lines == ["start 0", *steps[0], *steps[1], "epoch 1", *steps[2], *steps[3], "epoch 2", "end 4"]
 
@@ -98,7 +98,7 @@ def test_hooks_are_called_in_order() -> None:
 def test_a_hook_may_be_assigned_to_an_instance() -> None:
     callback, steps = Callback(), []
     callback.on_step_end = lambda trainer: steps.append(trainer.progress.step)  # type: ignore[method-assign]
-    make(LOCAL, [callback], max_steps=2).fit(data())
+    make_trainer(LOCAL, [callback], max_steps=2).fit(data())
     assert steps == [1, 2]
 
 
@@ -108,7 +108,7 @@ def test_on_before_optimizer_step_receives_unclipped_gradients() -> None:
             self.norm = float(nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
 
     norms = Norm()
-    make(LOCAL, [norms], max_steps=1, max_grad_norm=1e-3).fit(data())
+    make_trainer(LOCAL, [norms], max_steps=1, max_grad_norm=1e-3).fit(data())
     assert norms.norm > 0.1
 
 
@@ -120,7 +120,7 @@ def test_an_error_names_the_callback_and_the_hook() -> None:
 
     journal = Journal()
     with pytest.raises(CallbackError, match=r"Broken\.on_step_end failed on rank 0, after step 3: ZeroDivi.*: by") as e:
-        make(LOCAL, [Broken(), journal]).fit(data())
+        make_trainer(LOCAL, [Broken(), journal]).fit(data())
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert journal.lines[-1] == "end 3"  # on_fit_end is called
 
@@ -132,7 +132,7 @@ def test_an_error_in_on_fit_end_does_not_skip_other_callbacks() -> None:
 
     journal = Journal()
     with pytest.raises(CallbackError, match=r"Broken\.on_fit_end failed on rank 0, after step 8: OSError: no space"):
-        make(LOCAL, [Broken(), journal]).fit(data())
+        make_trainer(LOCAL, [Broken(), journal]).fit(data())
     assert journal.lines[-1] == "end 8"
 
 
@@ -146,7 +146,7 @@ def test_an_error_in_on_fit_end_does_not_replace_the_error_that_ended_fit(caplog
 
     journal = Journal()
     with pytest.raises(DataError, match="the first error"):
-        make(LOCAL, [Broken(), journal]).fit(data())
+        make_trainer(LOCAL, [Broken(), journal]).fit(data())
     assert "on_fit_end failed after DataError had ended fit: Broken.on_fit_end failed on rank 0" in caplog.text
     assert "OSError: no space left" in caplog.text
     assert journal.lines[-1] == "end 1"
@@ -158,7 +158,7 @@ class FailsOnce(Callback):
     def __init__(self, hook: str, step: int) -> None:
         self.hook, self.step, self.failed = hook, step, False
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         self.fail(trainer, "on_micro_batch_end")
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
@@ -183,7 +183,7 @@ def test_a_step_interrupted_by_a_callback_error_is_counted_once(hook: str, token
         return nn.functional.cross_entropy(output[counted], target[counted], reduction="sum"), counted.sum()
 
     settings = {"max_epochs": 1, "shuffle": False, "log_every_n_steps": 1, "loss_fn": loss_fn}
-    uninterrupted, stopped = make(LOCAL, [], **settings), make(LOCAL, [FailsOnce(hook, 2)], **settings)
+    uninterrupted, stopped = make_trainer(LOCAL, [], **settings), make_trainer(LOCAL, [FailsOnce(hook, 2)], **settings)
     results = uninterrupted.fit(data())
     with pytest.raises(DataError, match="once"):
         stopped.fit(data())
@@ -193,22 +193,24 @@ def test_a_step_interrupted_by_a_callback_error_is_counted_once(hook: str, token
 
 
 def test_a_unitrain_error_is_not_wrapped() -> None:
-    class RaisingBackend(Callback):
+    class RaisesDataError(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:
             raise DataError("No such data. Give some.")
 
     with pytest.raises(DataError, match="No such data"):
-        make(LOCAL, [RaisingBackend()]).fit(data())
+        make_trainer(LOCAL, [RaisesDataError()]).fit(data())
 
 
 def test_class_instead_of_an_instance_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"must be a unitrain\.Callback, got .*EarlyStopping"):
-        make(LOCAL, [EarlyStopping])  # the class instead of an instance
+        make_trainer(LOCAL, [EarlyStopping])  # the class instead of an instance
 
 
 def epochs_until_stopped(values: list[float], **settings: Any) -> int:
     stopping = EarlyStopping("val_scripted", **settings)
-    trainer = make(LOCAL, [stopping], max_epochs=len(values), metrics=scripted(values), eval_batch_size=48)
+    trainer = make_trainer(
+        LOCAL, [stopping], max_epochs=len(values), metrics=metric_with_values(values), eval_batch_size=48
+    )
     trainer.fit(data(), data())
     return trainer.progress.epoch
 
@@ -235,21 +237,21 @@ def test_early_stopping_ends_the_run_after_patience_epochs_without_improvement(
 def test_early_stopping_reports_the_reason_and_survives_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def again(epochs: int, values: list[float], patience: int = 2) -> Trainer:
+    def resume_run(epochs: int, values: list[float], patience: int = 2) -> Trainer:
         stopping = EarlyStopping("val_scripted", patience=patience)
         settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "eval_batch_size": 48}
-        trainer = make(LOCAL, [stopping], max_epochs=epochs, metrics=scripted(values), **settings)
+        trainer = make_trainer(LOCAL, [stopping], max_epochs=epochs, metrics=metric_with_values(values), **settings)
         object.__setattr__(trainer.config, "progress", "lines")
         trainer.fit(data(), data())
         return trainer
 
-    assert again(2, [2.0, 2.5]).progress.epoch == 2  # one epoch without improvement before the interruption
-    assert again(9, [2.5, 0.0]).progress.epoch == 3  # the second epoch without improvement
+    assert resume_run(2, [2.0, 2.5]).progress.epoch == 2  # one epoch without improvement before the interruption
+    assert resume_run(9, [2.5, 0.0]).progress.epoch == 3  # the second epoch without improvement
     assert "stopped after step 12: val_scripted has not improved for 2 epochs; the best was 2" in (
         capsys.readouterr().err
     )
-    assert again(9, [0.0]).progress.epoch == 3  # the run remains stopped
-    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # with a larger patience, the run continues
+    assert resume_run(9, [0.0]).progress.epoch == 3  # the run remains stopped
+    assert resume_run(5, [1.0, 1.0], patience=3).progress.epoch == 5  # with a larger patience, the run continues
 
 
 def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +259,7 @@ def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[s
         def on_step_end(self, trainer: Trainer) -> None:
             trainer.stop("enough")
 
-    trainer = make(LOCAL, [Enough()], log_every_n_steps=2)
+    trainer = make_trainer(LOCAL, [Enough()], log_every_n_steps=2)
     object.__setattr__(trainer.config, "progress", "lines")
     trainer.fit(data())
     assert capsys.readouterr().err.count("stopped after step 1: enough") == 1
@@ -265,9 +267,9 @@ def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[s
 
 def test_early_stopping_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match=r"'val_los' is not a result of this run\. Did you mean 'val_loss'\?"):
-        make(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())
+        make_trainer(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())
     with pytest.raises(ConfigError, match=r"'val_loss' is not a result of this run\..*Available: train_loss"):
-        make(LOCAL, [EarlyStopping()]).fit(data())
+        make_trainer(LOCAL, [EarlyStopping()]).fit(data())
     for wrong in ({"patience": 0}, {"patience": 1.5}, {"mode": "least"}, {"min_delta": -1.0}, {"min_delta": math.nan}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             EarlyStopping(**wrong)
@@ -278,14 +280,14 @@ def test_a_run_stopped_by_max_seconds_resumes_at_the_same_step(tmp_path: Path) -
         def on_step_end(self, trainer: Trainer) -> None:
             time.sleep(0.02)
 
-    uninterrupted = make(LOCAL, [])
+    uninterrupted = make_trainer(LOCAL, [])
     uninterrupted.fit(data())
     settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "log_every_n_steps": 1}
-    first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
+    first = make_trainer(LOCAL, [Slow()], max_seconds=0.05, **settings)
     first.fit(data())
     assert 0 < first.progress.sample < 48
     assert "max_seconds=0.05" in str(first.stop_reason)
-    second = make(LOCAL, [], **settings)
+    second = make_trainer(LOCAL, [], **settings)
     second.fit(data())
     assert second.progress.epoch == 2
     assert torch.equal(parameters(second), parameters(uninterrupted))
@@ -300,8 +302,8 @@ def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
                 list(trainer.model.parameters())[2].grad[0, 0] = math.inf
 
     with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' is inf in step 3\. 1 of 4 parameters"):
-        make(LOCAL, [Poison(), GradientWatch()]).fit(data())
-    trainer = make(LOCAL, [Poison(), GradientWatch(every=2)])  # checks steps 2 and 4
+        make_trainer(LOCAL, [Poison(), GradientWatch()]).fit(data())
+    trainer = make_trainer(LOCAL, [Poison(), GradientWatch(every=2)])  # checks steps 2 and 4
     with pytest.raises(NonFiniteGradientError, match=r"'0\.weight' is nan in step 4"):
         trainer.fit(data())
     with pytest.raises(ConfigError, match=r"GradientWatch\.every"):
@@ -310,7 +312,7 @@ def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
 
 def test_gradient_watch_with_local_steps_does_not_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local gradients differ between ranks, so only a rank with an invalid gradient raises the error."""
-    trainer = make(LOCAL, [], local_sgd=2)
+    trainer = make_trainer(LOCAL, [], local_sgd=2)
     trainer.last_loss = torch.tensor(math.nan)
     for parameter in trainer.model.parameters():
         parameter.grad = torch.full_like(parameter, math.nan)
@@ -320,7 +322,7 @@ def test_gradient_watch_with_local_steps_does_not_wait_for_other_ranks(monkeypat
 
 
 def test_gradient_watch_accepts_a_parameter_without_elements() -> None:
-    trainer = make(LOCAL, [])
+    trainer = make_trainer(LOCAL, [])
     trainer.model.register_parameter("empty", nn.Parameter(torch.empty(0)))
     for parameter in trainer.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -336,13 +338,13 @@ def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
             if trainer.progress.step < self.steps:
                 next(trainer.model.parameters()).grad[0, 0] = math.inf
 
-    make(LOCAL, [Poison(19), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
+    make_trainer(LOCAL, [Poison(19), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
     watch = GradientWatch()  # each `fit` counts overflows from 0
     for _ in range(2):
-        make(LOCAL, [Poison(12), watch], max_epochs=3, precision="fp16").fit(data())
+        make_trainer(LOCAL, [Poison(12), watch], max_epochs=3, precision="fp16").fit(data())
 
     with pytest.raises(NonFiniteGradientError, match="in step 20"):
-        make(LOCAL, [Poison(99), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
+        make_trainer(LOCAL, [Poison(99), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
 
 
 def events(trace: Path) -> list[str]:
@@ -352,7 +354,7 @@ def events(trace: Path) -> list[str]:
 
 @pytest.mark.parametrize(("skip", "steps", "traced"), [(2, 3, 3), (0, 1, 1), (6, 5, 2)])
 def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, steps: int, traced: int) -> None:
-    make(LOCAL, [Profiler(skip=skip, steps=steps)], output_dir=tmp_path).fit(data())  # 8 steps
+    make_trainer(LOCAL, [Profiler(skip=skip, steps=steps)], output_dir=tmp_path).fit(data())  # 8 steps
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == traced
     table = (tmp_path / "profile" / "rank-0.txt").read_text()
     assert "Self CPU" in table
@@ -361,16 +363,16 @@ def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, step
 
 def test_profiler_records_the_selected_activities(tmp_path: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    make(LOCAL, [Profiler(skip=1, steps=1, activities=activities)], output_dir=tmp_path).fit(data())
+    make_trainer(LOCAL, [Profiler(skip=1, steps=1, activities=activities)], output_dir=tmp_path).fit(data())
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == 1
 
 
 def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'Use Profiler\(folder="runs/profile"\)'):
-        make(LOCAL, [Profiler()]).fit(data())
+        make_trainer(LOCAL, [Profiler()]).fit(data())
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*file"):
-        make(LOCAL, [Profiler(folder=tmp_path / "file")]).fit(data())
+        make_trainer(LOCAL, [Profiler(folder=tmp_path / "file")]).fit(data())
     with pytest.raises(ConfigError, match=r"Profiler\.steps"):
         Profiler(steps=0)
     with pytest.raises(ConfigError, match=r"Profiler.table_rows must be an integer of at least 0, got -1"):
@@ -378,22 +380,19 @@ def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
 
 
 def test_profiler_prints_the_table_of_rank_zero_or_omits_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=3, print_table=True)]).fit(data())
+    make_trainer(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=3, print_table=True)]).fit(data())
     printed = capsys.readouterr().err
     assert printed.strip() == (tmp_path / "rank-0.txt").read_text().strip()
     assert printed.count("aten::") <= 3
     (tmp_path / "rank-0.txt").unlink()
-    make(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=0)]).fit(data())
+    make_trainer(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=0)]).fit(data())
     assert not (tmp_path / "rank-0.txt").exists()
-
-
-# -- on several ranks -------------------------------------------------------------------------------------------------
 
 
 def test_memory_snapshot_on_a_cpu_logs_a_warning_and_writes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(LOCAL, [MemorySnapshot(folder=tmp_path / "memory")]).fit(data())
+    make_trainer(LOCAL, [MemorySnapshot(folder=tmp_path / "memory")]).fit(data())
     assert "MemorySnapshot records GPU memory, but this run computes on cpu, so it writes nothing." in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -407,12 +406,15 @@ def test_memory_snapshot_rejects_invalid_arguments(given: dict[str, Any]) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
 def test_memory_snapshot_contains_the_allocations_of_the_steps(tmp_path: Path) -> None:
     backend = LocalBackend(torch.device("cuda", 0))
-    make(backend, [MemorySnapshot(skip=1, steps=2)], output_dir=tmp_path).fit(data())
+    make_trainer(backend, [MemorySnapshot(skip=1, steps=2)], output_dir=tmp_path).fit(data())
     snapshot = pickle.loads((tmp_path / "memory" / "rank-0.pickle").read_bytes())
     assert any(snapshot["device_traces"])
 
 
-class StopHere(Callback):
+# -- on several ranks -------------------------------------------------------------------------------------------------
+
+
+class StopOnRankOne(Callback):
     """Requests a stop after step 3, on rank 1 only."""
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -420,7 +422,8 @@ class StopHere(Callback):
             trainer.stop("requested by rank 1")
 
 
-def loss_of(rank: int) -> Any:
+def loss_fn_of_rank(rank: int) -> Any:
+    """Return a loss function that returns NaN in its third call on rank 1."""
     calls = iter(range(10**6))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -457,8 +460,8 @@ def renormalize_rows(trainer: Trainer) -> None:
     torch.embedding_renorm_(weight.detach(), torch.tensor([3], device=weight.device), 1e-3, 2.0)
 
 
-def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]:
-    """Return the error for each kind of difference on rank 1, and the step after which the error is raised."""
+def train_different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]:
+    """Train with each kind of difference on rank 1. Return the errors, and the steps after which they are raised."""
 
     def pair_on_rank_one(output: Tensor, target: Tensor) -> Any:
         loss = nn.functional.cross_entropy(output, target, reduction="sum")
@@ -475,7 +478,7 @@ def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]
     }
     found = {}
     for name, (callbacks, settings) in cases.items():
-        trainer, text = make(backend, callbacks, **settings), ""
+        trainer, text = make_trainer(backend, callbacks, **settings), ""
         try:
             trainer.fit(data())
         except ModelError as error:
@@ -484,28 +487,30 @@ def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]
     return found
 
 
-def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"different": different_ranks(backend, f"{folder}/run")}
-    trainer = make(backend, [StopHere()], log_every_n_steps=2)
+def run_on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"different": train_different_ranks(backend, f"{folder}/run")}
+    trainer = make_trainer(backend, [StopOnRankOne()], log_every_n_steps=2)
     trainer.fit(data())
     found["stopped"] = (trainer.progress.step, trainer.stop_reason)
     try:
-        make(backend, [GradientWatch()], loss_fn=loss_of(backend.rank)).fit(data())
+        make_trainer(backend, [GradientWatch()], loss_fn=loss_fn_of_rank(backend.rank)).fit(data())
     except NonFiniteGradientError as error:
         found["watch"] = str(error)
     stopping = EarlyStopping("val_scripted", patience=1)
-    trainer = make(backend, [stopping], max_epochs=9, metrics=scripted([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48)
+    trainer = make_trainer(
+        backend, [stopping], max_epochs=9, metrics=metric_with_values([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48
+    )
     trainer.fit(data(), data())
     found["early"] = (trainer.progress.epoch, stopping.best)
-    make(backend, [Profiler(skip=1, steps=2, folder=f"{folder}/traces")]).fit(data())
+    make_trainer(backend, [Profiler(skip=1, steps=2, folder=f"{folder}/traces")]).fit(data())
     return found
 
 
-@pytest.fixture(scope="module", params=GROUPS_ON_DDP[1:], ids=lambda one: f"{one[0]}-{one[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP[1:], ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
     folder = tmp_path_factory.mktemp("profile")
     with RankGroup(*request.param) as group:
-        yield group.run(on_ranks, str(folder), timeout_seconds=120), folder
+        yield group.run(run_on_ranks, str(folder), timeout_seconds=120), folder
 
 
 def test_a_stop_on_one_rank_stops_all_ranks(ranks: tuple[list[Any], Path]) -> None:

@@ -61,7 +61,7 @@ def test_channels_last_gives_the_same_results(group: RankGroup, tmp_path: Path) 
     expected, layouts, last = train(LOCAL, {})
     assert (layouts, last) == ({False}, False)
     settings = {"channels_last": True, "output_dir": str(tmp_path), "resume": True}
-    train(LOCAL, {**settings, "channels_last": False, "max_epochs": 1})  # checkpoints can be loaded in either layout
+    train(LOCAL, {**settings, "channels_last": False, "max_epochs": 1})  # the next run resumes in another layout
     for more in ({"max_epochs": 2}, {"ema_decay": 0.9}):
         results = group.run(train, {**settings, **more})
     for state, layouts, last in results:

@@ -1,5 +1,5 @@
-"""Gradient compression in complete runs, in training loops and through the Trainer: the runs are compared with plain
-torch in one process that has the gradients of all ranks, and with torch's PowerSGD hook. The contract suite tests
+"""Gradient compression in complete runs, both in training loops and with the Trainer. The runs are compared with plain
+torch in one process that computes the gradients of all ranks, and with torch's PowerSGD hook. The contract suite tests
 single reductions.
 """
 
@@ -38,7 +38,7 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
 # Backends and numbers of ranks, in the order of their launches. "local" runs in this process.
 LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("local", 1)]
-# Interrupted and uninterrupted runs: the variant, and the last step by index of the launch.
+# Interrupted and uninterrupted runs: the variant, and for each launch, by its index, the step at which the run ends.
 ROUTES: dict[str, tuple[str, dict[int, int]]] = {
     "whole": ("loss scaling", {1: 12}),
     "ddp to horovod": ("loss scaling", {1: 7, 4: 12}),
@@ -58,17 +58,17 @@ def network(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(nn.Linear(10, 530), nn.Tanh(), nn.Linear(530, 530), nn.Tanh(), nn.Linear(530, 12)).to(dtype)
 
 
-def loss(model: nn.Module, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * number + rank)
+def micro_batch_loss(model: nn.Module, rank: int, index: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
     inputs = torch.randn(8, 10, generator=generator, dtype=torch.float64).to(dtype)
     return (model(inputs).sin() * torch.linspace(1, 2, 12, dtype=dtype)).sum(-1).mean()
 
 
-def vector(model: nn.Module) -> Tensor:
+def flat_parameters(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def loop(backend: Backend, dtype: torch.dtype, compression: Compression) -> tuple[Tensor, int]:
+def train_loop(backend: Backend, dtype: torch.dtype, compression: Compression) -> tuple[Tensor, int]:
     """Train with two micro-batches per step and clipping. Return the parameters and the number of DDP buckets."""
     model = network(dtype)
     wrapped = backend.distributed_model(model, compression=compression)
@@ -76,36 +76,36 @@ def loop(backend: Backend, dtype: torch.dtype, compression: Compression) -> tupl
     for step in range(LOOP_STEPS):
         optimizer.zero_grad()
         with backend.no_sync(wrapped):
-            loss(wrapped, backend.rank, 2 * step, dtype).backward()
-        loss(wrapped, backend.rank, 2 * step + 1, dtype).backward()
+            micro_batch_loss(wrapped, backend.rank, 2 * step, dtype).backward()
+        micro_batch_loss(wrapped, backend.rank, 2 * step + 1, dtype).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
     buckets = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"] if backend.size > 1 else "1"
-    return vector(model), len(buckets.split(","))
+    return flat_parameters(model), len(buckets.split(","))
 
 
-def loops(backend: Backend) -> dict[str, tuple[Tensor, int]]:
-    return {name: loop(backend, *case) for name, case in LOOPS.items()}
+def train_all_loops(backend: Backend) -> dict[str, tuple[Tensor, int]]:
+    return {name: train_loop(backend, *case) for name, case in LOOPS.items()}
 
 
 class Reference:
-    """The same training as `loop`, computed for all ranks in one process with plain torch."""
+    """The same training as `train_loop`, computed for all ranks in one process with plain torch."""
 
     def __init__(self, ranks: int, dtype: torch.dtype, compression: Compression) -> None:
         self.ranks, self.compression, self.step = ranks, compression, 0
         self.model = network(dtype)
         self.errors = [[torch.zeros_like(p) for p in self.model.parameters()] for _ in range(ranks)]
-        self.queries: dict[int, Tensor] = {}
+        self.q_matrices: dict[int, Tensor] = {}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         for self.step in range(LOOP_STEPS):
-            of_ranks = []
+            gradients_by_rank = []
             for rank in range(ranks):
                 optimizer.zero_grad()
                 for number in (2 * self.step, 2 * self.step + 1):
-                    loss(self.model, rank, number, dtype).backward()
-                of_ranks.append([p.grad.clone() for p in self.model.parameters()])
+                    micro_batch_loss(self.model, rank, number, dtype).backward()
+                gradients_by_rank.append([p.grad.clone() for p in self.model.parameters()])
             for place, parameter in enumerate(self.model.parameters()):
-                parameter.grad = self.reduce(place, [gradients[place] for gradients in of_ranks])
+                parameter.grad = self.reduce(place, [gradients[place] for gradients in gradients_by_rank])
             nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
             optimizer.step()
 
@@ -119,14 +119,14 @@ class Reference:
         if self.step < settings.start_step or (rows + columns) * rank * 2 >= rows * columns:
             return torch.stack(gradients).mean(0)
         matrices = [gradient + self.errors[r][place] for r, gradient in enumerate(gradients)]
-        if place not in self.queries or not settings.warm_start:
+        if place not in self.q_matrices or not settings.warm_start:
             seed = np.random.SeedSequence([settings.seed, place, self.step]).generate_state(1, np.uint64)[0] >> 1
             generator = torch.Generator().manual_seed(int(seed))
-            self.queries[place] = torch.randn(columns, rank, generator=generator, dtype=gradients[0].dtype)
+            self.q_matrices[place] = torch.randn(columns, rank, generator=generator, dtype=gradients[0].dtype)
         # Algorithm 1 of the PowerSGD paper.
-        p = torch.linalg.qr(torch.stack([m @ torch.linalg.qr(self.queries[place]).Q for m in matrices]).mean(0)).Q
+        p = torch.linalg.qr(torch.stack([m @ torch.linalg.qr(self.q_matrices[place]).Q for m in matrices]).mean(0)).Q
         q = torch.stack([m.T @ p for m in matrices]).mean(0)
-        self.queries[place] = q
+        self.q_matrices[place] = q
         if settings.error_feedback:
             for r, matrix in enumerate(matrices):
                 self.errors[r][place] = matrix - p @ q.T
@@ -134,33 +134,33 @@ class Reference:
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_compressed_loops_equal_one_process_with_all_gradients(ran: Ran, case: str) -> None:
+def test_compressed_loops_equal_one_process_with_all_gradients(launch_results: LaunchResults, case: str) -> None:
     dtype, compression = LOOPS[case]
-    untrained = vector(network(dtype))
+    untrained = flat_parameters(network(dtype))
     for size in (1, 2, 3):
-        expected = vector(Reference(size, dtype, compression).model)
+        expected = flat_parameters(Reference(size, dtype, compression).model)
         assert (expected - untrained).abs().max() > 0.01
-        for _, results in of_size(ran, size):
+        for _, results in launches_of_size(launch_results, size):
             for parameters, _ in (result["loops"][case] for result in results):
                 assert (parameters - expected).abs().max() <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_backends_and_ranks_are_bit_equal(ran: Ran, case: str) -> None:
+def test_backends_and_ranks_are_bit_equal(launch_results: LaunchResults, case: str) -> None:
     """Half-precision compression is bit-equal for every number of ranks. Other sums over three ranks depend on the
     order of the ring allreduce, so they are compared with a tolerance."""
     dtype, compression = LOOPS[case]
     for size in (2, 3):
         exact = size == 2 or isinstance(compression, str)
-        ends = [result["loops"][case][0] for _, results in of_size(ran, size) for result in results]
+        ends = [result["loops"][case][0] for _, results in launches_of_size(launch_results, size) for result in results]
         for parameters in ends:
             assert (parameters - ends[0]).abs().max() <= (0.0 if exact else TOLERANCES[dtype])
-    for results in ran[:-1]:
+    for results in launch_results[:-1]:
         assert all(torch.equal(result["loops"][case][0], results[0]["loops"][case][0]) for result in results)
 
 
-def test_compared_loops_differ_and_use_several_buckets(ran: Ran) -> None:
-    runs = ran[1][0]["loops"]
+def test_compared_loops_differ_and_use_several_buckets(launch_results: LaunchResults) -> None:
+    runs = launch_results[1][0]["loops"]
     assert all(buckets > 1 for _, buckets in runs.values())
     for one, other in itertools.combinations(LOOPS, 2):
         if LOOPS[one][1] != LOOPS[other][1]:
@@ -199,8 +199,8 @@ def gradients_of_both_hooks(backend: Backend) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-def test_powersgd_equals_the_comm_hook_of_torch(ran: Ran) -> None:
-    for (backend, _), results in of_size(ran, 2):
+def test_powersgd_equals_the_comm_hook_of_torch(launch_results: LaunchResults) -> None:
+    for (backend, _), results in launches_of_size(launch_results, 2):
         for own, theirs in (result["both hooks"] for result in results):
             torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9, msg=backend)
 
@@ -211,10 +211,12 @@ ROWS = 24  # samples per step on all ranks together
 IGNORED = -100
 
 
-def trainer(backend: Backend, compression: Compression, dtype: torch.dtype = torch.float64, **settings: Any) -> Trainer:
+def make_trainer(
+    backend: Backend, compression: Compression, dtype: torch.dtype = torch.float64, **settings: Any
+) -> Trainer:
     torch.manual_seed(4)
     layers = (nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
-    model = settings.pop("kind", nn.Sequential)(*layers).to(dtype)
+    model = settings.pop("model_class", nn.Sequential)(*layers).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.1), momentum=0.9)
     loss_fn = settings.pop("loss_fn", nn.functional.cross_entropy)
     callbacks = settings.pop("callbacks", ())
@@ -230,7 +232,7 @@ def data(dtype: torch.dtype = torch.float64, count: int = 4 * ROWS) -> TensorDat
     return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
 
 
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss and the number of tokens, which differs between steps and ranks."""
     tokens = 4 ** (target * (target > 1))
     return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
@@ -279,10 +281,14 @@ class OccasionalLayer(nn.Sequential):
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "clipped": {"max_grad_norm": 0.05},
-    "tokens": {"loss_fn": summed},
+    "tokens": {"loss_fn": summed_loss},
     "uneven": {"count": 4 * ROWS - 7},
     "freezing": {"callbacks": [Freezing()]},
-    "occasional layer": {"kind": OccasionalLayer, "find_unused_parameters": True, "gradient_accumulation_steps": 2},
+    "occasional layer": {
+        "model_class": OccasionalLayer,
+        "find_unused_parameters": True,
+        "gradient_accumulation_steps": 2,
+    },
     "loss scaling": {"precision": "fp16", "gradient_accumulation_steps": 2, "callbacks": [Overflow(4)]},
     "bf16": {"precision": "bf16"},
 }
@@ -293,21 +299,21 @@ def fit(backend: Backend, variant: str, compression: Compression = LOW_RANK) -> 
     settings = dict(VARIANTS[variant])
     dtype = torch.float32 if variant in LOOSE else torch.float64
     count = settings.pop("count", 4 * ROWS)
-    run = trainer(backend, compression, dtype, **settings)
+    run = make_trainer(backend, compression, dtype, **settings)
     run.fit(data(dtype, count))
-    return vector(run.backend.unwrap(run.model))
+    return flat_parameters(run.backend.unwrap(run.model))
 
 
 def fit_all(backend: Backend) -> dict[str, Tensor]:
     return {variant: fit(backend, variant) for variant in VARIANTS}
 
 
-def test_powersgd_equals_one_rank_with_the_global_batch(ran: Ran) -> None:
-    alone = ran[0][0]["fits"]
+def test_powersgd_equals_one_rank_with_the_global_batch(launch_results: LaunchResults) -> None:
+    alone = launch_results[0][0]["fits"]
     for variant, expected in alone.items():
         assert expected.isfinite().all()
         assert (expected - fit(LOCAL, variant, "none")).abs().max() > 1e-3, "nothing was compressed"
-        for results in ran[:-1]:
+        for results in launch_results[:-1]:
             for result in results:
                 assert torch.equal(result["fits"][variant], results[0]["fits"][variant])
                 assert (result["fits"][variant] - expected).abs().max() <= (2e-2 if variant in LOOSE else 1e-9), variant
@@ -325,8 +331,8 @@ class Gradients(Callback):
 
 def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> None:
     sent = Gradients()
-    settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "max_steps": 4, "batch_size": ROWS}
-    run = trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
+    settings = {"loss_fn": summed_loss, "lr": 0.0, "shuffle": False, "max_steps": 4, "batch_size": ROWS}
+    run = make_trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
     samples = data()
     samples.tensors[1][ROWS : 2 * ROWS] = 3  # each target has 64 tokens
     samples.tensors[1][2 * ROWS :] = 0
@@ -336,7 +342,7 @@ def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> Non
         inputs, targets = (tensor[step * ROWS : (step + 1) * ROWS] for tensor in samples.tensors)
         model = run.model
         model.zero_grad()
-        total, tokens = summed(model(inputs), targets)
+        total, tokens = summed_loss(model(inputs), targets)
         (true,) = torch.autograd.grad(total, model[0].weight)
         unsent_error += (true - gradient * tokens) / ROWS
     found = LOCAL.compression_state(run.model).state_dict()["errors"]["0.weight"][0]
@@ -345,7 +351,7 @@ def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> Non
 
 
 def test_error_feedback_follows_the_loss_scale() -> None:
-    run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], max_steps=8)
+    run = make_trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], max_steps=8)
     run.fit(data(torch.float32))
     scale = LOCAL.compression_state(run.model).get_loss_scale()
     assert scale is not None
@@ -355,8 +361,8 @@ def test_error_feedback_follows_the_loss_scale() -> None:
 # --- checkpoints ---
 
 
-def run_to(backend: Backend, folder: Path, steps: int, compression: Compression, variant: str) -> Tensor:
-    """Train until `steps`, resuming from `folder`, with checkpoints written in the background."""
+def train_to_step(backend: Backend, folder: Path, steps: int, compression: Compression, variant: str) -> Tensor:
+    """Train until `steps` steps are complete, resuming from `folder`. Checkpoints are written in the background."""
     settings = {
         **VARIANTS[variant],
         "async_checkpoints": True,
@@ -364,22 +370,22 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
         "keep_last": None,
     }
     dtype = torch.float32 if variant in LOOSE else torch.float64
-    run = trainer(backend, compression, dtype, max_steps=steps, output_dir=folder, resume=True, **settings)
+    run = make_trainer(backend, compression, dtype, max_steps=steps, output_dir=folder, resume=True, **settings)
     run.fit(data(dtype))
-    return vector(run.backend.unwrap(run.model))
+    return flat_parameters(run.backend.unwrap(run.model))
 
 
-def test_resume_on_the_same_number_of_ranks_is_bit_equal(ran: Ran) -> None:
+def test_resume_on_the_same_number_of_ranks_is_bit_equal(launch_results: LaunchResults) -> None:
     """The loss scale at the checkpoint differs from its initial value."""
-    uninterrupted = ran[1][0]["routes"]["whole"]
-    for result in ran[4]:
+    uninterrupted = launch_results[1][0]["routes"]["whole"]
+    for result in launch_results[4]:
         assert torch.equal(result["routes"]["ddp to horovod"], uninterrupted)
 
 
-def test_resume_on_another_number_of_ranks_keeps_the_mean_error(ran: Ran, folder: Path) -> None:
-    expected = ran[0][0]["routes"]["one rank"]
+def test_resume_on_another_number_of_ranks_keeps_the_mean_error(launch_results: LaunchResults, folder: Path) -> None:
+    expected = launch_results[0][0]["routes"]["one rank"]
     for name, last in (("2 to 3 ranks to one", 5), ("one to 3 ranks to 2", 4), ("horovod to ddp", 3)):
-        for result in ran[last]:
+        for result in launch_results[last]:
             torch.testing.assert_close(result["routes"][name], expected, rtol=0, atol=1e-9)
     checkpoint = folder / "2 to 3 ranks to one" / "step-000000004" / "training.pt"
     memory = torch.load(checkpoint, weights_only=True)["gradients"]
@@ -387,19 +393,21 @@ def test_resume_on_another_number_of_ranks_keeps_the_mean_error(ran: Ran, folder
     assert not torch.allclose(*memory["errors"]["0.weight"]), "every rank must have a different error"
 
 
-def test_resume_without_error_feedback_changes_the_parameters(ran: Ran, tmp_path: Path) -> None:
-    run_to(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
-    resumed = trainer(LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2)
+def test_resume_without_error_feedback_changes_the_parameters(launch_results: LaunchResults, tmp_path: Path) -> None:
+    train_to_step(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
+    resumed = make_trainer(
+        LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2
+    )
     memory = LOCAL.compression_state(resumed.model)
     memory.load_state_dict({**memory.state_dict(), "errors": {}})
     resumed.fit(data())
-    assert (vector(resumed.model) - ran[0][0]["routes"]["one rank"]).abs().max() > 1e-4
+    assert (flat_parameters(resumed.model) - launch_results[0][0]["routes"]["one rank"]).abs().max() > 1e-4
 
 
-def test_checkpoint_without_compression_state_starts_a_new_state(tmp_path: Path) -> None:
+def test_run_resumes_with_another_compression(tmp_path: Path) -> None:
     choices: list[Compression] = ["none", LOW_RANK, PowerSGD(rank=4, start_step=2), "bf16"]
     for number, compression in enumerate(choices, 1):
-        run_to(LOCAL, tmp_path, 3 * number, compression, "accumulated")
+        train_to_step(LOCAL, tmp_path, 3 * number, compression, "accumulated")
 
 
 # --- running all cases in few launches ---
@@ -407,23 +415,27 @@ def test_checkpoint_without_compression_state_starts_a_new_state(tmp_path: Path)
 
 def run_all_cases(backend: Backend, folder: str, launch: int) -> dict[str, Any]:
     routes = {
-        name: run_to(backend, Path(folder) / name, until[launch], LOW_RANK, variant)
+        name: train_to_step(backend, Path(folder) / name, until[launch], LOW_RANK, variant)
         for name, (variant, until) in ROUTES.items()
         if launch in until
     }
     if launch == len(LAUNCHES) - 1:  # the last launch only completes one of the ROUTES
         return {"routes": routes}
-    found: dict[str, Any] = {"loops": loops(backend), "fits": fit_all(backend), "routes": routes}
+    found: dict[str, Any] = {"loops": train_all_loops(backend), "fits": fit_all(backend), "routes": routes}
     if backend.size == 2:
         found["both hooks"] = gradients_of_both_hooks(backend)
     return found
 
 
-Ran = list[list[dict[str, Any]]]
+LaunchResults = list[list[dict[str, Any]]]
 
 
-def of_size(ran: Ran, size: int) -> list[tuple[tuple[str, int], list[dict[str, Any]]]]:
-    return [(launch, results) for launch, results in zip(LAUNCHES[:-1], ran[:-1], strict=True) if launch[1] == size]
+def launches_of_size(launch_results: LaunchResults, size: int) -> list[tuple[tuple[str, int], list[dict[str, Any]]]]:
+    return [
+        (launch, results)
+        for launch, results in zip(LAUNCHES[:-1], launch_results[:-1], strict=True)
+        if launch[1] == size
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -442,9 +454,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> Ran:
+def launch_results(folder: Path) -> LaunchResults:
     """Return the results of every rank of each launch."""
-    found: Ran = []
+    found: LaunchResults = []
     for number, (backend, size) in enumerate(LAUNCHES):
         if backend == "local":
             found.append([run_all_cases(LOCAL, str(folder), number)])
@@ -494,4 +506,4 @@ class RaisingBackend(LocalBackend):
 
 def test_backend_without_compression_raises_unsupported_error() -> None:
     with pytest.raises(UnsupportedError, match="does not compress, got compression 'powersgd'"):
-        trainer(RaisingBackend(torch.device("cpu")), "powersgd")
+        make_trainer(RaisingBackend(torch.device("cpu")), "powersgd")

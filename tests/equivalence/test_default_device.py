@@ -1,6 +1,6 @@
-"""A program that sets another default device of torch has the results of one that does not.
+"""Setting another default device in torch does not change the results of a program.
 
-The default device of these tests is "meta". A tensor that is created there by mistake then has no values, so that the
+The default device in these tests is "meta". If a tensor is created on this device by mistake, it has no values, and the
 case fails.
 """
 
@@ -93,22 +93,26 @@ def state(*modules: nn.Module | None) -> list[Tensor]:
 
 
 def fit(backend: Backend, folder: Path, settings: dict[str, Any]) -> Any:
-    """Train, evaluate and predict. With `interrupt`, first train up to this step, and resume."""
+    """Train, evaluate and predict. If `settings` contain `interrupt`, end the run at this step, and resume it."""
     settings = dict(settings)
-    kind, interrupt, width = settings.pop("data", "tensors"), settings.pop("interrupt", None), settings.pop("width", 6)
+    source, interrupt, width = (
+        settings.pop("data", "tensors"),
+        settings.pop("interrupt", None),
+        settings.pop("width", 6),
+    )
     has_tokens, fused = settings.pop("tokens", False), settings.pop("fused", False)
     metrics_name, norm = settings.pop("metrics", "functions"), settings.pop("norm", nn.BatchNorm1d)
     training_data: Any = data()
-    if kind == "items":
+    if source == "items":
         training_data = Items(training_data)
-    elif kind == "stream":
+    elif source == "stream":
         training_data = Stream(training_data)
-    elif kind == "sampler":
+    elif source == "sampler":
         weights = list(range(1, SAMPLES + 1))
         with CPU:
             sampler = WeightedRandomSampler(weights, SAMPLES)
             training_data = DataLoader(training_data, batch_size=3, sampler=sampler)
-    if kind != "sampler":
+    if source != "sampler":
         settings.setdefault("batch_size", 3)
     found: list[Any] = []
     for max_steps in (interrupt, STEPS) if interrupt else (STEPS,):
@@ -152,7 +156,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def collectives(backend: Backend) -> list[Any]:
+def call_collectives(backend: Backend) -> list[Any]:
     with CPU:
         own = torch.arange(8.0).view(4, 2) + backend.rank
         rows = torch.full((backend.rank + 1, 2), 2.0, requires_grad=True)
@@ -171,7 +175,7 @@ def collectives(backend: Backend) -> list[Any]:
     return found
 
 
-def errors(backend: Backend) -> list[str]:
+def errors_of_invalid_calls(backend: Backend) -> list[str]:
     """Return the errors of invalid calls."""
     with CPU:
         own = torch.ones(2 + backend.rank)
@@ -187,7 +191,7 @@ def errors(backend: Backend) -> list[str]:
     return found
 
 
-def own_loop(backend: Backend, shard: str) -> list[Any]:
+def train_in_own_loop(backend: Backend, shard: str) -> list[Any]:
     model = backend.distributed_model(network(WIDTH, nn.LayerNorm), shard="none" if shard == "state" else shard)  # type: ignore[arg-type]
     optimizer = backend.distributed_optimizer(sgd(model), model, shard=shard)  # type: ignore[arg-type]
     loader = unitrain.ShardedLoader(data(), backend, batch_size=3, seed=3, gradient_accumulation_steps=2)
@@ -208,7 +212,7 @@ def own_loop(backend: Backend, shard: str) -> list[Any]:
     return [list(backend.unwrap(model).state_dict().values()), saved, mean.compute(), exact.compute(), count]
 
 
-def pipeline(backend: Backend) -> list[Any]:
+def train_pipeline(backend: Backend) -> list[Any]:
     blocks = unitrain.Pipeline(
         network(norm=nn.LayerNorm), backend, nn.CrossEntropyLoss(), stages=backend.size, micro_batches=2,
         balance=[5] if backend.size == 1 else [2, 3],
@@ -226,11 +230,11 @@ def pipeline(backend: Backend) -> list[Any]:
 def run_cases(backend: Backend, folder: Path, default_device: str | None) -> dict[str, Any]:
     """Run all cases with this default device, and return their results."""
     cases: dict[str, Callable[[], Any]] = {
-        "collectives": lambda: collectives(backend),
-        "errors": lambda: errors(backend),
-        "pipeline": lambda: pipeline(backend),
+        "collectives": lambda: call_collectives(backend),
+        "errors": lambda: errors_of_invalid_calls(backend),
+        "pipeline": lambda: train_pipeline(backend),
         **{name: lambda s=settings, n=name: fit(backend, folder / n, s) for name, settings in SETTINGS.items()},
-        **{f"loop {shard}": lambda s=shard: own_loop(backend, s) for shard in ("none", "state", "parameters")},
+        **{f"loop {shard}": lambda s=shard: train_in_own_loop(backend, s) for shard in ("none", "state", "parameters")},
     }
     found = {}
     for name, case in cases.items():

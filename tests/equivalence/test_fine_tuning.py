@@ -19,7 +19,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 TRAINED = [[2], [1, 2], [0, 1, 2], [0, 1]]  # the trained layers of each epoch
 
 
-class Unfreeze(Callback):
+class ChangeTrainedLayers(Callback):
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
         set_trained_layers(trainer.backend.unwrap(trainer.model), trainer.progress.epoch)
 
@@ -30,7 +30,7 @@ def set_trained_layers(model: nn.Module, epoch: int) -> None:
 
 
 def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
-    """Return the parameters, and whether each has changed."""
+    """Return the parameters and their averages, and whether each parameter has changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -39,7 +39,7 @@ def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
     data = TensorDataset(torch.randn(38, 6, generator=generator), torch.randint(3, (38,), generator=generator))
     config = TrainConfig(max_epochs=len(TRAINED), batch_size=12 // backend.size, ema_decay=0.5, progress="off")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    callbacks = [Unfreeze()]
+    callbacks = [ChangeTrainedLayers()]
     trainer = Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, callbacks=callbacks
     )

@@ -60,7 +60,7 @@ def train(backend: Backend, folder: Path, settings: dict[str, Any], peak_flops: 
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def counted_and_plain(backend: Backend, folder: Path) -> dict[str, bool]:
+def compare_counted_with_plain(backend: Backend, folder: Path) -> dict[str, bool]:
     """For each of SETTINGS, return whether the results with and without counting are equal."""
     found = {}
     for name, settings in SETTINGS.items():
@@ -75,10 +75,10 @@ def counted_and_plain(backend: Backend, folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("name", ci("ddp", "horovod"))
-def test_counting_flops_does_not_change_the_results(name: str, tmp_path: Path) -> None:
-    with RankGroup(name, 2) as group:
-        results = group.run(counted_and_plain, tmp_path, timeout_seconds=250)
+@pytest.mark.parametrize("backend", ci("ddp", "horovod"))
+def test_counting_flops_does_not_change_the_results(backend: str, tmp_path: Path) -> None:
+    with RankGroup(backend, 2) as group:
+        results = group.run(compare_counted_with_plain, tmp_path, timeout_seconds=250)
     assert results == [dict.fromkeys(SETTINGS, True)] * 2
     flops = {}
     for case in SETTINGS:

@@ -1,4 +1,4 @@
-"""Compare a fixed number of random training runs, with fixed seeds, with plain torch. See `tests/fuzzer/`.
+"""Compare a fixed number of random training runs with plain torch. Their seeds are fixed. See `tests/fuzzer/`.
 
 UNITRAIN_FUZZ_CASES sets the number of cases, and UNITRAIN_FUZZ_FIRST sets the first seed.
 """

@@ -52,7 +52,7 @@ def classifier() -> Any:
     return transformers.BertForSequenceClassification(config).double()
 
 
-def rows(kind: str) -> list[dict[str, Any]]:
+def rows(task: str) -> list[dict[str, Any]]:
     """Return token sequences of different lengths, without padding."""
     generator = torch.Generator().manual_seed(3)
     found = []
@@ -60,32 +60,32 @@ def rows(kind: str) -> list[dict[str, Any]]:
         # The lengths differ by a factor of 8. The last two sequences have one token, so there is no token to predict.
         length = 1 if number >= ROWS - 2 else 2 + number * 7 // ROWS
         ids = torch.randint(1, WORDS, (length,), generator=generator).tolist()
-        found.append({"input_ids": ids, "labels": ids if kind == "language" else number % 3})
+        found.append({"input_ids": ids, "labels": ids if task == "language" else number % 3})
     return found
 
 
-def padded(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+def pad(task: str, row: dict[str, Any]) -> dict[str, Any]:
     missing = LENGTH - len(row["input_ids"])
-    labels = [*row["labels"], *[-100] * missing] if kind == "language" else row["labels"]
+    labels = [*row["labels"], *[-100] * missing] if task == "language" else row["labels"]
     mask = [1] * len(row["input_ids"]) + [0] * missing
     return {"input_ids": [*row["input_ids"], *[0] * missing], "attention_mask": mask, "labels": labels}
 
 
-def dataset(kind: str) -> datasets.Dataset:
-    table = [padded(kind, row) for row in rows(kind)]
+def dataset(task: str) -> datasets.Dataset:
+    table = [pad(task, row) for row in rows(task)]
     return datasets.Dataset.from_list(table).with_format("torch")
 
 
 def encode(items: list[dict[str, Any]]) -> transformers.BatchEncoding:
     """Pad to the longest sequence of the batch, as the collators of transformers do."""
     length = max(len(item["input_ids"]) for item in items)
-    table = [padded("language", item) for item in items]
+    table = [pad("language", item) for item in items]
     return transformers.BatchEncoding(
         {key: torch.tensor([row[key][:length] for row in table]) for key in ("input_ids", "attention_mask", "labels")}
     )
 
 
-def data_of(source: str, size: int) -> Any:
+def make_data(source: str, size: int) -> Any:
     """Return the language data as a map-style dataset, an iterable dataset or a DataLoader."""
     if source == "map":
         return dataset("language")
@@ -95,27 +95,27 @@ def data_of(source: str, size: int) -> Any:
     return DataLoader(loaded, batch_size=STEP // size // 2, shuffle=True, collate_fn=encode)
 
 
-def train(backend: Backend, kind: str, source: str = "map", **settings: Any) -> dict[str, Any]:
+def train(backend: Backend, task: str, source: str = "map", **settings: Any) -> dict[str, Any]:
     """Train with two micro-batches per rank and step. Return the parameters, results and predictions."""
-    model = language_model() if kind == "language" else classifier()
-    data = data_of(source, backend.size) if kind == "language" else dataset(kind)
+    model = language_model() if task == "language" else classifier()
+    data = make_data(source, backend.size) if task == "language" else dataset(task)
     changes = {} if source == "loader" else {"batch_size": STEP // backend.size // 2}
     config = TrainConfig(
         max_epochs=EPOCHS, gradient_accumulation_steps=2, max_grad_norm=0.5, progress="off", **changes, **settings
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trainer = Trainer(model, optimizer, backend=backend, config=config, metrics={"rows": count_rows})
-    results = trainer.fit(data, dataset(kind))
-    outputs = trainer.predict(dataset(kind))
+    results = trainer.fit(data, dataset(task))
+    outputs = trainer.predict(dataset(task))
     return {
-        "parameters": [complete(parameter) for parameter in backend.unwrap(trainer.model).parameters()],
+        "parameters": [full_tensor(parameter) for parameter in backend.unwrap(trainer.model).parameters()],
         "results": results,
         "logits": outputs.logits,
         "parts": list(outputs),
     }
 
 
-def complete(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
 
 
@@ -125,16 +125,16 @@ def count_rows(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return batch["attention_mask"].sum(1).double()
 
 
-def expected_training(kind: str, *, is_shuffled: bool = True) -> dict[str, Any]:
+def expected_training(task: str, *, is_shuffled: bool = True) -> dict[str, Any]:
     """Train in one process, with one micro-batch per global batch and a loss computed from the logits."""
-    model = language_model() if kind == "language" else classifier()
+    model = language_model() if task == "language" else classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    table = dataset(kind)[:]
+    table = dataset(task)[:]
 
     def summed_loss(chosen: Any) -> tuple[Tensor, int]:
         labels = table["labels"][chosen]
         logits = model(input_ids=table["input_ids"][chosen], attention_mask=table["attention_mask"][chosen]).logits
-        if kind == "language":
+        if task == "language":
             logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         return cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
 
@@ -159,12 +159,12 @@ def expected_training(kind: str, *, is_shuffled: bool = True) -> dict[str, Any]:
     return {"parameters": [one.detach() for one in model.parameters()], "results": results, "logits": logits}
 
 
-def check(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-11) -> None:
+def assert_results_are_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-11) -> None:
     for one, other in zip(found["parameters"], expected["parameters"], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
     assert found["results"] == pytest.approx(expected["results"], abs=max(tolerance, 1e-6))
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=10 * tolerance)
-    assert found["parts"] == ["logits"]  # the loss and the cache of the language model are not predicted
+    assert found["parts"] == ["logits"]  # predict does not return the loss and the cache
 
 
 class OneProcess:
@@ -191,13 +191,13 @@ def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_language_model_trains_with_the_mean_over_all_tokens(group: Ranks, source: str) -> None:
     expected = expected_training("language", is_shuffled=source != "stream")
     for found in group.run(train, "language", source, timeout_seconds=200):
-        check(found, expected)
+        assert_results_are_close(found, expected)
 
 
 def test_classifier_trains_with_the_mean_over_all_samples(group: Ranks) -> None:
     expected = expected_training("classifier")
     for found in group.run(train, "classifier", timeout_seconds=200):
-        check(found, expected)
+        assert_results_are_close(found, expected)
 
 
 def train_in_two_jobs(backend: Backend, folder: str, shard: str) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def train_in_two_jobs(backend: Backend, folder: str, shard: str) -> dict[str, An
     if backend.rank == 0:
         unwrapped.save_pretrained(f"{folder}/pretrained", **({} if shard == "none" else {"state_dict": state}))
     backend.barrier()
-    parameters = [complete(parameter) for parameter in unwrapped.parameters()]
+    parameters = [full_tensor(parameter) for parameter in unwrapped.parameters()]
     return {"parameters": parameters, "train_loss": results["train_loss"]}
 
 
@@ -232,12 +232,12 @@ def test_tied_weights_are_resumed_and_saved_with_save_pretrained(group: Ranks, t
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for (name, one), other in zip(loaded.named_parameters(), expected["parameters"], strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=0, atol=1e-11, msg=name)
-    average = language_model()
-    assert verify_checkpoint(tmp_path, average)
+    assert verify_checkpoint(tmp_path, language_model())
 
 
 def verify_checkpoint(folder: Path, model: Any) -> bool:
-    """Load the newest checkpoint in `folder` into `model` with load_weights, and compare it with the saved model."""
+    """Load the newest checkpoint in `folder` into `model`. Return whether the weights equal those of the saved
+    model."""
     config = TrainConfig(max_epochs=1, batch_size=4, progress="off")
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=LOCAL, config=config)
     trainer.load_weights(folder)
@@ -255,7 +255,7 @@ def train_with(backend: Backend, settings: dict[str, Any]) -> dict[str, Any]:
 def test_sharded_language_model_trains_like_one_process(group: Ranks, shard: str) -> None:
     expected = expected_training("language")
     for found in group.run(train_with, {"shard": shard}, timeout_seconds=200):
-        check(found, expected)
+        assert_results_are_close(found, expected)
 
 
 def train_with_logical_ranks(backend: Backend) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_logical_ranks_give_the_same_bits_for_any_number_of_processes(group: Ran
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
-def own_loop(backend: Backend) -> list[Tensor]:
+def train_in_own_loop(backend: Backend) -> list[Tensor]:
     """Train with the loop of docs/guides/huggingface.md."""
     model = language_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -310,7 +310,7 @@ def own_loop(backend: Backend) -> list[Tensor]:
 @pytest.mark.ci
 def test_own_loop_trains_with_the_mean_over_all_tokens(group: Ranks) -> None:
     expected = expected_training("language")["parameters"]
-    for found in group.run(own_loop, timeout_seconds=200):
+    for found in group.run(train_in_own_loop, timeout_seconds=200):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
@@ -324,8 +324,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def llama_results(backend: Backend, feature: str) -> dict[str, float]:
-    """Train a Llama in float32 with the loss function of transformers, and a setting of the Trainer."""
+def train_llama(backend: Backend, feature: str) -> dict[str, float]:
+    """Train a Llama in float32 with the loss function of transformers and one of FEATURES. Return the results."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -341,7 +341,7 @@ def llama_results(backend: Backend, feature: str) -> dict[str, float]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("feature", [*ci(*(name for name in FEATURES if name != "compile")), *nightly("compile")])
 def test_settings_of_the_trainer_work_with_transformers(group: Ranks, feature: str) -> None:
-    expected = llama_results(LOCAL, "plain")
+    expected = train_llama(LOCAL, "plain")
     tolerance = {"bf16": 0.02, "local_sgd": 0.1}.get(feature, 1e-4)
-    for found in group.run(llama_results, feature, timeout_seconds=500):
+    for found in group.run(train_llama, feature, timeout_seconds=500):
         assert found == pytest.approx(expected, abs=tolerance)

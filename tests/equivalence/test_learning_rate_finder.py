@@ -35,7 +35,7 @@ def data() -> TensorDataset:
     return TensorDataset(inputs, inputs @ torch.randn(5, 2, generator=generator, dtype=torch.float64))
 
 
-def make(backend: Backend = LOCAL, layers: Any = (), **settings: Any) -> Trainer:
+def make_trainer(backend: Backend = LOCAL, layers: Any = (), **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), *layers, nn.Tanh(), nn.Linear(4, 2)).double()
     groups = [{"params": model[0].parameters()}, {"params": model[-1].parameters(), "lr": 0.02}]
@@ -49,9 +49,9 @@ def make(backend: Backend = LOCAL, layers: Any = (), **settings: Any) -> Trainer
     )  # fmt: skip
 
 
-def plain() -> tuple[list[float], list[float]]:
+def run_range_test_in_plain_torch() -> tuple[list[float], list[float]]:
     """Run the learning rate range test in plain torch, and return the losses and the smoothed losses."""
-    trainer = make()
+    trainer = make_trainer()
     model, optimizer = copy.deepcopy(trainer.model), None
     optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[-1].parameters()}])
     inputs, targets = data().tensors
@@ -75,20 +75,20 @@ def plain() -> tuple[list[float], list[float]]:
     return losses, smoothed
 
 
-def curves_on(backend: Backend) -> list[LearningRateCurve]:
-    trainers = [make(backend), make(backend, global_batch_size=None, batch_size=BATCH // backend.size // 2,
-                                    gradient_accumulation_steps=2)]  # fmt: skip
+def find_curves(backend: Backend) -> list[LearningRateCurve]:
+    accumulation = {"batch_size": BATCH // backend.size // 2, "gradient_accumulation_steps": 2}
+    trainers = [make_trainer(backend), make_trainer(backend, global_batch_size=None, **accumulation)]
     if backend.size > 1:
-        trainers.append(make(backend, shard="state"))
+        trainers.append(make_trainer(backend, shard="state"))
     curves = []
     for trainer in trainers:
-        before = state_of(trainer)
+        before = copy_state(trainer)
         curves.append(find_learning_rate(trainer, data(), min_lr=1e-6, max_lr=10.0, steps=STEPS))
-        assert_equal(state_of(trainer), before)
+        assert_equal(copy_state(trainer), before)
     return curves
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def copy_state(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of all state that training modifies."""
     model = trainer.backend.unwrap(trainer.model)
     state = {
@@ -120,12 +120,12 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def test_curve_and_suggestion_equal_plain_torch(group: tuple[str, int]) -> None:
-    losses, smoothed = plain()
+    losses, smoothed = run_range_test_in_plain_torch()
     if group[0] == "local":
-        ranks = [curves_on(LOCAL)]
+        ranks = [find_curves(LOCAL)]
     else:
         with RankGroup(*group) as started:
-            ranks = started.run(curves_on)
+            ranks = started.run(find_curves)
     slopes = np.gradient(np.asarray(smoothed[10:-1]))
     expected = 10 ** (-6 + 7 * (10 + int(slopes.argmin())) / (STEPS - 1))
     assert len(losses) > 13
@@ -136,9 +136,9 @@ def test_curve_and_suggestion_equal_plain_torch(group: tuple[str, int]) -> None:
     assert all(one == ranks[0] for one in ranks)
 
 
-def test_training_is_bit_identical_after_the_test(tmp_path: Path) -> None:
-    """The run has dropout, BatchNorm, a sampler with its own generator and an existing optimizer state, and continues
-    after the test."""
+def test_training_is_bit_identical_after_a_range_test(tmp_path: Path) -> None:
+    """The run has dropout, BatchNorm, a sampler with its own generator and an existing optimizer state. It continues
+    after the learning rate range test."""
 
     def loader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
@@ -146,19 +146,19 @@ def test_training_is_bit_identical_after_the_test(tmp_path: Path) -> None:
 
     results = []
     for is_tested in (False, True):
-        trainer = make(layers=(nn.BatchNorm1d(4), nn.Dropout(0.3)), ema_decay=0.9, global_batch_size=None)
+        trainer = make_trainer(layers=(nn.BatchNorm1d(4), nn.Dropout(0.3)), ema_decay=0.9, global_batch_size=None)
         train_data = loader()
         trainer.fit(train_data)
         if is_tested:
-            before = state_of(trainer)
+            before = copy_state(trainer)
             find_learning_rate(trainer, train_data, min_lr=1e-6, steps=20)
-            assert_equal(state_of(trainer), before)
+            assert_equal(copy_state(trainer), before)
         torch.manual_seed(5)
         trainer.config = TrainConfig(max_epochs=4, progress="off")
         trainer._run._config = trainer.config
         trainer.fit(train_data)
         assert trainer.averaged_model is not None
-        results.append((state_of(trainer), copy.deepcopy(trainer.averaged_model.state_dict())))
+        results.append((copy_state(trainer), copy.deepcopy(trainer.averaged_model.state_dict())))
     assert_equal(results[1], results[0])
 
 
@@ -172,10 +172,10 @@ def test_buffer_that_the_model_assigns_is_restored() -> None:
             self.calls = self.calls + 1
             return inputs * self.scale
 
-    trainer = make(layers=(Counts(),))
-    before = state_of(trainer)
+    trainer = make_trainer(layers=(Counts(),))
+    before = copy_state(trainer)
     find_learning_rate(trainer, data(), min_lr=1e-6, steps=20)
-    assert_equal(state_of(trainer), before)
+    assert_equal(copy_state(trainer), before)
 
 
 def test_callbacks_and_scheduler_are_not_called() -> None:
@@ -183,13 +183,13 @@ def test_callbacks_and_scheduler_are_not_called() -> None:
         def on_step_end(self, trainer: Any) -> None:
             raise AssertionError
 
-    find_learning_rate(make(callbacks=[Fails()]), data(), min_lr=1e-6, steps=20)
+    find_learning_rate(make_trainer(callbacks=[Fails()]), data(), min_lr=1e-6, steps=20)
 
 
 def test_learning_rate_scaling_is_applied_without_warm_up() -> None:
     settings = {"lr_scaling": "linear", "reference_batch_size": BATCH // 2, "warmup_steps": 100}
-    scaled = find_learning_rate(make(**settings), data(), min_lr=1e-6, max_lr=1.0, steps=20)
-    doubled = find_learning_rate(make(), data(), min_lr=2e-6, max_lr=2.0, steps=20)
+    scaled = find_learning_rate(make_trainer(**settings), data(), min_lr=1e-6, max_lr=1.0, steps=20)
+    doubled = find_learning_rate(make_trainer(), data(), min_lr=2e-6, max_lr=2.0, steps=20)
     assert scaled.losses == pytest.approx(doubled.losses)
 
 
@@ -200,7 +200,7 @@ def test_flat_loss_has_no_suggestion() -> None:
 
 
 def test_result_is_printed_and_plotted(tmp_path: Path) -> None:
-    curve = find_learning_rate(make(), data(), min_lr=1e-6, max_lr=10.0, steps=STEPS)
+    curve = find_learning_rate(make_trainer(), data(), min_lr=1e-6, max_lr=10.0, steps=STEPS)
     text = str(curve)
     assert text.startswith(f"Suggested learning rate: {curve.suggestion:.3g} (tested 1e-06 to ")
     assert text.count("o") >= 1
@@ -224,21 +224,21 @@ def test_result_is_printed_and_plotted(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_and_early_divergence_are_rejected(given: dict[str, Any], message: str) -> None:
-    trainer = make()
-    before = state_of(trainer)
+    trainer = make_trainer()
+    before = copy_state(trainer)
     with pytest.raises(ConfigError, match=message):
         find_learning_rate(trainer, data(), **given)
-    assert_equal(state_of(trainer), before)
+    assert_equal(copy_state(trainer), before)
 
 
 def test_invalid_data_is_reported_with_the_name_of_the_function() -> None:
     with pytest.raises(DataError, match=r"^find_learning_rate\(data\) must be a dataset or a DataLoader, got None"):
-        find_learning_rate(make(), None)  # type: ignore[arg-type]
+        find_learning_rate(make_trainer(), None)  # type: ignore[arg-type]
 
 
 def test_non_finite_losses_are_reported() -> None:
     with pytest.raises(NonFiniteLossError, match="the loss of the first batch is not finite, before any update"):
-        find_learning_rate(make(loss_fn=lambda output, target: (output - target).sum() * torch.inf), data())
+        find_learning_rate(make_trainer(loss_fn=lambda output, target: (output - target).sum() * torch.inf), data())
     calls = [0]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -248,21 +248,21 @@ def test_non_finite_losses_are_reported() -> None:
     with pytest.raises(
         NonFiniteLossError, match=r"but after 4 steps the loss became nan after a step with learning rate"
     ):
-        find_learning_rate(make(loss_fn=loss_fn), data())
+        find_learning_rate(make_trainer(loss_fn=loss_fn), data())
 
 
 def test_unsupported_trainers_and_calls_during_fit_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"takes a unitrain.Trainer, got Linear"):
         find_learning_rate(nn.Linear(1, 1), data())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"does not support TrainConfig.local_sgd=2"):
-        find_learning_rate(make(local_sgd=2), data())
+        find_learning_rate(make_trainer(local_sgd=2), data())
 
     class Finds(Callback):
         def on_step_end(self, trainer: Any) -> None:
             find_learning_rate(trainer, data())
 
     with pytest.raises((ConfigError, CallbackError), match=r"was called by a callback during fit"):
-        make(callbacks=[Finds()]).fit(data())
+        make_trainer(callbacks=[Finds()]).fit(data())
 
 
 def test_public_names_are_exported() -> None:

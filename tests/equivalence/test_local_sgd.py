@@ -37,15 +37,15 @@ GROUPED = LocalSGDConfig(
     overlap_steps=2,
     synchronous_ranks="host",
 )
-# Settings of the Trainer. "kind" selects the inner optimizer, and "tokens" selects a loss over tokens.
+# Settings of the Trainer. "optimizer" selects the inner optimizer, and "tokens" selects a loss over tokens.
 CASES: dict[str, dict[str, Any]] = {
     "local SGD": {"local_sgd": 4},
     "post-local SGD": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=5), "ema_decay": DECAY},
-    "DiLoCo": {"local_sgd": DILOCO, "kind": "adamw", "max_grad_norm": 0.3},
+    "DiLoCo": {"local_sgd": DILOCO, "optimizer": "adamw", "max_grad_norm": 0.3},
     "accumulated": {"local_sgd": DILOCO, "gradient_accumulation_steps": 2, "count": 60},
     "tokens": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=3), "tokens": True},
     "average": {"local_sgd": DILOCO, "ema_decay": DECAY},
-    "streaming": {"local_sgd": STREAMING, "kind": "adamw", "max_grad_norm": 0.3, "ema_decay": DECAY},
+    "streaming": {"local_sgd": STREAMING, "optimizer": "adamw", "max_grad_norm": 0.3, "ema_decay": DECAY},
     "streaming, accumulated": {"local_sgd": STREAMING, "gradient_accumulation_steps": 2, "count": 60},
 }
 FRAGMENTS = (("0.weight", "0.bias"), ("1.weight", "1.bias", "3.weight", "3.bias"))  # parameter names
@@ -62,31 +62,33 @@ def data(count: int = SAMPLES, seed: int = 5) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
 
 
-def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    if kind == "adamw":
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss and the number of tokens, which differs between ranks."""
     tokens = 1 + 3 * target
     return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
 
 
-def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
-    kind, tokens = settings.pop("kind", "sgd"), settings.pop("tokens", False)
+def make_trainer(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
+    optimizer_name, tokens = settings.pop("optimizer", "sgd"), settings.pop("tokens", False)
     callbacks = settings.pop("callbacks", ())
     batch_size = GLOBAL_BATCH // backend.size // settings.get("gradient_accumulation_steps", 1)
     defaults = {"max_epochs": EPOCHS, "batch_size": batch_size, "seed": SEED, "progress": "off"}
     if "max_steps" in settings:
         defaults.pop("max_epochs")
-    loss_fn = summed if tokens else nn.functional.cross_entropy
+    loss_fn = summed_loss if tokens else nn.functional.cross_entropy
     config = TrainConfig(**{**defaults, **settings})
-    return Trainer(model, optimizer_of(model, kind), loss_fn, backend=backend, config=config, callbacks=callbacks)
+    return Trainer(
+        model, optimizer_of(model, optimizer_name), loss_fn, backend=backend, config=config, callbacks=callbacks
+    )
 
 
-def vector(model: nn.Module) -> Tensor:
+def flat_state(model: nn.Module) -> Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
 
 
@@ -95,10 +97,10 @@ def fit(backend: Backend, settings: dict[str, Any], validation: bool = True) -> 
     settings = dict(settings)
     count = settings.pop("count", SAMPLES)
     model = network(settings.pop("norm", nn.BatchNorm1d))
-    trainer = make(backend, model, **settings)
+    trainer = make_trainer(backend, model, **settings)
     results = trainer.fit(data(count), data(30, seed=8) if validation else None)
     average = trainer.averaged_model
-    return {"model": vector(model), "average": None if average is None else vector(average), "results": results}
+    return {"model": flat_state(model), "average": None if average is None else flat_state(average), "results": results}
 
 
 class Simulation:
@@ -109,14 +111,14 @@ class Simulation:
         self.size, self.settings = size, settings
         self.local = LocalSGDConfig(steps=given) if isinstance(given, int) else given
         self.models = [network() for _ in range(size)]
-        self.optimizers = [optimizer_of(model, settings.get("kind", "sgd")) for model in self.models]
+        self.optimizers = [optimizer_of(model, settings.get("optimizer", "sgd")) for model in self.models]
         self.outer = network()
         momentum = self.local.outer_momentum
         self.outer_optimizer = torch.optim.SGD(
             self.outer.parameters(), lr=self.local.outer_lr, momentum=momentum, nesterov=momentum > 0
         )
         self.average: AveragedModel | None = None
-        self.steps = self.since = 0
+        self.steps = self.steps_since_synchronization = 0
         self.transfers: dict[int, tuple[int, dict[str, Tensor]]] = {}
 
     def run(self) -> nn.Module:
@@ -159,12 +161,12 @@ class Simulation:
             self.outer.load_state_dict(self.models[0].state_dict())
             self.update_average(1)
             return
-        self.since += 1
+        self.steps_since_synchronization += 1
         if self.local.fragments > 1:
             for index in range(2):
-                self.stream(index, self.steps - self.local.warmup_steps)
-        if self.since == self.local.steps:
-            self.since = 0
+                self.update_fragment(index, self.steps - self.local.warmup_steps)
+        if self.steps_since_synchronization == self.local.steps:
+            self.steps_since_synchronization = 0
             self.synchronize()
             self.update_average(self.local.steps)
 
@@ -173,7 +175,7 @@ class Simulation:
         micro_batches = self.settings.get("gradient_accumulation_steps", 1)
         return torch.cat([model(part) for part in inputs.chunk(micro_batches)])
 
-    def stream(self, index: int, step: int) -> None:
+    def update_fragment(self, index: int, step: int) -> None:
         """Start the transfer of a fragment after `step` if it is due, and merge a completed transfer."""
         names, steps = FRAGMENTS[index], self.local.steps
         start = steps // 2 if index == 0 else steps
@@ -224,33 +226,33 @@ class Simulation:
             self.average.update_parameters(self.outer)
 
 
-def loss_of(model: nn.Module, *, tokens: bool) -> float:
+def validation_loss(model: nn.Module, *, tokens: bool) -> float:
     model.eval()
     inputs, targets = data(30, seed=8).tensors
     with torch.no_grad():
         if tokens:
-            total, count = summed(model(inputs), targets)
+            total, count = summed_loss(model(inputs), targets)
             return (total / count).item()
         return nn.functional.cross_entropy(model(inputs), targets).item()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trainer_equals_simulated_ranks(ran: Ran, case: str) -> None:
-    initial = vector(network())
+def test_trainer_equals_simulated_ranks(launch_results: LaunchResults, case: str) -> None:
+    initial = flat_state(network())
     for size in (1, 2, 3):
         simulation = Simulation(size, CASES[case])
         expected = simulation.run()
-        assert (vector(expected) - initial).abs().max() > 0.1
+        assert (flat_state(expected) - initial).abs().max() > 0.1
         wanted = expected
         if simulation.average is not None and "ema_decay" in CASES[case]:
             wanted = simulation.average.module
             wanted.load_state_dict({**wanted.state_dict(), **dict(simulation.outer.named_buffers())})
-        for result in of_size(ran, size):
+        for result in results_of_size(launch_results, size):
             found = result["fits"][case]
-            torch.testing.assert_close(found["model"], vector(expected), rtol=0, atol=1e-9)
+            torch.testing.assert_close(found["model"], flat_state(expected), rtol=0, atol=1e-9)
             if "ema_decay" in CASES[case]:
-                torch.testing.assert_close(found["average"], vector(wanted), rtol=0, atol=1e-9)
-            loss = loss_of(wanted, tokens=CASES[case].get("tokens", False))
+                torch.testing.assert_close(found["average"], flat_state(wanted), rtol=0, atol=1e-9)
+            loss = validation_loss(wanted, tokens=CASES[case].get("tokens", False))
             assert found["results"]["val_loss"] == pytest.approx(loss, abs=1e-9)
 
 
@@ -260,33 +262,33 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_one_local_step_equals_synchronous_training(ran: Ran) -> None:
+def test_one_local_step_equals_synchronous_training(launch_results: LaunchResults) -> None:
     """Some cases have an uneven last step. They use LayerNorm, because BatchNorm over two samples amplifies rounding
     errors."""
-    initial = vector(network(nn.LayerNorm))
+    initial = flat_state(network(nn.LayerNorm))
     for size in (1, 2, 3):
         for name in SYNCHRONOUS:
-            for result in of_size(ran, size):
+            for result in results_of_size(launch_results, size):
                 found, expected = result["one step"][name], result["synchronous"][name]
                 for kind in ("model", "average") if expected["average"] is not None else ("model",):
                     assert (found[kind] - expected[kind]).abs().max() <= 1e-12
                     assert (found[kind] - initial).abs().max() > 0.1
 
 
-def trained(values: Tensor) -> Tensor:
-    """Return the part of `vector(model)` that contains parameters."""
+def parameters_only(values: Tensor) -> Tensor:
+    """Return the part of `flat_state(model)` that contains parameters."""
     model = network()
     kept = [name in dict(model.named_parameters()) for name in model.state_dict()]
     parts = values.split([tensor.numel() for tensor in model.state_dict().values()])
     return torch.cat([part for part, is_parameter in zip(parts, kept, strict=True) if is_parameter])
 
 
-def in_float32(backend: Backend, local_sgd: LocalSGDConfig, precision: str) -> Tensor:
+def train_in_float32(backend: Backend, local_sgd: LocalSGDConfig, precision: str) -> Tensor:
     model = network().float()
     inputs, targets = data().tensors
-    trainer = make(backend, model, local_sgd=local_sgd, precision=precision, kind="adamw")
+    trainer = make_trainer(backend, model, local_sgd=local_sgd, precision=precision, optimizer="adamw")
     trainer.fit(TensorDataset(inputs.float(), targets))
-    return vector(model)
+    return flat_state(model)
 
 
 FLOAT32 = {
@@ -300,10 +302,10 @@ FLOAT32 = {
 
 
 @pytest.mark.parametrize("case", FLOAT32)
-def test_backends_agree_in_float32(ran: Ran, case: str) -> None:
+def test_backends_agree_in_float32(launch_results: LaunchResults, case: str) -> None:
     compressed = FLOAT32[case][0].compression != "none"
     for size in (2, 3):
-        results = [result["float32"][case] for result in of_size(ran, size)]
+        results = [result["float32"][case] for result in results_of_size(launch_results, size)]
         for found in results:
             assert found.isfinite().all()
             # The transport determines the summation order of an uncompressed sum over three ranks.
@@ -321,13 +323,13 @@ class Evaluating(Callback):
 def run_with_and_without_evaluation(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of two runs. The second run also evaluates, predicts and saves a checkpoint after each
     step."""
-    settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "kind": "adamw"}
+    settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "optimizer": "adamw"}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
 
 
-def test_evaluation_and_checkpoints_do_not_change_training(ran: Ran) -> None:
-    for _, results in ran:
+def test_evaluation_and_checkpoints_do_not_change_training(launch_results: LaunchResults) -> None:
+    for _, results in launch_results:
         for result in results:
             undisturbed, often = result["with evaluation"]
             assert torch.equal(undisturbed["model"], often["model"])
@@ -349,14 +351,14 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("case", INTERRUPTED)
 def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
-    both: list[RankGroup], case: str, tmp_path: Path
+    two_groups: list[RankGroup], case: str, tmp_path: Path
 ) -> None:
     local_sgd, checkpoint_format = INTERRUPTED[case]
-    settings = {"local_sgd": local_sgd, "kind": "adamw", "ema_decay": DECAY}
-    expected = both[0].run(fit, {**settings, "max_steps": 11}, timeout_seconds=120)[0]
+    settings = {"local_sgd": local_sgd, "optimizer": "adamw", "ema_decay": DECAY}
+    expected = two_groups[0].run(fit, {**settings, "max_steps": 11}, timeout_seconds=120)[0]
     saved = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}
     for steps in range(1, 12):
-        results = both[steps % 2].run(fit, {**settings, **saved, "max_steps": steps}, timeout_seconds=120)
+        results = two_groups[steps % 2].run(fit, {**settings, **saved, "max_steps": steps}, timeout_seconds=120)
     for result in results:
         assert torch.equal(result["model"], expected["model"])
         assert torch.equal(result["average"], expected["average"])
@@ -371,19 +373,19 @@ def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
         torch.testing.assert_close(checkpoint_weights(tmp_path, 11)["0.weight"], weights, rtol=0, atol=1e-12)
 
 
-def evaluate_resumed(backend: Backend, settings: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Resume and train. Return the loss before training, and the results."""
-    trainer = make(backend, network(), **settings)
+def evaluate_and_continue(backend: Backend, settings: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Resume a run, evaluate it and continue its training. Return the loss before training, and the results."""
+    trainer = make_trainer(backend, network(), **settings)
     loss = trainer.evaluate(data(30, seed=8))["loss"]
     return loss, trainer.fit(data(), data(30, seed=8))
 
 
-def test_run_resumes_on_other_numbers_of_ranks(both: list[RankGroup], tmp_path: Path) -> None:
-    settings = {"local_sgd": COMPRESSED, "kind": "adamw", "output_dir": str(tmp_path), "resume": True}
-    before = both[0].run(fit, {**settings, "max_steps": 6}, timeout_seconds=120)[0]["results"]
-    (loss, results) = evaluate_resumed(LOCAL, {**settings, "max_steps": 13})
+def test_run_resumes_on_other_numbers_of_ranks(two_groups: list[RankGroup], tmp_path: Path) -> None:
+    settings = {"local_sgd": COMPRESSED, "optimizer": "adamw", "output_dir": str(tmp_path), "resume": True}
+    before = two_groups[0].run(fit, {**settings, "max_steps": 6}, timeout_seconds=120)[0]["results"]
+    (loss, results) = evaluate_and_continue(LOCAL, {**settings, "max_steps": 13})
     assert loss == pytest.approx(before["val_loss"], abs=1e-12)
-    for loss, _ in both[1].run(evaluate_resumed, {**settings, "max_steps": 18}, timeout_seconds=120):
+    for loss, _ in two_groups[1].run(evaluate_and_continue, {**settings, "max_steps": 18}, timeout_seconds=120):
         assert loss == pytest.approx(results["val_loss"], abs=1e-12)
 
 
@@ -394,14 +396,14 @@ def test_checkpoint_resumes_with_and_without_local_sgd(tmp_path: Path) -> None:
     assert files.list_checkpoints(tmp_path)[0].name == "step-000000018"
 
 
-class KeepsWeights(Callback):
-    """Keeps the weights after each step."""
+class WeightRecorder(Callback):
+    """Records the weights after each step."""
 
     def __init__(self) -> None:
         self.weights: dict[int, Tensor] = {}
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.weights[trainer.progress.step] = vector(trainer.model)
+        self.weights[trainer.progress.step] = flat_state(trainer.model)
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
@@ -414,7 +416,7 @@ def test_average_counts_all_steps_after_a_resume_with_other_local_steps(
     local_sgd: Any, updated_at: int, checkpoint_format: str, tmp_path: Path
 ) -> None:
     """The checkpoint is saved after step 9, four steps after the last update of the average."""
-    keeps = KeepsWeights()
+    keeps = WeightRecorder()
     settings = {
         "output_dir": tmp_path, "resume": True, "checkpoint_format": checkpoint_format, "ema_decay": DECAY,
         "norm": nn.LayerNorm, "callbacks": [keeps],
@@ -426,52 +428,54 @@ def test_average_counts_all_steps_after_a_resume_with_other_local_steps(
     torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["ddp", "horovod"])
-def test_ranks_of_a_synchronous_group_have_the_gradient_of_all_their_tokens(both: list[RankGroup], number: int) -> None:
+@pytest.mark.parametrize("index", [0, 1], ids=["ddp", "horovod"])
+def test_ranks_of_a_synchronous_group_have_the_gradient_of_all_their_tokens(
+    two_groups: list[RankGroup], index: int
+) -> None:
     settings = {"tokens": True, "norm": nn.LayerNorm, "count": 56}
     expected = fit(LOCAL, settings)
-    for found in both[number].run(fit, {**settings, "local_sgd": LocalSGDConfig(steps=3, synchronous_ranks=2)}):
+    for found in two_groups[index].run(fit, {**settings, "local_sgd": LocalSGDConfig(steps=3, synchronous_ranks=2)}):
         torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=1e-9)
         assert found["results"]["val_loss"] == pytest.approx(expected["results"]["val_loss"], abs=1e-9)
 
 
-def test_run_resumes_with_a_longer_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
+def test_run_resumes_with_a_longer_warm_up(two_groups: list[RankGroup], tmp_path: Path) -> None:
     """The resumed run returns to the warm-up between two synchronizations. After the warm-up, all ranks have equal
     weights."""
-    settings = {"kind": "adamw", "output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
+    settings = {"optimizer": "adamw", "output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
     local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
-    both[0].run(fit, {**settings, "local_sgd": LocalSGDConfig(**local), "max_steps": 6})
+    two_groups[0].run(fit, {**settings, "local_sgd": LocalSGDConfig(**local), "max_steps": 6})
     resumed = {**settings, "local_sgd": LocalSGDConfig(**local, warmup_steps=9), "max_steps": 11}
-    first, second = both[0].run(fit, resumed)
+    first, second = two_groups[0].run(fit, resumed)
     assert torch.equal(first["model"], second["model"])
     model = network(nn.LayerNorm)
     nn.utils.vector_to_parameters(first["model"], model.parameters())  # the model has no buffers
     for result in (first, second):
-        assert result["results"]["val_loss"] == pytest.approx(loss_of(model, tokens=False), abs=1e-9)
+        assert result["results"]["val_loss"] == pytest.approx(validation_loss(model, tokens=False), abs=1e-9)
 
 
-def test_run_resumes_with_a_shorter_warm_up(both: list[RankGroup], tmp_path: Path) -> None:
+def test_run_resumes_with_a_shorter_warm_up(two_groups: list[RankGroup], tmp_path: Path) -> None:
     """The first outer gradient starts at the end of the warm-up, as in an uninterrupted run with the shorter
     warm-up."""
     local = {"steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
     saved = {"output_dir": str(tmp_path), "resume": True, "norm": nn.LayerNorm}
-    both[0].run(fit, {**saved, "local_sgd": LocalSGDConfig(**local, warmup_steps=100), "max_steps": 6})
+    two_groups[0].run(fit, {**saved, "local_sgd": LocalSGDConfig(**local, warmup_steps=100), "max_steps": 6})
     shorter = {"local_sgd": LocalSGDConfig(**local, warmup_steps=6), "max_steps": 13}
-    resumed = both[0].run(fit, {**saved, **shorter})[0]
-    expected = both[0].run(fit, {"norm": nn.LayerNorm, **shorter})[0]
+    resumed = two_groups[0].run(fit, {**saved, **shorter})[0]
+    expected = two_groups[0].run(fit, {"norm": nn.LayerNorm, **shorter})[0]
     torch.testing.assert_close(resumed["model"], expected["model"], rtol=0, atol=1e-12)
 
 
-def test_loaded_weights_replace_the_weights_of_all_ranks(tmp_path: Path) -> None:
+def test_loaded_weights_also_replace_the_outer_weights(tmp_path: Path) -> None:
     fit(LOCAL, {"output_dir": str(tmp_path), "max_steps": 3})
     model = network()
-    trainer = make(LOCAL, model, local_sgd=DILOCO, max_steps=7)
+    trainer = make_trainer(LOCAL, model, local_sgd=DILOCO, max_steps=7)
     trainer.load_weights(tmp_path)
-    expected, loaded = vector(model), vector(model)
-    assert (expected - vector(network())).abs().max() > 0.01
+    expected, loaded = flat_state(model), flat_state(model)
+    assert (expected - flat_state(network())).abs().max() > 0.01
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     trainer.fit(data())
-    torch.testing.assert_close(trained(vector(model)), trained(loaded), rtol=0, atol=1e-12)
+    torch.testing.assert_close(parameters_only(flat_state(model)), parameters_only(loaded), rtol=0, atol=1e-12)
 
 
 # --- running all cases in few launches ---
@@ -482,30 +486,30 @@ def run_all_cases(backend: Backend, folder: str) -> dict[str, Any]:
         "fits": {name: fit(backend, settings) for name, settings in CASES.items()},
         "synchronous": {name: fit(backend, settings) for name, settings in SYNCHRONOUS.items()},
         "one step": {name: fit(backend, {**settings, "local_sgd": 1}) for name, settings in SYNCHRONOUS.items()},
-        "float32": {name: in_float32(backend, *case) for name, case in FLOAT32.items()},
+        "float32": {name: train_in_float32(backend, *case) for name, case in FLOAT32.items()},
         "with evaluation": run_with_and_without_evaluation(backend, folder),
     }
 
 
-Ran = list[tuple[tuple[str, int], list[dict[str, Any]]]]
+LaunchResults = list[tuple[tuple[str, int], list[dict[str, Any]]]]
 
 
-def of_size(ran: Ran, size: int) -> list[dict[str, Any]]:
-    return [result for launch, results in ran if launch[1] == size for result in results]
+def results_of_size(launch_results: LaunchResults, size: int) -> list[dict[str, Any]]:
+    return [result for launch, results in launch_results if launch[1] == size for result in results]
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[list[RankGroup]]:
+def two_groups() -> Iterator[list[RankGroup]]:
     with RankGroup("ddp", 2) as ddp, RankGroup("horovod", 2) as horovod:
         yield [ddp, horovod]
 
 
 @pytest.fixture(scope="module")
-def ran(both: list[RankGroup], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def launch_results(two_groups: list[RankGroup], tmp_path_factory: pytest.TempPathFactory) -> LaunchResults:
     """Return the results of all ranks of each launch."""
-    found: Ran = [(("local", 1), [run_all_cases(LOCAL, str(tmp_path_factory.mktemp("run")))])]
+    found: LaunchResults = [(("local", 1), [run_all_cases(LOCAL, str(tmp_path_factory.mktemp("run")))])]
     with RankGroup("ddp", 3) as three:
-        for group in (*both, three):
+        for group in (*two_groups, three):
             results = group.run(run_all_cases, str(tmp_path_factory.mktemp("run")), timeout_seconds=240)
             found.append(((group.backend, group.size), results))
     return found

@@ -158,7 +158,7 @@ def test_a_resumed_run_reports_changed_preconditions(group: RankGroup, tmp_path:
     assert not any(others)
 
 
-def check_errors(backend: Backend, folder: str) -> None:
+def assert_unsupported_combinations_raise(backend: Backend, folder: str) -> None:
     """Assert that unsupported combinations raise errors that name the setting, on every rank."""
     model, optimizer, _, data = build("plain")
 
@@ -208,10 +208,10 @@ class Items(torch.utils.data.IterableDataset[int]):
 
 
 def test_unsupported_combinations_are_rejected(group: RankGroup, tmp_path: Path) -> None:
-    group.run(check_errors, str(tmp_path / "run"))
+    group.run(assert_unsupported_combinations_raise, str(tmp_path / "run"))
 
 
-def misuse(backend: Backend) -> None:
+def assert_misuse_raises(backend: Backend) -> None:
     """Assert that a loop that reduces or steps too early, and an unused parameter, raise ModelError on every rank."""
     model, optimizer, _, data = build("unused")
     wrapped = backend.distributed_model(model.to(backend.device), logical_ranks=LOGICAL_RANKS)
@@ -247,11 +247,12 @@ def misuse(backend: Backend) -> None:
 
 
 def test_misuse_raises_the_same_error_on_every_rank(group: RankGroup) -> None:
-    group.run(misuse)
+    group.run(assert_misuse_raises)
 
 
-def non_finite(backend: Backend) -> list[bytes]:
-    """Return the pickled gradients of a step in which one logical rank has an infinite input."""
+def assert_infinite_gradients_are_nan(backend: Backend) -> list[bytes]:
+    """Assert that all gradients are NaN in a step in which one logical rank has an infinite input. Return the pickled
+    gradients."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     wrapped = backend.distributed_model(model.to(backend.device), logical_ranks=LOGICAL_RANKS)
@@ -266,7 +267,7 @@ def non_finite(backend: Backend) -> list[bytes]:
 
 
 def test_infinite_gradients_are_nan_on_every_rank(group: RankGroup) -> None:
-    group.run(non_finite)
+    group.run(assert_infinite_gradients_are_nan)
 
 
 def evaluate_without_metrics(backend: Backend) -> None:

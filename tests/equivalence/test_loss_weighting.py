@@ -42,7 +42,7 @@ def network() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def make(model: nn.Module, loss_fn: Any = sum_and_count, **settings: object) -> Trainer:
+def make_trainer(model: nn.Module, loss_fn: Any = sum_and_count, **settings: object) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     config = TrainConfig(**{"max_epochs": 2, "progress": "off", **settings})  # type: ignore[arg-type]
     return Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config)
@@ -51,7 +51,7 @@ def make(model: nn.Module, loss_fn: Any = sum_and_count, **settings: object) -> 
 def test_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
     data = sequences()
     found = network()
-    results = make(found, batch_size=2, gradient_accumulation_steps=2).fit(data, data)
+    results = make_trainer(found, batch_size=2, gradient_accumulation_steps=2).fit(data, data)
 
     by_hand, last = network(), 0.0
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
@@ -73,12 +73,14 @@ def test_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
     assert results["val_loss"] == pytest.approx(total.item() / count, rel=1e-5)
 
 
-class Unfreezes(Callback):
-    """Unfreezes the first layer after the second step."""
+class AddsFirstLayer(Callback):
+    """Adds the parameters of the first layer to the optimizer after the second step."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 2:
-            trainer.optimizer.add_param_group({"params": list(two_layers(trainer.model)[0].parameters()), "lr": 0.25})
+            trainer.optimizer.add_param_group(
+                {"params": list(unwrap_layers(trainer.model)[0].parameters()), "lr": 0.25}
+            )
 
 
 def test_tokens_may_be_counted_in_the_same_tensor_for_each_batch() -> None:
@@ -90,12 +92,12 @@ def test_tokens_may_be_counted_in_the_same_tensor_for_each_batch() -> None:
 
     expected, found = network(), network()
     settings = {"batch_size": 2, "gradient_accumulation_steps": 2}
-    results = make(expected, **settings).fit(data, data)
-    assert make(found, sum_and_counter, **settings).fit(data, data) == results
+    results = make_trainer(expected, **settings).fit(data, data)
+    assert make_trainer(found, sum_and_counter, **settings).fit(data, data) == results
     assert torch.equal(found.weight, expected.weight)
 
 
-def two_layers(model: Any) -> nn.Sequential:
+def unwrap_layers(model: Any) -> nn.Sequential:
     layers: nn.Sequential = getattr(model, "module", model)
     return layers
 
@@ -115,7 +117,7 @@ def fit_with_added_group(backend: Backend) -> list[Tensor]:
         config=TrainConfig(
             batch_size=4 // backend.size, max_grad_norm=0.3, max_epochs=2, progress="off", shuffle=False
         ),
-        callbacks=[Unfreezes()],
+        callbacks=[AddsFirstLayer()],
     )
     trainer.fit(sequences(12))
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -144,7 +146,9 @@ def test_step_without_tokens_does_not_change_parameters() -> None:
     inputs, targets = sequences().tensors
     model = network()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    results = make(model, batch_size=4, max_epochs=1).fit(TensorDataset(inputs, torch.full_like(targets, IGNORED)))
+    results = make_trainer(model, batch_size=4, max_epochs=1).fit(
+        TensorDataset(inputs, torch.full_like(targets, IGNORED))
+    )
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
     assert results == {"train_loss": 0.0}
 
@@ -170,7 +174,7 @@ def test_many_tokens_fit_into_half_precision() -> None:
     seen: list[float] = []
     model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
     inputs = torch.randn(4, 10_000, 4, generator=torch.Generator().manual_seed(3))
-    make(model, batch_size=4, max_steps=3, max_epochs=None).fit(
+    make_trainer(model, batch_size=4, max_steps=3, max_epochs=None).fit(
         TensorDataset(inputs, torch.zeros(4, 10_000, dtype=torch.long))
     )
     assert all(0 < value < 2 for value in seen), seen
@@ -178,13 +182,13 @@ def test_many_tokens_fit_into_half_precision() -> None:
 
 def test_loss_per_sample_is_rejected_with_a_suggestion() -> None:
     model = network()
-    trainer = make(model, batch_size=4)
+    trainer = make_trainer(model, batch_size=4)
     trainer.loss_fn = lambda output, target: output.sum((1, 2))
     with pytest.raises(ModelError, match=r"must be one number, got shape \[4\]\. .*a pair \(loss\.sum\(\), number of"):
         trainer.fit(sequences())
 
 
-def order_of_counting(backend: Backend) -> list[str]:
+def log_token_counting(backend: Backend) -> list[str]:
     """Return a log of the allreduces that count tokens and of the completed gradients of each step."""
     log: list[str] = []
     allreduce = backend.allreduce
@@ -212,8 +216,8 @@ def order_of_counting(backend: Backend) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_tokens_are_counted_while_gradients_are_reduced(backend: str) -> None:
-    for log in run_ranks(order_of_counting, size=2, backend=backend):
-        # Two more allreduces run before the first backward pass, to compare the kinds of the losses and to estimate the
-        # number of tokens. The last one computes the mean loss.
+    for log in run_ranks(log_token_counting, size=2, backend=backend):
+        # Two more allreduces run before the first backward pass, to compare the return types of loss_fn and to estimate
+        # the number of tokens. The last one computes the mean loss.
         steps = ["count in backward True", "gradients"] * 2
         assert log == ["count in backward False"] * 2 + [*steps, "count in backward False"]

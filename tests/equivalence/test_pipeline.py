@@ -74,15 +74,15 @@ def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() 
 
 
 @pytest.mark.parametrize(
-    ("other", "called"),
+    ("difference", "called"),
     [
         ("shape", "forward_backward with a batch of shape [6, 6] and dtype float64"),
         ("forward", "forward with a batch of shape [8, 6] and dtype float64"),
     ],
 )
-def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(other: str, called: str) -> None:
+def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(difference: str, called: str) -> None:
     with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
-        group.run(cases.different_shapes_in_one_replica_raise, 2, other)
+        group.run(cases.different_shapes_in_one_replica_raise, 2, difference)
     assert caught.value.kind == "DataError"
     assert caught.value.errors[1].startswith(
         "Ranks 0 and 1 compute the same replica of the pipeline, but rank 0 called forward_backward with a batch "
@@ -117,7 +117,7 @@ def test_an_output_with_an_unsupported_dtype_raises_an_error_that_names_it() -> 
 
 def test_a_backend_without_point_to_point_rejects_stages() -> None:
     with pytest.raises(UnsupportedError, match="needs SupportsPointToPoint, which backend 'fake' does not provide"):
-        cases.pipeline_of(FakeBackend(size=2), cases.build(), 2)
+        cases.build_pipeline(FakeBackend(size=2), cases.build_model(), 2)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

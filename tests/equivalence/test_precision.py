@@ -19,11 +19,11 @@ from unitrain.backends.local import LocalBackend
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-OVERFLOWS = 3  # the step, counted from 0, in which a gradient is made infinite
+OVERFLOW_STEP = 3  # the step, counted from 0, in which a gradient is made infinite
 
 
 class Network(nn.Module):
-    """Records its dtype, and makes the gradient infinite in a selected step."""
+    """Records the dtypes of its activations. With `overflows`, its gradient is infinite in step OVERFLOW_STEP."""
 
     def __init__(self, *, overflows: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
     def _overflow(self, gradient: Tensor) -> Tensor | None:
         self.backwards += 1
-        return gradient * float("inf") if self.overflows and self.backwards == OVERFLOWS + 1 else None
+        return gradient * float("inf") if self.overflows and self.backwards == OVERFLOW_STEP + 1 else None
 
 
 def data() -> TensorDataset:
@@ -50,7 +50,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
 
 
-def make(backend: Backend, model: Network, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, model: Network, **settings: Any) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"max_steps": 8, "batch_size": 12 // backend.size, "progress": "off", **settings})
     scheduler = StepLR(optimizer, 1, gamma=0.9)
@@ -60,7 +60,7 @@ def make(backend: Backend, model: Network, **settings: Any) -> Trainer:
 def train(backend: Backend, overflowing_rank: int | None, settings: dict[str, Any]) -> tuple[list[Tensor], int]:
     """Return the parameters and the number of scheduler steps."""
     model = Network(overflows=backend.rank == overflowing_rank)
-    trainer = make(backend, model, **settings)
+    trainer = make_trainer(backend, model, **settings)
     trainer.fit(data())
     return [parameter.detach().clone() for parameter in model.parameters()], trainer.scheduler.last_epoch
 
@@ -70,7 +70,7 @@ def train(backend: Backend, overflowing_rank: int | None, settings: dict[str, An
 )
 def test_forward_uses_the_precision_and_parameters_keep_their_dtype(precision: str, dtype: torch.dtype) -> None:
     model = Network()
-    make(LOCAL, model, precision=precision).fit(data(), data())
+    make_trainer(LOCAL, model, precision=precision).fit(data(), data())
     assert model.dtypes == {dtype}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -87,7 +87,7 @@ def test_loss_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     uninterrupted, _ = train(LOCAL, 0, {"precision": "fp16"})
     settings = {"precision": "fp16", "output_dir": tmp_path, "resume": True}
     train(LOCAL, 0, {**settings, "max_steps": 5})
-    resumed = make(LOCAL, Network(), **settings)
+    resumed = make_trainer(LOCAL, Network(), **settings)
     state = resumed._precision.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "one overflow, then one step"
     parts, _ = train(LOCAL, None, settings)

@@ -57,7 +57,7 @@ def test_restored_steps_do_not_affect_the_measured_step_time(monkeypatch: pytest
         assert stopping.is_due(5001)
 
 
-def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]], float]:
+def exchange_with_uneven_delays(backend) -> tuple[list[int], list[list[list[float]]], float]:
     """Return the steps of the sync points, the exchanged values, and the total seconds."""
     import time
 
@@ -73,7 +73,7 @@ def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]], float]:
 
 
 def test_sync_points_are_at_the_same_step_on_ranks_with_different_clocks() -> None:
-    (*first, first_seconds), (*second, second_seconds) = run_ranks(uneven_ranks, size=2, backend="ddp")
+    (*first, first_seconds), (*second, second_seconds) = run_ranks(exchange_with_uneven_delays, size=2, backend="ddp")
     assert first == second
     due, exchanged = first
     assert due[0] == 1

@@ -80,7 +80,7 @@ class Layers(nn.Module):
         return output
 
 
-def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+def build_model_optimizer_and_data(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     torch.manual_seed(1)
     model = Layers().to(dtype)
     inputs, targets = torch.randn(SAMPLES, 1, 6, 6).to(dtype), torch.randint(0, 4, (SAMPLES,))
@@ -89,7 +89,7 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer, TensorD
 
 def train_plain(dtype: torch.dtype, accumulation: int) -> dict[str, Tensor]:
     """Train one epoch in plain torch, with BatchNorm over the samples of all logical ranks."""
-    model, optimizer, data = build(dtype)
+    model, optimizer, data = build_model_optimizer_and_data(dtype)
     inputs, targets = data.tensors
     start = 0
     for sizes in PLANS[accumulation]:
@@ -105,7 +105,7 @@ def train_plain(dtype: torch.dtype, accumulation: int) -> dict[str, Tensor]:
 
 
 def train_synchronized(backend: Backend, dtype: torch.dtype, accumulation: int) -> dict[str, Tensor]:
-    model, optimizer, data = build(dtype)
+    model, optimizer, data = build_model_optimizer_and_data(dtype)
     config = TrainConfig(
         max_epochs=1, batch_size=BATCH, logical_ranks=LOGICAL_RANKS, gradient_accumulation_steps=accumulation,
         max_grad_norm=0.5, shuffle=False, progress="off",
@@ -130,7 +130,7 @@ def test_results_equal_batch_norm_over_the_complete_micro_batch(
 
 
 def running_threads() -> set[threading.Thread]:
-    """Return the threads of this process, except threads that a collective starts after it has waited for seconds."""
+    """Return the threads of this process, except those that a collective starts after a wait of several seconds."""
     return {thread for thread in threading.enumerate() if thread.name != "unitrain store"}
 
 
@@ -187,8 +187,8 @@ def train_variants(backend: Backend) -> list[Any]:
 
 
 def test_recomputed_activations_have_the_same_bits(group: RankGroup) -> None:
-    with RankGroup("local", 1) as one:
-        (expected,) = one.run(train_variants)
+    with RankGroup("local", 1) as alone:
+        (expected,) = alone.run(train_variants)
     plain, recomputed, workers = expected
     assert plain == recomputed == workers
     for found in group.run(train_variants):
@@ -207,7 +207,7 @@ class Skipping(nn.Module):
         return output
 
 
-def check_errors(backend: Backend) -> None:
+def assert_errors_on_every_rank(backend: Backend) -> None:
     model = Skipping()
     data = TensorDataset(torch.eye(20, 8), torch.randint(0, 4, (20,)))  # x[0, 0] > 0 only in sample 0
     config = TrainConfig(
@@ -226,4 +226,4 @@ def check_errors(backend: Backend) -> None:
 
 
 def test_errors_are_raised_on_every_rank(group: RankGroup) -> None:
-    group.run(check_errors)
+    group.run(assert_errors_on_every_rank)

@@ -79,13 +79,14 @@ def slow_metric(output: Tensor, target: Tensor) -> float:
 
 
 def train(backend: Backend, case: str, folder: Path) -> Row:
-    """Train an epoch in which the last rank is delayed in phase `case`. Return the epoch's row of the history.
+    """Train an epoch. In some cases, the last rank has a slow forward pass, slow data or a slow update. Return the
+    epoch's row of the history.
 
     The row also contains "sync_points", the displayed text as "shown", and the duration of `fit` as "fit_seconds".
     """
 
-    def delay(where: str) -> float:
-        return DELAY if case == where and backend.rank == backend.size - 1 else 0.0
+    def delay(slow_case: str) -> float:
+        return DELAY if case == slow_case and backend.rank == backend.size - 1 else 0.0
 
     model = SlowModel(4, 1)
     model.delay = delay("slow forward")

@@ -66,7 +66,7 @@ class States(torchmetrics.Metric):
 
 
 class Indexed(retrieval.RetrievalMAP):
-    """A metric that also uses the target as the query. The states are lists without a reduction."""
+    """A metric that uses the target as the index of the query. The states are lists without a reduction."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(output[:, 0], (output[:, 1] > 0).long(), target)
@@ -156,7 +156,7 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(CLASSES, (count,), generator=generator))
 
 
-def make(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
+def make_trainer(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
     model = Scaled()
     config = TrainConfig(**{"max_epochs": 1, "batch_size": BATCH, "progress": "off", **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -164,9 +164,9 @@ def make(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
 
 
 def evaluate(backend: Backend) -> list[dict[str, float]]:
-    """Evaluate datasets of every size twice, and assert that the metrics are reset."""
-    metrics = {name: make_one() for name, make_one in METRICS.items()}
-    trainer = make(backend, metrics)
+    """Evaluate datasets of each of the COUNTS twice, and assert that the metrics are reset."""
+    metrics = {name: make_metric() for name, make_metric in METRICS.items()}
+    trainer = make_trainer(backend, metrics)
     results = [trainer.evaluate(data(count)) for count in (*COUNTS, *COUNTS)]
     for name, metric in metrics.items():
         for part in metric.modules():
@@ -183,24 +183,26 @@ def evaluate(backend: Backend) -> list[dict[str, float]]:
     return results
 
 
-def expected(count: int, size: int) -> dict[str, float]:
+def expected_results(count: int, size: int) -> dict[str, float]:
     """Return the results of plain torchmetrics in one process, for the batches of all ranks in rank order."""
     inputs, targets = data(count).tensors
     found: dict[str, float] = {"loss": nn.functional.cross_entropy(inputs, targets).item()}
-    for name, make_one in METRICS.items():
-        metric = make_one()
+    for name, make_metric in METRICS.items():
+        metric = make_metric()
         for rank in range(size):
             first, last = rank * count // size, (rank + 1) * count // size
             for begin in range(first, last, BATCH):
                 part = slice(begin, min(begin + BATCH, last))
                 metric.update(inputs[part], targets[part])
-        found |= flat(name, metric.compute())
+        found |= flatten_result(name, metric.compute())
     return found
 
 
-def flat(name: str, value: Any) -> dict[str, float]:
+def flatten_result(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, dict):
-        return {key: one for inner, part in value.items() for key, one in flat(f"{name}_{inner}", part).items()}
+        return {
+            key: one for inner, part in value.items() for key, one in flatten_result(f"{name}_{inner}", part).items()
+        }
     if isinstance(value, Tensor) and value.dim():
         return {f"{name}_{index}": float(one) for index, one in enumerate(value)}
     return {name: float(value)}
@@ -222,7 +224,7 @@ def test_torchmetrics_equal_one_metric_with_all_batches(group: RankGroup) -> Non
     for results in everywhere:
         assert repr(results) == repr(everywhere[0])  # NaN is one of the values
     for found, count in zip(everywhere[0], (*COUNTS, *COUNTS), strict=True):
-        wanted = expected(count, len(everywhere))
+        wanted = expected_results(count, len(everywhere))
         assert list(found) == list(wanted)
         for name, value in wanted.items():
             if (name, count) == ("correlation", 2):
@@ -232,7 +234,7 @@ def test_torchmetrics_equal_one_metric_with_all_batches(group: RankGroup) -> Non
 
 
 class Failing(torchmetrics.MeanMetric):
-    """A metric that raises an error in method `location` on the last rank."""
+    """A metric that raises an error in the method `where` on the last rank."""
 
     def __init__(self, backend: Backend, where: str) -> None:
         super().__init__()
@@ -252,7 +254,7 @@ class Failing(torchmetrics.MeanMetric):
 def errors_of_unusable_metrics(backend: Backend) -> list[tuple[str, str]]:
     """Return the errors of unusable metrics, and assert that later evaluations work."""
     message_text = []
-    trainer = make(backend, {"broken": Failing(backend, "update")})
+    trainer = make_trainer(backend, {"broken": Failing(backend, "update")})
     for _ in range(2):
         try:
             trainer.evaluate(data(29))
@@ -266,10 +268,10 @@ def errors_of_unusable_metrics(backend: Backend) -> list[tuple[str, str]]:
     ):
         metrics = {name: metric, "several_squared": lambda output, target: 0.0}
         try:
-            make(backend, metrics).evaluate(data(29))
+            make_trainer(backend, metrics).evaluate(data(29))
         except (MetricError, ConfigError) as error:
             message_text.append((name, f"{type(error).__name__}: {error}"))
-    trainer = make(backend, {"f1": METRICS["f1"]()})
+    trainer = make_trainer(backend, {"f1": METRICS["f1"]()})
     message_text.append(("fine", "" if trainer.evaluate(data(29))["f1"] > 0 else "nothing"))
     return message_text
 
@@ -295,7 +297,7 @@ def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -
 
 def fit_with_collection(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
     """Train with a MetricCollection as `metrics`, and with early stopping on one of the results."""
-    trainer = make(backend, collection(prefix="of_"), max_epochs=5)
+    trainer = make_trainer(backend, collection(prefix="of_"), max_epochs=5)
     trainer._callbacks = type(trainer._callbacks)([EarlyStopping("val_of_worst_1", mode="max", patience=2)])
     return trainer.fit(data(29), data(29)), trainer.result_names, trainer.progress.epoch
 
@@ -311,7 +313,7 @@ def test_results_of_a_collection_can_be_monitored(group: RankGroup) -> None:
     assert epochs == 3
 
 
-def gathered_states(backend: Backend) -> list[int]:
+def count_gathered_objects(backend: Backend) -> list[int]:
     """Return the number of gathered objects for a metric with sums, and for a metric that stores all predictions."""
     counts = []
     allgather_object = type(backend).allgather_object
@@ -334,4 +336,4 @@ def gathered_states(backend: Backend) -> list[int]:
 
 
 def test_only_states_that_cannot_be_reduced_are_gathered(group: RankGroup) -> None:
-    assert group.run(gathered_states) == [[0, 1]] * group.size
+    assert group.run(count_gathered_objects) == [[0, 1]] * group.size

@@ -50,15 +50,15 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(46, 6, generator=generator), torch.randint(3, (46,), generator=generator))
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     return model, torch.optim.SGD(model.parameters(), lr=RATE)
 
 
-def trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **settings: Any) -> unitrain.Trainer:
+def make_trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **settings: Any) -> unitrain.Trainer:
     """Return a Trainer with four steps per epoch on any number of ranks."""
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     chosen = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "progress": "off", **settings}
     if "max_steps" in chosen:
         del chosen["max_epochs"]
@@ -69,13 +69,13 @@ def trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **set
     )
 
 
-def vector(model: nn.Module) -> Tensor:
+def flat_parameters(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 class LoggingCallback(unitrain.Callback):
-    """Logs the first weight after every step and an image of the first layer after every epoch. Can raise an error
-    once."""
+    """Logs the first weight after every step and an image of the first layer after every epoch. Raises an error after
+    step `fails_at`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -146,10 +146,10 @@ class HangsInFinish(RecordingLogger):
         threading.Event().wait(60)
 
 
-def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
-    """Fail in step 7, after a checkpoint at step 4, then resume from it and train to the end."""
+def train_with_interruption(backend: Backend, folder: Path) -> None:
+    """Fail after step 7, then resume from the checkpoint of step 4 and train to the end."""
     for fails_at in (7, None):
-        made = trainer(
+        made = make_trainer(
             backend,
             ["csv", "jsonl", "tensorboard", unitrain.WandbLogger(mode="offline"), "mlflow"],
             LoggingCallback(fails_at),
@@ -168,7 +168,7 @@ def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
                 made.fit(data())
 
 
-def logged_warnings() -> list[str]:
+def collect_warnings() -> list[str]:
     """Return a list to which warnings about loggers are appended."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -178,30 +178,30 @@ def logged_warnings() -> list[str]:
 
 
 def train_with_failing_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
-    """Train with and without failing loggers. Return the parameters of both runs, the durations, the messages and the
-    logged values."""
+    """Train with and without failing loggers. Return the parameters of both runs, the duration of the run with
+    failing loggers, the warnings, the logged values, and the error of a logger that fails in `prepare`."""
     background._CALL_LIMIT_SECONDS, background._FINISH_LIMIT_SECONDS = (
         0.6,
         dict.fromkeys(("finished", "stopped", "failed"), 1.0),
     )
-    warnings, good, late = logged_warnings(), RecordingLogger(), FailsInLog()
+    warnings, good, late = collect_warnings(), RecordingLogger(), FailsInLog()
 
     class Waits(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
             time.sleep(0.1)
 
-    without = trainer(backend, [])
+    without = make_trainer(backend, [])
     without.fit(data())
     started = time.perf_counter()
-    made = trainer(backend, [FailsInStart(), late, Hangs(), HangsInFinish(), good], Waits())
+    made = make_trainer(backend, [FailsInStart(), late, Hangs(), HangsInFinish(), good], Waits())
     made.fit(data())
     seconds = time.perf_counter() - started
     try:
-        trainer(backend, [FailsInPrepare()])
+        make_trainer(backend, [FailsInPrepare()])
     except LoggerError as error:
         message_text = str(error)
     assert [step for kind, step, *_ in late.calls if kind == "log"] == ([1, 2] if backend.rank == 0 else [])
-    parameters = [vector(backend.unwrap(one.model)) for one in (made, without)]
+    parameters = [flat_parameters(backend.unwrap(one.model)) for one in (made, without)]
     return (*parameters, seconds, sorted(warnings), good.calls, message_text)  # type: ignore[return-value]
 
 
@@ -211,9 +211,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-def expected() -> dict[tuple[str, int], float]:
+def train_in_plain_torch() -> dict[tuple[str, int], float]:
     """Train with plain torch. Return the expected logged values by name and step."""
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     inputs, targets = data().tensors
     points: dict[tuple[str, int], float] = {}
 
@@ -239,8 +239,8 @@ def expected() -> dict[tuple[str, int], float]:
 
 def test_every_step_is_logged_once_with_the_loss_of_plain_torch(ranks: RankGroup, tmp_path: Path) -> None:
     logger_output.put_mlflow_database(tmp_path)
-    ranks.run(interrupted_and_resumed, tmp_path, timeout_seconds=250)
-    wanted = expected()
+    ranks.run(train_with_interruption, tmp_path, timeout_seconds=250)
+    wanted = train_in_plain_torch()
     assert len(wanted) == 12 * 4 + 3 * 2
     for kind, read in READERS.items():
         points = read(tmp_path)
@@ -302,7 +302,7 @@ def test_mlflow_without_an_output_folder_has_one_run_per_trainer(tmp_path: Path)
             if trainer.progress.step == 2:
                 trainer.stop("it will be continued")
 
-    first, second = (trainer(LOCAL, [logger], *callbacks, max_steps=4) for callbacks in ([Stops()], []))
+    first, second = (make_trainer(LOCAL, [logger], *callbacks, max_steps=4) for callbacks in ([Stops()], []))
     first.fit(data())
     assert first.progress.step == 2
     second.fit(data())
@@ -326,7 +326,7 @@ def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
             if self.how == "signal":
                 signal.raise_signal(signal.SIGUSR1)
                 deadline = time.monotonic() + 30
-                while trainer._stopping._preemption.received_signal is None:  # a thread receives the status
+                while trainer._stopping._preemption.received_signal is None:  # a background thread records the signal
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
             elif self.how == "stop":
@@ -341,7 +341,7 @@ def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
         ("error", CallbackError, "failed"),
     ):
         kept = RecordingLogger()
-        made = trainer(LOCAL, [kept], Ends(how), output_dir=tmp_path / how)
+        made = make_trainer(LOCAL, [kept], Ends(how), output_dir=tmp_path / how)
         if error is None:
             made.fit(data())
         else:
@@ -362,7 +362,7 @@ class StopsAt(unitrain.Callback):
 
 def test_values_logged_between_runs_are_appended(tmp_path: Path) -> None:
     kept = RecordingLogger()
-    made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, max_steps=3)
+    made = make_trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, max_steps=3)
     with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
         made.log(early=1)
     made.fit(data())
@@ -394,7 +394,7 @@ import test_tracking as tests
 import unitrain
 
 wandb = unitrain.WandbLogger(mode="offline")
-made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], max_steps=1)
+made = tests.make_trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], max_steps=1)
 tests.background._FINISH_LIMIT_SECONDS = {"finished": 15.0}
 made.fit(tests.data())
 made.log(late=7)
@@ -414,7 +414,7 @@ def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("loggers", "kind", "message_text"),
+    ("loggers", "error_class", "message_text"),
     [
         ("csv", ConfigError, r"^The Trainer's loggers must be a list, got 'csv'\. Use loggers=\['csv'\]\.$"),
         (["tensorbord"], ConfigError, r"^Unknown logger 'tensorbord'\. Did you mean 'tensorboard'\? Available: csv, "),
@@ -424,13 +424,13 @@ def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) 
         ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
     ],
 )
-def test_unusable_loggers_are_rejected(loggers: Any, kind: type[Exception], message_text: str) -> None:
-    with pytest.raises(kind, match=message_text):
-        trainer(LOCAL, loggers)
+def test_unusable_loggers_are_rejected(loggers: Any, error_class: type[Exception], message_text: str) -> None:
+    with pytest.raises(error_class, match=message_text):
+        make_trainer(LOCAL, loggers)
 
 
 def test_invalid_logged_values_are_rejected() -> None:
-    made = trainer(LOCAL, [], max_steps=1)
+    made = make_trainer(LOCAL, [], max_steps=1)
     made.fit(data())
     for value in ("high", None, torch.zeros(2), torch.tensor(1j)):
         with pytest.raises(ConfigError, match=r"^trainer\.log takes numbers by name, got accuracy="):
@@ -464,14 +464,14 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
     import numpy as np
 
     kept = Tables()
-    made = trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, max_steps=3)
+    made = make_trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, max_steps=3)
     made.fit(data())
     assert [(name, step) for name, step, _, _ in kept.histograms] == [
         (f"{kind}/{name}", 1)
         for name in ("0.weight", "0.bias", "2.weight", "2.bias")
         for kind in ("parameters", "gradients")
     ]
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     inputs, targets = data().tensors
     for part in (slice(0, 12), slice(12, 24)):
         optimizer.zero_grad()
@@ -509,9 +509,9 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
 def test_verified_run_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RecordRequest(steps=2, emulated_ranks=1).write(tmp_path)
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
-    monkeypatch.setattr("atexit.register", lambda *_: None)  # the backend is then shut down
+    monkeypatch.setattr("atexit.register", lambda *_: None)  # which would shut down the backend at exit
     kept = RecordingLogger()
     with pytest.raises(SystemExit):
-        trainer(LOCAL, [kept, "csv"], LoggingCallback(), output_dir=tmp_path / "output").fit(data())
+        make_trainer(LOCAL, [kept, "csv"], LoggingCallback(), output_dir=tmp_path / "output").fit(data())
     assert kept.calls == []
     assert not list(tmp_path.rglob("metrics.csv"))

@@ -34,15 +34,15 @@ def data(count: int = SAMPLES, seed: int = 1) -> TensorDataset:
     return TensorDataset(torch.randn(count, 5, generator=generator), torch.randn(count, 2, generator=generator))
 
 
-def make() -> tuple[nn.Module, SGD]:
+def build_model_and_optimizer() -> tuple[nn.Module, SGD]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) -> unitrain.Trainer:
+def make_trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) -> unitrain.Trainer:
     """Return a Trainer with the same global batch on any number of ranks."""
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     chosen: dict[str, Any] = {"max_epochs": 2, "progress": "off", "global_batch_size": BATCH, **settings}
     if chosen.get("max_steps") is not None:
         chosen["max_epochs"] = None
@@ -53,10 +53,12 @@ def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) ->
     )
 
 
-def plain(steps: int, build: Callable[[SGD], LRScheduler] | None = None) -> tuple[nn.Module, list[float]]:
+def train_in_plain_torch(
+    steps: int, build: Callable[[SGD], LRScheduler] | None = None
+) -> tuple[nn.Module, list[float]]:
     """Train with plain torch for `steps` steps in the sample order of the Trainer. Return the model and the learning
     rates."""
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     scheduler = None if build is None else build(optimizer)
     inputs, targets = data().tensors
     rates = []
@@ -72,9 +74,9 @@ def plain(steps: int, build: Callable[[SGD], LRScheduler] | None = None) -> tupl
     return model, rates
 
 
-def loss_of(model: nn.Module, on: TensorDataset) -> float:
+def compute_loss(model: nn.Module, dataset: TensorDataset) -> float:
     with torch.no_grad():
-        return nn.functional.mse_loss(model(on.tensors[0]), on.tensors[1]).item()
+        return nn.functional.mse_loss(model(dataset.tensors[0]), dataset.tensors[1]).item()
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -105,12 +107,12 @@ def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.5, total_steps=total_steps)
 
 
-def compare_a_schedule(backend: Backend, folder: str) -> list[list[float]]:
+def record_learning_rates(backend: Backend, folder: str) -> list[list[float]]:
     """Return the learning rates of an uninterrupted run, and of both parts of an interrupted run."""
     found = []
     for name, upto in (("whole", None), ("parts", 4), ("parts", None)):
         rates = Rates()
-        made = trainer(
+        made = make_trainer(
             backend,
             one_cycle,
             max_epochs=2,
@@ -137,12 +139,12 @@ class StopsAt(unitrain.Callback):
 
 @pytest.mark.parametrize("backend", ["local", "ddp", "horovod"])
 def test_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, tmp_path: Path) -> None:
-    _, expected = plain(12, lambda optimizer: one_cycle(optimizer, 12))
+    _, expected = train_in_plain_torch(12, lambda optimizer: one_cycle(optimizer, 12))
     if backend == "local":
-        results = [compare_a_schedule(LOCAL, str(tmp_path))]
+        results = [record_learning_rates(LOCAL, str(tmp_path))]
     else:
         with RankGroup(backend, 2) as ranks:
-            results = ranks.run(compare_a_schedule, str(tmp_path))
+            results = ranks.run(record_learning_rates, str(tmp_path))
     for uninterrupted, first, second in results:
         assert uninterrupted == pytest.approx(expected)
         assert 4 <= len(first) < 12
@@ -157,20 +159,21 @@ def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
         return LambdaLR(optimizer, lambda epoch: 1 - epoch / total_steps)
 
     rates = Rates()
-    trainer(LOCAL, build, max_epochs=4, scheduler_interval="epoch", callbacks=[rates]).fit(data())
+    make_trainer(LOCAL, build, max_epochs=4, scheduler_interval="epoch", callbacks=[rates]).fit(data())
     assert totals == [4]
     assert rates.rates == pytest.approx([0.1 * (1 - step // 6 / 4) for step in range(24)])
-    trainer(LOCAL, build, max_steps=7).fit(data())
-    trainer(LOCAL, build, max_epochs=3, limit_train_steps=2).fit(data())
+    make_trainer(LOCAL, build, max_steps=7).fit(data())
+    make_trainer(LOCAL, build, max_epochs=3, limit_train_steps=2).fit(data())
     assert totals == [4, 7, 6]
     totals.clear()
-    # An epoch has 6 steps, or 3 from the second epoch. An incomplete last epoch counts.
-    trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch").fit(data())
-    trainer(LOCAL, build, max_steps=12, scheduler_interval="epoch").fit(data())
-    trainer(LOCAL, build, max_steps=5, limit_train_steps=2, scheduler_interval="epoch").fit(data())
+    # An epoch has 6 steps, 2 with limit_train_steps=2, or 3 from the second epoch with `schedule`. An incomplete last
+    # epoch counts.
+    make_trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch").fit(data())
+    make_trainer(LOCAL, build, max_steps=12, scheduler_interval="epoch").fit(data())
+    make_trainer(LOCAL, build, max_steps=5, limit_train_steps=2, scheduler_interval="epoch").fit(data())
     schedule = {0: 1, 1: 2}
     accumulated = {"gradient_accumulation_steps": schedule, "batch_size": 8, "global_batch_size": None}
-    trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch", **accumulated).fit(data())
+    make_trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch", **accumulated).fit(data())
     assert totals == [3, 2, 3, 4]
 
 
@@ -202,7 +205,7 @@ def test_epoch_schedule_is_resumed_at_the_end_of_an_epoch_and_of_the_run(
         return LambdaLR(optimizer, lambda epoch: 1 - epoch / total_steps)
 
     def train(folder: str, callback: unitrain.Callback) -> unitrain.Trainer:
-        made = trainer(
+        made = make_trainer(
             LOCAL, build, max_steps=max_steps, scheduler_interval="epoch", resume=True, output_dir=tmp_path / folder,
             callbacks=[callback], batch_size=BATCH, global_batch_size=None, **settings,
         )  # fmt: skip
@@ -225,63 +228,63 @@ def test_remaining_steps_are_correct_if_the_current_epoch_exceeds_a_reduced_limi
     assert remaining_steps(config, progress, training_data) == 4
 
 
-class Endless(IterableDataset[Any]):
+class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(data())
 
 
-def test_schedule_of_unknown_length_is_rejected(tmp_path: Path) -> None:
+def test_unusable_schedules_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown for data without a length. Use TrainConfig\(max_steps=10_000\)"):
-        trainer(LOCAL, one_cycle, max_epochs=1, global_batch_size=None, batch_size=BATCH).fit(Endless())
+        make_trainer(LOCAL, one_cycle, max_epochs=1, global_batch_size=None, batch_size=BATCH).fit(Stream())
     with pytest.raises(ConfigError, match="The scheduler function returned int, not a scheduler of its optimizer"):
-        trainer(LOCAL, lambda optimizer, total_steps: total_steps).fit(data())
-    trainer(LOCAL, one_cycle, max_epochs=1, output_dir=tmp_path / "a").fit(data())
+        make_trainer(LOCAL, lambda optimizer, total_steps: total_steps).fit(data())
+    make_trainer(LOCAL, one_cycle, max_epochs=1, output_dir=tmp_path / "a").fit(data())
     planned = (
         r"planned for 6 steps, but this run has 12, which .* rates\. It was planned for max_epochs=1\. Resume with"
     )
     with pytest.raises(CheckpointError, match=planned):
-        trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
-    trainer(LOCAL, None, max_epochs=1, output_dir=tmp_path / "b").fit(data())
+        make_trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
+    make_trainer(LOCAL, None, max_epochs=1, output_dir=tmp_path / "b").fit(data())
     with pytest.raises(CheckpointError, match="has no scheduler and this run has one"):
-        trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "b", resume=True)
+        make_trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "b", resume=True)
 
 
 def test_validation_within_an_epoch_is_logged_and_does_not_change_training() -> None:
     kept = RecordingLogger()
     validation = data(10, seed=2)
-    made = trainer(validate_every_steps=2, loggers=[kept], max_epochs=1)
+    made = make_trainer(validate_every_steps=2, loggers=[kept], max_epochs=1)
     results = made.fit(data(), validation)
     logged = {step: values["val_loss"] for step, values in kept.values if "val_loss" in values}
     assert sorted(logged) == [2, 4, 6]
     for step, value in logged.items():
-        assert value == pytest.approx(loss_of(plain(step)[0], validation), rel=1e-5)
+        assert value == pytest.approx(compute_loss(train_in_plain_torch(step)[0], validation), rel=1e-5)
     assert results["val_loss"] == logged[6]
-    assert torch.equal(weights(made.model), weights(trainer(max_epochs=1, callbacks=[]).model)) is False
-    undisturbed = trainer(max_epochs=1)
+    assert torch.equal(weights(made.model), weights(make_trainer(max_epochs=1, callbacks=[]).model)) is False
+    undisturbed = make_trainer(max_epochs=1)
     undisturbed.fit(data(), validation)
     assert torch.equal(weights(made.model), weights(undisturbed.model))
 
 
 def test_several_validation_sets_have_separate_results() -> None:
     clean, noisy = data(10, seed=2), data(7, seed=3)
-    made = trainer(max_epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
+    made = make_trainer(max_epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
     results = made.fit(data(), {"clean": clean, "noisy": noisy})
     assert list(results) == ["train_loss", "val_clean_loss", "val_clean_error", "val_noisy_loss", "val_noisy_error"]
     assert made.result_names == tuple(results)
     for name, on in (("clean", clean), ("noisy", noisy)):
-        assert results[f"val_{name}_loss"] == pytest.approx(loss_of(made.model, on), rel=1e-5)
-    stopping = trainer(max_epochs=9, callbacks=[unitrain.EarlyStopping("val_noisy_loss", patience=1, mode="max")])
+        assert results[f"val_{name}_loss"] == pytest.approx(compute_loss(made.model, on), rel=1e-5)
+    stopping = make_trainer(max_epochs=9, callbacks=[unitrain.EarlyStopping("val_noisy_loss", patience=1, mode="max")])
     stopping.fit(data(), {"clean": clean, "noisy": noisy})
     assert stopping.progress.epoch < 9
     for names in ({}, {1: clean}):
         with pytest.raises(ConfigError, match="val_data takes a dataset, or a mapping from names"):
-            trainer(max_epochs=1).fit(data(), names)  # type: ignore[arg-type]
-    colliding = trainer(max_epochs=1, metrics={"b_loss": lambda output, target: (output - target).abs().mean(1)})
+            make_trainer(max_epochs=1).fit(data(), names)  # type: ignore[arg-type]
+    colliding = make_trainer(max_epochs=1, metrics={"b_loss": lambda output, target: (output - target).abs().mean(1)})
     message = r"named 'val_a_b_loss': 'b_loss' of val_data\['a'\], and 'loss' of val_data\['a_b'\]\. Rename"
     with pytest.raises(ConfigError, match=message):
         colliding.fit(data(), {"a": clean, "a_b": noisy})
     assert colliding.progress.step == 0
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     plateau = unitrain.Trainer(
         model,
         optimizer,
@@ -295,8 +298,8 @@ def test_several_validation_sets_have_separate_results() -> None:
 
 
 def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, int]], list[float], list[float]]:
-    """Train epochs of four steps with and without an interruption. Return (epoch, step) of the epoch ends, and both
-    weights."""
+    """Train epochs of four steps with and without an interruption. Return (epoch, step) at the end of each epoch, and
+    the weights of both runs."""
     found = []
     places: list[tuple[int, int]] = []
 
@@ -308,7 +311,7 @@ def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, in
     for name, upto in (("whole", None), ("parts", 6), ("parts", None)):
         output = f"{folder}/{name}-{backend.name}"
         stops = [StopsAt(upto)] if upto else [EpochEnds()] if name == "whole" else []
-        made = trainer(backend, output_dir=output, checkpoint_every_steps=1, callbacks=stops, **settings)
+        made = make_trainer(backend, output_dir=output, checkpoint_every_steps=1, callbacks=stops, **settings)
         made.fit(data())
         found.append(weights(backend.unwrap(made.model)).tolist())
     return places, found[0], found[2]
@@ -324,9 +327,9 @@ def test_limit_train_steps_ends_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [None, 2])
 def test_evaluation_before_training_divides_the_global_batch(accumulation: int | None) -> None:
-    made = trainer(gradient_accumulation_steps=accumulation)
+    made = make_trainer(gradient_accumulation_steps=accumulation)
     validation = data(7, seed=2)
-    assert made.evaluate(validation)["loss"] == pytest.approx(loss_of(made.model, validation), rel=1e-5)
+    assert made.evaluate(validation)["loss"] == pytest.approx(compute_loss(made.model, validation), rel=1e-5)
 
 
 def test_limit_val_batches_limits_validation_but_not_evaluate() -> None:
@@ -336,12 +339,12 @@ def test_limit_val_batches_limits_validation_but_not_evaluate() -> None:
         counted.append(len(output))
         return torch.zeros(len(output))
 
-    made = trainer(max_epochs=1, limit_val_batches=2, eval_batch_size=4, metrics={"count": count})
+    made = make_trainer(max_epochs=1, limit_val_batches=2, eval_batch_size=4, metrics={"count": count})
     validation = data(20, seed=2)
     results = made.fit(data(), validation)
     assert counted == [4, 4]
     first = TensorDataset(*(tensor[:8] for tensor in validation.tensors))
-    assert results["val_loss"] == pytest.approx(loss_of(made.model, first), rel=1e-5)
+    assert results["val_loss"] == pytest.approx(compute_loss(made.model, first), rel=1e-5)
     counted.clear()
     made.evaluate(validation)
     assert counted == [4] * 5, "evaluate must use all batches"
@@ -353,7 +356,7 @@ def test_limit_val_batches_limits_validation_but_not_evaluate() -> None:
 def test_dry_run_trains_one_step_and_does_not_write_files(tmp_path: Path) -> None:
     kept = RecordingLogger()
     settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
-    made = trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)
+    made = make_trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)
     results = made.fit(data(), data(20, seed=2))
     assert made.progress.step == 1
     assert list(results) == ["train_loss", "val_loss"]
@@ -370,27 +373,28 @@ def test_checkpoints_are_written_at_an_interval_of_minutes(tmp_path: Path, monke
             now[0] += 60.0
 
     settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
-    trainer(output_dir=tmp_path, callbacks=[Minutes()], async_checkpoints=False, **settings).fit(data())
+    make_trainer(output_dir=tmp_path, callbacks=[Minutes()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
     # Checkpoints at 3 and 9 minutes are due by time. At 6 and 12 minutes, an epoch ends.
     assert written == [3, 6, 9, 12]
 
 
 def test_three_checkpoints_are_kept_by_default(tmp_path: Path) -> None:
-    trainer(output_dir=tmp_path, max_epochs=5).fit(data())
+    make_trainer(output_dir=tmp_path, max_epochs=5).fit(data())
     assert len(list(tmp_path.glob("step-*"))) == 3
-    trainer(output_dir=tmp_path / "all", max_epochs=5, keep_last=None).fit(data())
+    make_trainer(output_dir=tmp_path / "all", max_epochs=5, keep_last=None).fit(data())
     assert len(list((tmp_path / "all").glob("step-*"))) == 5
 
 
-def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tuple[list[float], dict[str, float]]:
-    """Train with a learning rate that degrades the model after the first epoch, and load the best weights."""
+def train_and_load_best(backend: Backend, folder: str, ema_decay: float | None) -> tuple[list[float], dict[str, float]]:
+    """Train with a learning rate that degrades the model after the second epoch, and load the best weights. Return the
+    losses of the epochs, and the evaluation of the loaded weights."""
     validation = data(12, seed=1)
 
     def degrade(epoch: int) -> float:
         return 1.0 if epoch < 2 else -3.0
 
-    model, optimizer = make()
+    model, optimizer = build_model_and_optimizer()
     config = unitrain.TrainConfig(
         max_epochs=5,
         global_batch_size=BATCH,
@@ -424,11 +428,14 @@ def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tup
 def test_load_weights_can_load_the_best_checkpoint(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
         for decay in (None, 0.5):
-            results = [load_the_best(LOCAL, str(tmp_path), decay), *ranks.run(load_the_best, str(tmp_path), decay)]
+            results = [
+                train_and_load_best(LOCAL, str(tmp_path), decay),
+                *ranks.run(train_and_load_best, str(tmp_path), decay),
+            ]
             for losses, found in results:
                 assert min(losses) < losses[-1] / 1.5, losses
                 assert found["loss"] == pytest.approx(min(losses), rel=1e-6)
-    made = trainer(max_epochs=1)
+    made = make_trainer(max_epochs=1)
     made.fit(data())
     with pytest.raises(ConfigError, match="The best checkpoint is unknown, because the run does not keep it"):
         made.load_weights("best")
@@ -437,7 +444,7 @@ def test_load_weights_can_load_the_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_corrupt_best_checkpoint_is_reported(tmp_path: Path) -> None:
-    made = trainer(max_epochs=1, output_dir=tmp_path, keep_best="val_loss")
+    made = make_trainer(max_epochs=1, output_dir=tmp_path, keep_best="val_loss")
     made.fit(data(), data())
     (weights,) = tmp_path.glob("step-*/model.safetensors")
     weights.write_bytes(weights.read_bytes() + b"\0")
