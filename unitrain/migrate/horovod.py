@@ -185,8 +185,8 @@ def _convert_optimizer(edits: Edits) -> None:
         for node in [*wrappers, *([] if wrappers else calls["broadcast_parameters"])]:
             edits.refuse(
                 node,
-                "Wrap the model and the optimizer: model = backend.distributed_model(model), "
-                "optimizer = backend.distributed_optimizer(optimizer, model)",
+                f"Wrap the model and the optimizer: model = {edits.backend}.distributed_model(model), "
+                f"optimizer = {edits.backend}.distributed_optimizer(optimizer, model)",
             )
         return
     wrapping = _parse_wrapping(edits, wrappers[0])
@@ -255,7 +255,7 @@ def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str,
             edits.explain(
                 call,
                 "each backward pass reduces its gradients, and the accumulated gradients are the same as with Horovod; "
-                "to reduce only once per step, run all backward passes but the last in backend.no_sync(model)",
+                f"to reduce only once per step, run all backward passes but the last in {edits.backend}.no_sync(model)",
             )
         elif name in _REMOVED_ARGUMENTS and literal(argument) is not None:
             edits.explain(argument, f"{name} is removed: {_REMOVED_ARGUMENTS[name]}")
@@ -316,7 +316,7 @@ def _keep_last_broadcast(
             edits.refuse(
                 call,
                 "unitrain broadcasts only the model and its optimizer, from rank 0. For other broadcasts, use "
-                "backend.broadcast_object",
+                f"{edits.backend}.broadcast_object",
             )
         elif assigned_value(statement) is not call or script.block(statement) is not script.block(wrapping.statement):
             edits.refuse(call, "Move it to the block of hvd.DistributedOptimizer")
