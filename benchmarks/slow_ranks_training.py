@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
 import unitrain
-from unitrain.progress.stopping import SyncPoint
+from unitrain.progress.stopping import RankSynchronizer
 
 WIDTH, BATCH, DELAY_SECONDS = 400, 16, 0.025
 LOG_EVERY_N_STEPS = 10
@@ -109,14 +109,14 @@ def run(backend: unitrain.Backend, folder: Path, names: list[str], number: int) 
             "seconds": time.perf_counter() - started,
             "steps": trainer.progress.step - steps,
             "cpu_of_other_processes": _machine_cpu_seconds() - cpu - 2 * (time.process_time() - own),
-            "cost_microseconds": measure_cost(trainer._sync_point),
+            "cost_microseconds": measure_cost(trainer._synchronizer),
         }
         _write(folder / f"result-{number}.json", json.dumps(result))
 
 
-def measure_cost(sync_point: SyncPoint, repetitions: int = 50) -> float:
+def measure_cost(synchronizer: RankSynchronizer, repetitions: int = 50) -> float:
     """Return the CPU time in microseconds for reading and evaluating the evidence at a sync point."""
-    evidence, detector = sync_point._evidence, sync_point._detector
+    evidence, detector = synchronizer._evidence, synchronizer._detector
     started = time.thread_time()
     for _ in range(repetitions):
         evidence._last_reading_time = -1e9

@@ -44,7 +44,7 @@ from unitrain.planned_steps import remaining_steps, total_scheduler_steps
 from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
-from unitrain.progress.stopping import StopCoordinator, SyncPoint
+from unitrain.progress.stopping import RankSynchronizer, StopCoordinator
 from unitrain.progress.timing import LoopTimer
 from unitrain.randomness import seed_after_step
 from unitrain.trainer_arguments import TrainerArguments, dry_run_config, load_overrides
@@ -154,7 +154,7 @@ class Trainer(LoggingMethods):
         self.step_components = trainer_model.StepComponents(
             self._precision, self._forward, self._prefetcher, self._stopping
         )
-        self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
+        self._synchronizer = RankSynchronizer(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
         self._local_sgd: LocalSGD | None = None
@@ -340,7 +340,7 @@ class Trainer(LoggingMethods):
         self._begin_epoch(shard)
         self._timer.start()
         self._run_metrics.begin_category("training")
-        self._sync_point.start_timing(progress.step)
+        self._synchronizer.start_timing(progress.step)
         run_micro_batch = trainer_model.MicroBatchRunner(self.model, self._forward_backward, self._run_metrics.flops)
         # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
         for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
@@ -495,16 +495,16 @@ class Trainer(LoggingMethods):
         """Exchange stop requests, save a checkpoint if one is due, and return the `numbers` of every rank. Raises
         ConfigError or ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
         memory, checksum = self._run_metrics.memory_bytes(), learning_rate_checksum(self.optimizer)
-        ranks = self._sync_point.exchange(
+        rows = self._synchronizer.exchange(
             self.progress.step, [self.checkpointer.is_due, checksum, memory, self.model.training, *numbers]
         )
-        is_due, checksums, memory_by_rank, modes = ([row[index] for row in ranks] for index in range(4))
+        is_due, checksums, memory_by_rank, modes = ([row[index] for row in rows] for index in range(4))
         check_same_learning_rates(checksums, self.progress.step)
         trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
-        self._run_metrics.update_at_sync_point(self._sync_point, memory_by_rank)
+        self._run_metrics.update_at_sync_point(self._synchronizer, memory_by_rank)
         if is_due[0]:  # according to rank 0's clock
             self._save({}, None)
-        return [row[4:] for row in ranks]
+        return [row[4:] for row in rows]
 
     def _report_loss(self, epoch: int) -> None:
         """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last call."""
@@ -516,7 +516,7 @@ class Trainer(LoggingMethods):
         values |= self._run_metrics.take_logger_metrics(self._timer.take_samples(), tokens)
         self._reporter.report_sync_point(step, values)
         memory = self._run_metrics.record_sync_point(values)
-        self._run.record_steps({"step": step, **values, **memory, **self._sync_point.slow_ranks()})
+        self._run.record_steps({"step": step, **values, **memory, **self._synchronizer.slow_ranks()})
 
     def _is_loss_due(self) -> bool:
         step, interval = self.progress.step, self.config.log_every_n_steps

@@ -307,7 +307,7 @@ def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monke
         ({"torch": "2.1.0"}, f"they were found with torch 2.1.0, and torch {torch_version()} is installed"),
         (
             {"machine": "a CPU, 64 cores"},
-            f"they were found on another machine (a CPU, 64 cores), and this is: {describe_machine()}",
+            f"they were found on another machine (a CPU, 64 cores), and this machine is: {describe_machine()}",
         ),
         ({"num_nodes": 2}, "they were found on 2 hosts, and this run is on 1"),
         ({"args": ()}, "they were found with no arguments, and this run has the arguments \"--epochs '3 0'\""),

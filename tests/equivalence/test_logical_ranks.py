@@ -145,7 +145,7 @@ def resume_with_another_number_of_threads(backend: Backend, folder: str) -> list
     finally:
         logger.removeHandler(handler)
         torch.set_num_threads(threads)
-    return [text for record in records if "was computed with" in (text := record.getMessage())]
+    return [text for record in records if "was written with" in (text := record.getMessage())]
 
 
 def test_a_resumed_run_reports_changed_preconditions(group: RankGroup, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_resumed_run_reports_changed_preconditions(group: RankGroup, tmp_path:
     warning."""
     warnings, *others = group.run(resume_with_another_number_of_threads, str(tmp_path / "run"))
     (warning,) = warnings
-    assert "was computed with threads=1, but this process has threads=2" in warning
+    assert "was written with threads=1, but this process has threads=2" in warning
     assert not any(others)
 
 

@@ -22,7 +22,7 @@ def test_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -
     warn_of_differences(saved, FakeBackend(), "runs/first")
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(
-        f"The run in 'runs/first' was computed with torch=1.0, but this process has torch={torch.__version__}: "
+        f"The checkpoint in 'runs/first' was written with torch=1.0, but this process has torch={torch.__version__}: "
     )
     assert second.endswith("Set OMP_NUM_THREADS, or call torch.set_num_threads.")
 

@@ -20,7 +20,7 @@ from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes, 
 from unitrain.progress.network_evidence import ConnectionCounters, ConnectionReader
 from unitrain.progress.rank_evidence import RankEvidence
 from unitrain.progress.slow_causes import CAUSES, RankFigures, describe_figures, find_cause
-from unitrain.progress.stopping import StopCoordinator, SyncPoint
+from unitrain.progress.stopping import RankSynchronizer, StopCoordinator
 from unitrain.progress.stragglers import EVIDENCE, TRAINING, RankBaseline, Straggler, StragglerDetector
 from unitrain.progress.timing import LoopTimer
 
@@ -461,11 +461,11 @@ def test_evidence_is_read_more_often_at_the_end_of_an_observation(
 def test_observations_of_an_earlier_fit_call_are_discarded() -> None:
     backend = LocalBackend(torch.device("cpu"))
     stopping = StopCoordinator(backend, max_seconds=None, signals=())
-    sync_point = SyncPoint(backend, stopping, LoopTimer(backend), mock.Mock())
+    synchronizer = RankSynchronizer(backend, stopping, LoopTimer(backend), mock.Mock())
     detectors = []
     for _ in range(2):
         with stopping:
             for _ in range(2):  # epochs
-                sync_point.start_timing(0)
-                detectors.append(sync_point._detector)
+                synchronizer.start_timing(0)
+                detectors.append(synchronizer._detector)
     assert detectors[0] is detectors[1] is not detectors[2] is detectors[3]

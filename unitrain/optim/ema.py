@@ -71,11 +71,11 @@ class WeightAverage:
         self._steps += steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights, and the numbers of steps before and since the last update."""
+        """Return the averaged weights, the number of steps that they include, and the number of steps since then."""
         return {"steps": self._steps, "pending_steps": self._pending_steps, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the average from a checkpoint. An empty state has no effect.
+        """Restore the average from a checkpoint. An empty state does not change the average.
 
         With a sharded checkpoint, which stores the averaged weights separately, the state has no "model".
         """

@@ -54,8 +54,8 @@ class Forward:
         )
 
     def compute_output(self, model: nn.Module, batch: Any) -> Any:
-        """Return only the output, for predictions. Without a function, the batch may consist of inputs only, and the
-        loss and the cache of a language model are removed from the output for a mapping."""
+        """Return only the output, for predictions. Without a function, the batch may consist of inputs only. If it is a
+        mapping, the loss and the cache of a language model are removed from the output."""
         if self._function is None:
             if isinstance(batch, Mapping):
                 return self._keyword_forward.without_loss(self._keyword_forward.call(model, batch))
@@ -104,9 +104,10 @@ class KeywordForward:
         """Return `model(**batch)`. Raises DataError if the batch has no tensor, if it has keys that the model does not
         accept, or if the model fails on a batch that contains a list of tensors."""
         if not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
-            kinds = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
+            item_types = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
             raise DataError(
-                f"The batch, of class {type(batch).__name__}, has no tensors ({kinds or 'it is empty'}). {_TENSORS_FIX}"
+                f"The batch, of class {type(batch).__name__}, has no tensors ({item_types or 'it is empty'}). "
+                f"{_TENSORS_FIX}"
             )
         unknown = [key for key, value in batch.items() if key not in self._accepted and self._is_rejected(key, value)]
         if unknown:
@@ -165,7 +166,10 @@ _TENSORS_FIX = (
 
 
 def _is_predicted(name: Any, value: Any) -> bool:
-    """Return whether `predict` collects an item of the model's output. A cache is an object, or nested tuples."""
+    """Return whether `predict` collects an item of the model's output.
+
+    The cache of a language model is an object, or nested tuples with the name "past_key_values".
+    """
     is_object = not (value is None or isinstance(value, Tensor) or map_parts(lambda _, part: part, value) is not value)
     return name not in ("loss", "past_key_values") and not is_object
 

@@ -48,7 +48,7 @@ class Fragment:
                 bucket.step()
             return
         for bucket in self.buckets:
-            bucket.start()
+            bucket.start_transfer()
         self.steps_until_merge = overlap_steps
 
     def finish_transfer(self) -> dict[str, Tensor]:
@@ -102,8 +102,8 @@ class Fragment:
 def create_fragments(
     parameters: Mapping[str, nn.Parameter], groups: OuterGroups, settings: LocalSGDConfig
 ) -> list[Fragment]:
-    """Divide `parameters`, in their order, into fragments with about the same number of bytes. A large parameter may
-    leave fewer fragments than `settings.fragments`."""
+    """Divide `parameters`, in their order, into fragments with about the same number of bytes. If a parameter is large,
+    there may be fewer fragments than `settings.fragments`."""
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
     divided: dict[int, dict[str, nn.Parameter]] = {}
     total, before = max(sum(sizes.values()), 1), 0

@@ -89,7 +89,7 @@ class LearningRateFactor:
 def learning_rate_checksum(optimizer: Optimizer) -> float:
     """Return a number for the comparison of learning rates between ranks: the sum of the learning rates, each
     multiplied by the number of its parameter group (from 1)."""
-    return sum(number * float(group["lr"]) for number, group in enumerate(optimizer.param_groups, start=1))
+    return sum(group_number * float(group["lr"]) for group_number, group in enumerate(optimizer.param_groups, start=1))
 
 
 def check_same_learning_rates(checksums: Sequence[float], step: int) -> None:

@@ -29,7 +29,7 @@ from unitrain.errors import CheckpointError, ModelError
 from unitrain.optim.fragments import create_fragments
 from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ranks, shapes_of
 from unitrain.optim.outer_groups import OuterGroups, outer_weight
-from unitrain.optim.parameter_bucket import vector_shape
+from unitrain.optim.parameter_bucket import real_shape
 from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import tensor_version
 
@@ -109,8 +109,9 @@ class LocalSGD:
         self._fragments = create_fragments(self._parameters, self._groups, self.settings)
         self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
         self._steps = 0  # completed steps, including the warm-up
-        # The position between two synchronizations. `_synchronized_at` is the value of `_steps` after the last one. The
-        # difference is larger than the position if the run has resumed with fewer local steps.
+        # `_steps_since_synchronization` is the position between two synchronizations, and `_synchronized_at` is the
+        # value of `_steps` after the last synchronization. `_steps - _synchronized_at` is larger than the position if
+        # the run has resumed with fewer local steps.
         self._steps_since_synchronization = self._synchronized_at = 0
         self._are_weights_equal = True
         # The mean over ranks of the weights and buffers; inside `averaged_weights`, this rank's weights and buffers.
@@ -150,9 +151,9 @@ class LocalSGD:
 
         Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. It is
         1 in the first `warmup_steps` steps, and `settings.steps` afterwards, except directly after a resume with other
-        settings. With fragments, the result is above 0 once per `settings.steps`
-        steps, when the last fragment is due. Raises ModelError, on this rank only, if the optimizer contains a
-        parameter that requires grad but is not synchronized.
+        settings. With fragments, the result is above 0 once per `settings.steps` steps, when the last fragment is due.
+        Raises ModelError, on this rank only, if the optimizer contains a parameter that requires grad but is not
+        synchronized.
         """
         self._check_parameters()
         is_warm_up = self.is_warming_up
@@ -197,8 +198,8 @@ class LocalSGD:
     @contextmanager
     def synchronized_weights(self) -> Iterator[None]:
         """Context manager in which the model has the weights after the last synchronization of each parameter. They are
-        equal on all ranks, so this method does not communicate. Call it directly after `step` returned a number of
-        steps, when the buffers are also equal."""
+        equal on all ranks, so this method does not communicate. Call it directly after `step` returned a number
+        above 0, when the buffers are also equal."""
         if self._are_weights_equal or not self.settings.is_streaming:
             yield
             return
@@ -326,7 +327,8 @@ class LocalSGD:
             if is_rank_zero:
                 _log.warning(
                     "The checkpoint was written by %d ranks with local steps in %d groups, and this run has %d ranks "
-                    "in %d groups%s. Every rank continues with the mean of their weights, optimizer states and errors.",
+                    "in %d groups%s. Every rank continues with the mean of the saved weights, optimizer states and "
+                    "errors.",
                     count, len(groups), backend.size, len(self._groups.ranks_by_group),
                     " and continues with warm-up steps" if begins_warmup else "",
                 )  # fmt: skip
@@ -441,14 +443,14 @@ class LocalSGD:
             for name, part in bucket.parts(vector).items()
         }
 
-    def _check_shapes(self, shapes_by_kind: Mapping[str, Mapping[str, list[int]]]) -> None:
-        vector_shapes = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
+    def _check_shapes(self, shapes_by_table: Mapping[str, Mapping[str, list[int]]]) -> None:
+        real_shapes = {name: real_shape(parameter) for name, parameter in self._parameters.items()}
         weight_shapes = {
             name: list(weight.shape) for name, weight in zip(self._weight_names(), self._weights(), strict=True)
         }
-        for kind, shapes in shapes_by_kind.items():
-            expected_shapes = weight_shapes if kind == "weights" else vector_shapes
-            is_complete = kind in ("anchors", "weights")  # other state exists after the first use only
+        for table_name, shapes in shapes_by_table.items():
+            expected_shapes = weight_shapes if table_name == "weights" else real_shapes
+            is_complete = table_name in ("anchors", "weights")  # other state exists after the first use only
             different = (
                 shapes.keys() ^ expected_shapes.keys()
                 if is_complete and shapes

@@ -34,13 +34,13 @@ def _describe_invalid_state(state: Any) -> str | None:
             return f"{name}={validation.describe_value(value)}"
     ranks = state.get("ranks")
     if not (isinstance(ranks, list | tuple) and ranks and all(map(_is_state_of_rank, ranks))):
-        return "no states of ranks"
+        return "a mapping without the states of the ranks"
     merges_in, outer = state.get("merges_in", {}), state.get("outer")
     if not isinstance(merges_in, Mapping):
         return f"merges_in={validation.describe_value(merges_in)}"
     tables = ("anchors", "momentum", "slice_errors")
     if not (isinstance(outer, Mapping) and all(isinstance(outer.get(name), Mapping) for name in tables)):
-        return "no state of the outer optimizer"
+        return "a mapping without the state of the outer optimizer"
     return None
 
 
@@ -51,9 +51,9 @@ def _is_state_of_rank(state: Any) -> bool:
 def shapes_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
     """Return the shapes of the tensors in each table of `state` whose keys are names of parameters or buffers."""
     return {
-        kind: {name: list(tensor.shape) for name, tensor in table.items()}
-        for kind, table in state.items()
-        if kind != "optimizer"
+        table_name: {name: list(tensor.shape) for name, tensor in table.items()}
+        for table_name, table in state.items()
+        if table_name != "optimizer"
     }
 
 
@@ -69,8 +69,8 @@ def copy_to_host(value: Any) -> Any:
 
 
 def mean_of_ranks(values: Sequence[Any]) -> Any:
-    """Return the mean of nested states of several ranks. Empty tables are ignored, and a key that another table lacks
-    is omitted. Values that cannot be averaged are taken from the first rank."""
+    """Return the mean of nested states of several ranks. Empty tables are ignored, and keys that are not in all
+    other tables are omitted. Values that cannot be averaged are taken from the first rank."""
     values = [value for value in values if not isinstance(value, dict) or value] or values
     first = values[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):

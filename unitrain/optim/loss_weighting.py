@@ -79,8 +79,8 @@ def read_loss(output: LossOutput) -> Loss:
         )
         raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_FIX}")
     if not value.is_floating_point():
-        kind = str(value.dtype).removeprefix("torch.")
-        raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_FIX}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ModelError(f"The loss must be a floating-point number, got one of dtype {dtype}. {_FIX}")
     if value.is_meta:
         raise ModelError(f"The loss must be one number, got a tensor on device meta, which has no values. {_FIX}")
     # Counts on a GPU are checked when the running loss is computed, to avoid a host-device synchronization here.
@@ -121,8 +121,8 @@ class LossWeighting:
 
     `num_ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the
     default is the number of ranks of the communicator. With local steps, `synchronous_ranks` is the group of ranks that
-    average their gradients, or None if this rank trains independently: gradients are then divided by the number of
-    tokens of these ranks.
+    average their gradients, or None if this rank trains independently. Gradients are then divided by the number of
+    tokens of this group, or of this rank.
     """
 
     def __init__(self, communicator: Communicator, num_ranks: int | None = None) -> None:

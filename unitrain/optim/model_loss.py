@@ -18,7 +18,7 @@ from unitrain.optim.loss_weighting import LossOutput
 LossAverage = Literal["auto", "samples", "tokens"]
 # Suffixes of the names of the output classes of transformers for which each label is at the position of its prediction.
 _UNSHIFTED_OUTPUTS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
-# The float32 copy of logits with which the loss is compared contains at most this number of positions.
+# The cross-entropy with which the loss is compared is computed from float32 copies of at most this number of positions.
 _POSITIONS_PER_CHUNK = 256
 # The loss is compared with the cross-entropy of shifted and of unshifted labels. The comparison is conclusive if the
 # smaller difference is at most this fraction of the larger difference.
@@ -183,14 +183,14 @@ def _find_loss(output: Any, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    kind = type(output).__name__
+    class_name = type(output).__name__
     keys = f"The batch has {', '.join(map(repr, batch))}. " if isinstance(batch, Mapping) else ""
     if isinstance(output, tuple) and not isinstance(output, Mapping):
         raise ModelError(
-            f"The Trainer has no loss_fn, and the model returned an object of class {kind} without a loss. For a "
+            f"The Trainer has no loss_fn, and the model returned an object of class {class_name} without a loss. For a "
             f"model of transformers, use model.config.return_dict = True. {_ADD_LOSS_FN}"
         )
     raise ModelError(
-        f"The Trainer has no loss_fn, and the model returned an object of class {kind} without a loss. "
+        f"The Trainer has no loss_fn, and the model returned an object of class {class_name} without a loss. "
         f"{keys}{_ADD_LOSS_FN}"
     )

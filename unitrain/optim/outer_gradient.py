@@ -49,9 +49,9 @@ class PendingMean:
 class OuterMean:
     """Computes the mean over ranks of one vector per rank, [elements], with error feedback.
 
-    The vectors of the ranks in a synchronous group are equal. `error` is the error of this rank's group, [elements],
-    and `slice_error` is the error of this rank's slice of the mean, [slice]. Both are None without compression, before
-    the first call, and on ranks that are not the first of their group.
+    The vectors of the ranks in a synchronous group are equal. `error` is the compression error of this rank's group,
+    [elements], and `slice_error` is that of this rank's slice of the mean, [slice]. Both are None without compression,
+    before the first call, and on ranks that are not the first of their group.
     """
 
     def __init__(self, groups: OuterGroups, compression: OuterCompression, elements: int) -> None:
@@ -82,7 +82,7 @@ class OuterMean:
         return gathered.view(-1)[: self._elements]
 
     def load_errors(self, error: Tensor | None, slice_errors: Tensor | None) -> None:
-        """Load the error of this rank's group, and the error of the mean, both [elements]."""
+        """Load the compression errors of this rank's group and of the mean, both [elements]."""
         outer = self._groups.outer
         if outer is None or self._compression == "none":
             return
@@ -166,8 +166,8 @@ def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:
     blocks = rows.view(len(rows), -1, BLOCK_ELEMENTS)
     scales = (blocks.abs().amax(dim=2) / _LARGEST_INT8).float()
     numbers = (blocks / scales.unsqueeze(2).to(rows.dtype)).round_()
-    # A block of zeros has the scale 0. A non-finite value makes the scale of its block non-finite, and thus all decoded
-    # values of the block.
+    # A block of zeros has the scale 0. A non-finite value makes the scale of its block, and thus all decoded values of
+    # the block, non-finite.
     numbers = numbers.nan_to_num_(nan=1.0).clamp_(-_LARGEST_INT8, _LARGEST_INT8).to(torch.int8)
     return torch.cat([as_bytes(scales).view(len(rows), -1), as_bytes(numbers).view(len(rows), -1)], dim=1)
 

@@ -25,9 +25,9 @@ class ParameterBucket:
     half precision, otherwise the dtype of the parameters.
 
     `anchor`, [elements], contains the weights after the last synchronization. `momentum`, [elements], is the momentum
-    of the outer optimizer. `pending` is an outer gradient whose mean is being transferred. `anchor` is None if the
-    settings average weights, `momentum` is None before the first step of the outer optimizer and without momentum, and
-    `pending` is None if no transfer is in progress.
+    of the outer optimizer. `pending` is the mean of an outer gradient over ranks, while its transfer is in progress.
+    `anchor` is None if `settings.averages_weights` is True, `momentum` is None before the first step of the outer
+    optimizer and without momentum, and `pending` is None if no transfer is in progress.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ParameterBucket:
     ) -> None:
         self.names, self._settings = names, settings
         self._parameters = [parameters[name] for name in names]
-        self._shapes = [torch.Size(vector_shape(parameter)) for parameter in self._parameters]
+        self._shapes = [torch.Size(real_shape(parameter)) for parameter in self._parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
         self._parameter_dtype = self._parameters[0].dtype.to_real()
         self._dtype = torch.float32 if self._parameter_dtype in _HALF_DTYPES else self._parameter_dtype
@@ -51,7 +51,8 @@ class ParameterBucket:
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
-        """Unless the settings average weights, set the anchor to the current weights, which are equal on all ranks."""
+        """Set the anchor to the current weights, which are equal on all ranks, unless `settings.averages_weights` is
+        True."""
         if not self._settings.averages_weights:
             self.anchor = self._flatten(self._parameters)
 
@@ -60,15 +61,15 @@ class ParameterBucket:
         if self.anchor is None:
             self.average_weights()
             return
-        self.start()
+        self.start_transfer()
         self.merge(own_fraction=0.0)
 
-    def start(self) -> None:
+    def start_transfer(self) -> None:
         """Start to transfer the outer gradient. All ranks call it."""
         assert self.anchor is not None
         # With half-precision parameters, the local steps started from the rounded anchor.
-        start = self.anchor.to(self._parameter_dtype).to(self._dtype)
-        self.pending = self.outer_mean.start(start - self._flatten(self._parameters))
+        initial_weights = self.anchor.to(self._parameter_dtype).to(self._dtype)
+        self.pending = self.outer_mean.start(initial_weights - self._flatten(self._parameters))
 
     def merge(self, own_fraction: float) -> None:
         """Wait for the mean outer gradient, and update the anchor with a step of the outer optimizer. Merge the anchor
@@ -139,14 +140,14 @@ class ParameterBucket:
         """Return the parts of `vector`, [elements], by parameter name."""
         return dict(zip(self.names, self._split(vector), strict=True))
 
-    def _join(self, part_by_name: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the vector of the parts in `part_by_name`, or None if there are none. Missing parts are zero."""
-        if not any(name in part_by_name for name in self.names):
+    def _join(self, parts_by_name: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the vector of the parts in `parts_by_name`, or None if there are none. Missing parts are zero."""
+        if not any(name in parts_by_name for name in self.names):
             return None
         vector = torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._parameters[0].device)
         for name, part in self.parts(vector).items():
-            if name in part_by_name:
-                part.copy_(part_by_name[name])
+            if name in parts_by_name:
+                part.copy_(parts_by_name[name])
         return vector
 
     def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -181,7 +182,7 @@ def _divide_into_buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[st
     return buckets
 
 
-def vector_shape(parameter: Tensor) -> list[int]:
+def real_shape(parameter: Tensor) -> list[int]:
     """Return the shape of `parameter`, or the shape of its real view if it is complex."""
     return [*parameter.shape, 2] if parameter.is_complex() else list(parameter.shape)
 

@@ -23,7 +23,7 @@ class EpochScheduler:
     """
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
-        self._scheduler, self._steps_after_epochs = scheduler, config.scheduler_interval == "epoch"
+        self._scheduler, self._is_stepped_per_epoch = scheduler, config.scheduler_interval == "epoch"
         self._monitor = config.monitor
         if not isinstance(scheduler, PlannedScheduler):
             self._check_settings()
@@ -34,7 +34,7 @@ class EpochScheduler:
 
     def _check_settings(self) -> None:
         is_plateau = isinstance(self._current_scheduler(), ReduceLROnPlateau)
-        if is_plateau and not self._steps_after_epochs:
+        if is_plateau and not self._is_stepped_per_epoch:
             raise ConfigError(
                 'ReduceLROnPlateau needs the results of an epoch, but TrainConfig.scheduler_interval is "step". '
                 'Use TrainConfig(scheduler_interval="epoch").'
@@ -65,7 +65,7 @@ class EpochScheduler:
 
     def step(self, results: Mapping[str, float]) -> None:
         """Step the scheduler after an epoch with `results`, if it steps after epochs."""
-        scheduler = self._current_scheduler() if self._steps_after_epochs else None
+        scheduler = self._current_scheduler() if self._is_stepped_per_epoch else None
         if isinstance(scheduler, ReduceLROnPlateau):
             monitored = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
             if monitored in results:

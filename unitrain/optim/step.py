@@ -64,9 +64,9 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 class ParameterUpdate:
     """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
-    The gradients are already reduced, so only sharded optimizers and gradients communicate. The gradient norm of the
-    optimizer's parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If fp16 skips a step,
-    `scheduler` and `average` do not change.
+    The gradients are already reduced, so only sharded optimizers and sharded gradients require communication. The
+    gradient norm of the optimizer's parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If
+    fp16 skips a step, `scheduler` and `average` do not change.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class ParameterUpdate:
 
     def _parameters_outside_optimizer(self) -> list[nn.Parameter]:
         """Return the parameters of the model that are not in the optimizer."""
-        held_count = 0
+        num_parameters = 0
         for group in self._optimizer.param_groups:
-            held_count += len(group["params"])
-        if held_count != self._num_optimizer_parameters:  # in the first step, or after add_param_group
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_optimizer_parameters:  # in the first step, or after add_param_group
             optimizer_parameter_ids = set(map(id, optimizer_parameters(self._optimizer)))
-            self._num_optimizer_parameters = held_count
+            self._num_optimizer_parameters = num_parameters
             self._outside_parameters = [
                 parameter for parameter in self._model.parameters() if id(parameter) not in optimizer_parameter_ids
             ]

@@ -53,7 +53,7 @@ class CpuReader:
         self._process_seconds = time.process_time()
 
     def read(self) -> CpuSeconds:
-        """Return the seconds since the last call, or since the creation of this object."""
+        """Return the changes of the counters since the last call. In the first call, only `used` is above 0."""
         threads = _read_schedstat(_list_thread_schedstat_files())
         workers = _read_schedstat(self._list_worker_schedstat_files())
         run_queue, worker_wait = _longest_wait(self._thread_times, threads), _longest_wait(self._worker_times, workers)
@@ -67,7 +67,7 @@ class CpuReader:
 
     def quota_cores(self) -> float | None:
         """Return the lowest CPU quota of the process's cgroups, in cores, or None if they have no quota."""
-        self._find_stat_files()
+        self._update_stat_files()
         return min(filter(None, (_read_quota(Path(path).parent) for path in self._stat_files)), default=None)
 
     def _list_worker_schedstat_files(self) -> list[str]:
@@ -76,7 +76,7 @@ class CpuReader:
 
     def _read_throttled(self) -> float:
         """Return the seconds since the last call for which a CPU quota stopped the process (maximum over cgroups)."""
-        self._find_stat_files()
+        self._update_stat_files()
         before, self._throttled_seconds = (
             self._throttled_seconds,
             {path: _read_throttled_seconds(path) for path in self._stat_files},
@@ -85,7 +85,7 @@ class CpuReader:
             (seconds - before.get(path, seconds) for path, seconds in self._throttled_seconds.items()), default=0.0
         )
 
-    def _find_stat_files(self) -> None:
+    def _update_stat_files(self) -> None:
         membership = _read_all("/proc/self/cgroup")
         if membership != self._cgroup_membership:
             self._cgroup_membership = membership
@@ -158,7 +158,8 @@ def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> float:
-    """Return the longest time on a run queue between two readings, in seconds, of the busy threads in both readings."""
+    """Return the longest time, in seconds, that a busy thread spent on a run queue between two readings. Threads that
+    are not in both readings are ignored."""
     changes = [
         (ran - before[path][0], waited - before[path][1]) for path, (ran, waited) in now.items() if path in before
     ]

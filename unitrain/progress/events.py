@@ -59,7 +59,10 @@ class EventLog:
             self._warn_once(error)
 
     def append(self, event: str, step: int, /, attempt: int | None = None, **values: Any) -> None:
-        """Append an event of attempt number `attempt`, by default this one. `values` are the keys of the event."""
+        """Append an event of attempt number `attempt`, by default the current attempt.
+
+        `values` are the keys of the event.
+        """
         if self._path is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -164,4 +164,5 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     """Return the FLOP formulas by operation: the formulas of torch's counter, and formulas for attention on CPUs, which
     torch's counter lacks."""
     registry = FlopCounterMode(display=False).flop_registry
-    return {operation: registry[same] for operation, same in cpu_attention_operations().items()} | registry
+    gpu_operations = cpu_attention_operations()
+    return {operation: registry[gpu_operation] for operation, gpu_operation in gpu_operations.items()} | registry

@@ -1,12 +1,12 @@
 """Goodput: the fraction of a run's wall-clock time, over all attempts, spent on training steps that were not lost.
 
 Rank 0 divides the time of an attempt into CATEGORIES, and writes the seconds of each category to `goodput.json` in the
-output folder at sync points (see `stopping.SyncPoint`) and after validations and checkpoints, at most once per second.
-If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits for hosts,
-as `hosts`. An attempt of `unitrain launch` that failed before `fit` has no record; the next attempt adds one, with the
-category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run. This time begins
-with the first attempt, or with the wait for hosts that preceded it, and ends at the last record. This module does not
-import torch, because `unitrain report` also uses it.
+output folder at sync points (see `stopping.RankSynchronizer`) and after validations and checkpoints, at most once per
+second. If the attempt is killed, the time after its last record counts as `restart` or, while the next attempt waits
+for hosts, as `hosts`. An attempt of `unitrain launch` that failed before `fit` has no record; the next attempt adds
+one, with the category `startup`. The categories of all attempts therefore add up to the wall-clock time of the run.
+This time begins with the first attempt, or with the wait for hosts that preceded it, and ends at the last record. This
+module does not import torch, because `unitrain report` also uses it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GoodputSummary:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """The start of an attempt: the seconds since then, and the seconds for which the job waited for hosts before."""
+    """The start of an attempt: the seconds since then, and the seconds for which the job waited for hosts before it."""
 
     age_seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -121,7 +121,8 @@ def unrecorded_attempt(
     """Return a record for an attempt that ended without one, or None if the attempt is that of `previous` (the newest
     record) or an earlier one. `started` and `ended` are Unix timestamps in seconds, according to the supervisor.
 
-    The attempt has waited for hosts for `waiting_seconds`. Its number of ranks is that of `previous`, or else `ranks`.
+    Before the attempt, the job waited for hosts for `waiting_seconds`. The number of ranks is that of `previous`, or
+    else `ranks`.
     """
     if previous is not None and started < (previous.started + previous.ended) / 2:
         return None

@@ -74,7 +74,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._free_connections.release()
 
     def service_actions(self) -> None:
-        """End connections whose time is over. `serve_forever` calls this method at least every 0.5 s."""
+        """Shut down connections whose deadline has passed. `serve_forever` calls this method at least every 0.5 s."""
         for request, deadline in list(self._deadlines.items()):
             if time.monotonic() > deadline:
                 with suppress(OSError):  # the connection has just been closed

@@ -18,8 +18,8 @@ _MAX_CONNECTIONS = 32
 _MIN_SEARCH_INTERVAL_SECONDS, _MAX_SEARCH_INTERVAL_SECONDS = 1.0, 32.0
 _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
 # Offsets in `struct tcp_info`: smoothed round-trip time in microseconds, number of retransmissions, acknowledged bytes.
-# At _BUSY_OFFSET, there are three times in microseconds: the time in which data was unacknowledged, and of this time,
-# the time in which the receive window of the peer, or the send buffer, limited the transfer.
+# At _BUSY_OFFSET, three durations in microseconds follow: the time during which data was unacknowledged, and the parts
+# of it that were limited by the peer's receive window and by the send buffer.
 _RTT_OFFSET, _RETRANSMISSIONS_OFFSET, _ACKNOWLEDGED_OFFSET, _BUSY_OFFSET = 68, 100, 120, 168
 
 
@@ -97,8 +97,8 @@ class ConnectionReader:
 
 
 def read_connection(descriptor: int, peer: str | None = None) -> ConnectionCounters | None:
-    """Return the counters of the TCP connection to another host at a file descriptor, or None if there is no such
-    connection or the kernel does not provide the counters.
+    """Return the counters of the TCP connection that `descriptor` refers to, or None if it is not a TCP connection to
+    another host, or the kernel does not provide the counters.
 
     `peer` is the address of the other host if it is known. The functions of libc are called directly, because a socket
     object would apply `socket.setdefaulttimeout` to the connection.

@@ -23,9 +23,9 @@ class PreemptionHandler:
     Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
     and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
     blocked in a collective, so a background thread, which `signal.set_wakeup_fd` wakes, records the signal. Signals
-    that the user handles or ignores are left unchanged. DataLoader workers that start later ignore these signals, but
-    only the first SIGTERM. Outside the main thread, where Python does not allow handlers, the context manager does
-    nothing.
+    that the user handles or ignores are left unchanged. DataLoader workers that start later ignore these signals, but a
+    second SIGTERM terminates them. Outside the main thread, where Python does not allow handlers, the context manager
+    does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ class RunValues:
             self.phase_seconds = seconds
         elif seconds:
             self.phase_seconds = [
-                [a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(self.phase_seconds, seconds, strict=True)
+                [a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.phase_seconds, seconds, strict=True)
             ]
 
 

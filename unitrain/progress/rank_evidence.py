@@ -1,5 +1,5 @@
 """Evidence of the causes of slow ranks, read on each rank at the sync points (the periodic exchanges of
-`stopping.SyncPoint`)."""
+`stopping.RankSynchronizer`)."""
 
 from __future__ import annotations
 

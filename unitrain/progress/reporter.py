@@ -53,7 +53,7 @@ class RunReporter:
     ) -> Iterator[None]:
         """Context manager that reports a run, starting at `step`. If `is_complete`, no steps remain, and the run is not
         logged."""
-        self._finish_loggers("finished")  # finish loggers that the user restarted after an earlier run
+        self._finish_loggers("finished")  # finish loggers that `log` restarted after an earlier run
         self._description, self.stop_reason = description, None
         if not is_complete:
             self._start_loggers(step)

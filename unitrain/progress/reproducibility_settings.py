@@ -41,14 +41,14 @@ def reproducibility_settings(device: torch.device) -> dict[str, Any]:
 
 
 def warn_of_differences(saved: Mapping[str, Any], communicator: Communicator, source: str) -> None:
-    """Log a warning on rank 0 for each difference between the settings `saved` in checkpoint `source` and those of
-    this process."""
+    """Log a warning on rank 0 for each difference between the settings `saved` in a checkpoint and those of this
+    process. `source` is the path of the checkpoint or of its folder, for the message."""
     if communicator.rank == 0:
         for name, value in reproducibility_settings(communicator.device).items():
             if name in saved and saved[name] != value:
                 _log.warning(
-                    "The run in '%s' was computed with %s=%s, but this process has %s=%s: the results may differ in "
-                    "the last bits from those of an uninterrupted run. %s.",
+                    "The checkpoint in '%s' was written with %s=%s, but this process has %s=%s: the results may differ "
+                    "in the last bits from those of an uninterrupted run. %s.",
                     source, name, saved[name], name, value, _FIXES.get(name, _FIX),
                 )  # fmt: skip
 

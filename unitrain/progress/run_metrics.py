@@ -35,7 +35,7 @@ from unitrain.progress.goodput import (
 )
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, open_endpoint
 from unitrain.progress.reporter import RunReporter
-from unitrain.progress.stopping import SyncPoint
+from unitrain.progress.stopping import RankSynchronizer
 from unitrain.progress.timing import LoopTimer
 from unitrain.progress.training_progress import TrainingProgress
 
@@ -49,8 +49,8 @@ _is_first_in_process = True
 
 
 class RunMetrics:
-    """Measures a run at its sync points (see `stopping.SyncPoint`), and passes the metrics to the history, the loggers
-    and the endpoint.
+    """Measures a run at its sync points (see `stopping.RankSynchronizer`), and passes the metrics to the history, the
+    loggers and the endpoint.
 
     All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
     describe rank 0, except the metrics of all ranks that `update_at_sync_point` receives. `flops` counts the FLOPs of a
@@ -148,17 +148,17 @@ class RunMetrics:
             self._memory_measured_at, self._memory_bytes = now, _read_memory_bytes(self._backend.device)
         return self._memory_bytes
 
-    def update_at_sync_point(self, sync_point: SyncPoint, memory_by_rank: Sequence[float]) -> None:
+    def update_at_sync_point(self, synchronizer: RankSynchronizer, memory_by_rank: Sequence[float]) -> None:
         """Update the metrics after a sync point, given the memory of all ranks in bytes."""
         if not self._is_rank_zero:
             return
         progress = self.progress
-        self._goodput.count_steps(progress.step, sync_point.phase_seconds[0][0])
+        self._goodput.count_steps(progress.step, synchronizer.phase_seconds[0][0])
         self._run_values.memory = memory_by_rank
         self._run_values.gauges |= {"step": progress.step, "epoch": progress.epoch}
         if self._has_endpoint:
-            self._run_values.add_phase_seconds(sync_point.phase_seconds)
-        slow_ranks = sync_point.slow_ranks().get("slow", [])
+            self._run_values.add_phase_seconds(synchronizer.phase_seconds)
+        slow_ranks = synchronizer.slow_ranks().get("slow", [])
         slow = frozenset(int(slow_rank["rank"]) for slow_rank in slow_ranks)
         if slow != self._slow_ranks:
             self._slow_ranks = self._run_values.slow_ranks = slow
@@ -236,11 +236,11 @@ class RunMetrics:
         self._earlier_summary = GoodputSummary.of(earlier)
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
-            for number, attempt in enumerate(earlier[max(0, num_recorded - 1) :], start=max(1, num_recorded)):
-                if attempt.status == "running" or number > num_recorded:
+            for attempt_number, attempt in enumerate(earlier[max(0, num_recorded - 1) :], start=max(1, num_recorded)):
+                if attempt.status == "running" or attempt_number > num_recorded:
                     unknown = "the attempt ended without a record of its end"
                     failure_reason = (reason if attempt is previous else None) or unknown
-                    self._events.append("failure", attempt.last_step, attempt=number, reason=failure_reason)
+                    self._events.append("failure", attempt.last_step, attempt=attempt_number, reason=failure_reason)
             seconds = self._goodput.seconds()
             downtime_seconds = round(seconds["restart"] + seconds["hosts"], 3)
             self._events.append(

@@ -96,9 +96,9 @@ class StopCoordinator:
         local_row = torch.tensor(
             [[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64, device="cpu"
         )
-        ranks = self._communicator.allgather(local_row.to(self._communicator.device)).tolist()
+        rows = self._communicator.allgather(local_row.to(self._communicator.device)).tolist()
         if trained:
-            slowest = max(seconds_per_step for _, seconds_per_step, *_ in ranks)
+            slowest = max(seconds_per_step for _, seconds_per_step, *_ in rows)
             self._interval_steps = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
         self._timing_start = (step, now)
         # An exchange at the end of an epoch must not delay the next regular one.
@@ -107,18 +107,18 @@ class StopCoordinator:
             if step >= self._next_exchange_step
             else min(self._next_exchange_step, step + self._interval_steps)
         )
-        if any(requested for requested, *_ in ranks):
+        if any(requested for requested, *_ in rows):
             reasons = self._communicator.allgather_object((self._requested_reason, received_signal is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.is_preempted = any(preempted for _, preempted in reasons)
-        return [numbers_of_rank for _, _, *numbers_of_rank in ranks]
+        return [numbers_of_rank for _, _, *numbers_of_rank in rows]
 
 
-class SyncPoint:
-    """Periodic exchange between all ranks that synchronizes stop requests and detects slow ranks.
+class RankSynchronizer:
+    """Periodically synchronizes stop requests between all ranks, and detects slow ranks.
 
-    The calls of `exchange`, a collective, are the sync points of a run: about every two seconds or, if it is set, every
-    `log_every_n_steps` steps, and at the end of an epoch.
+    Each call of `exchange`, a collective, is a sync point of the run. The Trainer calls it before the first step of
+    `fit`, about every two seconds, every `log_every_n_steps` steps if this is set, and at the end of an epoch.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SyncPoint:
         self._communicator, self._stopping, self._timer, self._reporter = communicator, stopping, timer, reporter
         self._reset_detection()
         self.phase_seconds: list[list[float]] = []
-        """Seconds per rank and phase of TRAINING between the last two exchanges."""
+        """Seconds per rank and phase (see `stragglers.TRAINING`) between the last two exchanges."""
 
     def start_timing(self, step: int) -> None:
         """Start measuring after `step` completed steps. Call it after `LoopTimer.start`."""
@@ -143,9 +143,9 @@ class SyncPoint:
         seconds, steps, evidence = self._evidence.take_recent_measurements()
         phases_end = len(seconds)
         evidence_end = phases_end + len(evidence)
-        ranks = self._stopping.exchange(step, [*seconds, *evidence, *numbers])
-        self.phase_seconds = [row[:phases_end] for row in ranks]
-        observed_steps = self._detector.add(self.phase_seconds, steps, [row[phases_end:evidence_end] for row in ranks])
+        rows = self._stopping.exchange(step, [*seconds, *evidence, *numbers])
+        self.phase_seconds = [row[:phases_end] for row in rows]
+        observed_steps = self._detector.add(self.phase_seconds, steps, [row[phases_end:evidence_end] for row in rows])
         if observed_steps:
             self._end_observation(observed_steps)
         elif self._detector.is_empty:
@@ -153,7 +153,7 @@ class SyncPoint:
         self._reporter.report_slow_ranks(str(self._detector))
         if self._stopping.reason not in (None, previous_reason):
             self._reporter.report_stop(step, self._stopping.reason)
-        return [row[evidence_end:] for row in ranks]
+        return [row[evidence_end:] for row in rows]
 
     def slow_ranks(self) -> dict[str, Any]:
         """Return the slow ranks for a row of steps.jsonl; an empty dictionary if there are none."""

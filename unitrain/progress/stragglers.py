@@ -104,9 +104,10 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
 
     `evidence` has a row per rank, the result of `pack_evidence`: the seconds of EVIDENCE in these steps, and the
     earlier figures of the rank (see RankBaseline). Without it, causes and slow connections are unknown, and a rank is
-    only compared with the other ranks. A rank is busy for longer if its busy time exceeds, by more than _MIN_EXCESS of
-    a step, the median of the other ranks (true for at most half of the ranks, rounded up), or its own earlier busy time
-    while other ranks wait for it. `Straggler.phase` is the phase with the largest excess, or "network".
+    only compared with the other ranks. A rank is busy for longer if its busy time exceeds one of two references by more
+    than _MIN_EXCESS of a step: the median of the other ranks (true for at most half of the ranks, rounded up) or, while
+    other ranks wait for it, its own earlier busy time. `Straggler.phase` is the phase with the largest excess, or
+    "network".
     """
     unpacked = [_unpack_evidence(row) for row in evidence or [()] * len(seconds)]
     figures = [
@@ -226,7 +227,7 @@ class StragglerDetector:
         return not self._collected_seconds
 
     def add(self, seconds: Seconds, steps: int, evidence: Seconds = ()) -> int:
-        """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured.
+        """Add the seconds per rank and phase of TRAINING in `steps` steps. `seconds` is empty if nothing was measured.
 
         `evidence` is the evidence since the last observation, see `find_stragglers`. Return the number of steps of the
         observation if this call completes it, otherwise 0.
@@ -236,8 +237,8 @@ class StragglerDetector:
         self._steps += steps
         if self._collected_seconds:
             seconds = [
-                [a + b for a, b in zip(*ranks, strict=True)]
-                for ranks in zip(self._collected_seconds, seconds, strict=True)
+                [a + b for a, b in zip(*rows, strict=True)]
+                for rows in zip(self._collected_seconds, seconds, strict=True)
             ]
         self._collected_seconds = seconds
         if max(map(sum, seconds)) < _OBSERVATION_SECONDS:

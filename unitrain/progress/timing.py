@@ -133,7 +133,7 @@ class LoopTimer:
         )
 
     def take_samples(self) -> int:
-        """Return the number of samples over all ranks in the steps since the last call, also of earlier epochs."""
+        """Return the number of samples over all ranks since the last call, including steps of earlier epochs."""
         samples, self._samples = self._samples, 0
         return samples
 

@@ -23,7 +23,7 @@ class TrainingProgress:
     """Completed optimizer steps of the current epoch."""
 
     def advance(self, samples: int, position: int) -> None:
-        """Count an optimizer step that trained on `samples` samples and after which `position` is the next position."""
+        """Count an optimizer step that trained on `samples` samples. The next step starts at `position`."""
         self.step += 1
         self.step_in_epoch += 1
         self.sample += samples

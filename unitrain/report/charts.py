@@ -137,8 +137,8 @@ def to_svg(chart: Chart) -> str:
 
 
 def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
-    """Write the charts to one PNG with two columns. `names` are the names of the runs. Raises ReportError if
-    `charts` is empty.
+    """Write the charts to one PNG with two columns. `names` are the names of the runs, or of the series of a benchmark.
+    Raises ReportError if `charts` is empty.
     """
     if not charts:
         raise ReportError(

@@ -24,7 +24,7 @@ def describe_goodput(records: Sequence[RunRecord]) -> str:
 def _describe_run(record: RunRecord) -> str:
     if not record.attempts:
         raise ReportError(
-            f"Run '{record.name}' has no {GOODPUT_FILE}: a Trainer of this version has not trained in the folder. Pass "
+            f"Run '{record.name}' has no {GOODPUT_FILE}: no Trainer of this version has written to this folder. Pass "
             "another folder."
         )
     summary = GoodputSummary.of(record.attempts)
@@ -43,7 +43,7 @@ def _describe_run(record: RunRecord) -> str:
     lines.append(f"  {'total':<12}{summary.total_seconds:>12,.1f}{100:>7.1f} %")
     if len(record.attempts) > 1:
         lines += ["", f"  {'attempt':<9}{'ranks':>6}{'steps':>20}{'replayed':>10}{'seconds':>12}  status"]
-        lines += [_describe_attempt(number, attempt) for number, attempt in enumerate(record.attempts, start=1)]
+        lines += [_describe_attempt(attempt_number, attempt) for attempt_number, attempt in enumerate(record.attempts, start=1)]
     return "\n".join(lines)
 
 

@@ -94,7 +94,7 @@ def _read_record(folder: Path, name: str) -> RunRecord:
         )
     last_modified = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
-    # Omit a start after which no step was completed, because the next start is from the same step.
+    # Omit a start after which no step was completed, because the next start is at the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     try:
         attempts = read_attempts(folder)
@@ -118,7 +118,7 @@ def _read_rows(path: Path) -> list[Row]:
         raise _unreadable_error(path, error) from None
     # Text after the last newline belongs to a line that is still being written, or that was incomplete when the run
     # was killed.
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -126,8 +126,8 @@ def _read_rows(path: Path) -> list[Row]:
         if not _is_row(row, path.name):
             line_start = line if len(line) <= 60 else f"{line[:57]}..."
             raise ReportError(
-                f"Line {number} of '{path}' is not a row of a run's record: {line_start!r}. Remove it: "
-                f"sed -i {number}d '{path}', or, if another program wrote the file, pass the output_dir of a run."
+                f"Line {line_number} of '{path}' is not a row of a run's record: {line_start!r}. Remove it: "
+                f"sed -i {line_number}d '{path}', or, if another program wrote the file, pass the output_dir of a run."
             )
         rows.append(row)
     return rows
@@ -137,7 +137,7 @@ def _is_row(row: Any, file: str) -> bool:
     """Return whether `row` has the columns of `file` and, unless it is a start row, only numbers, None and lists."""
     if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
         return False
-    if not all(isinstance(row.get(name), kind) for name, kind in _COLUMNS[file].items()):
+    if not all(isinstance(row.get(name), column_type) for name, column_type in _COLUMNS[file].items()):
         return False
     if file == STARTS:
         return all(name in row for name in START_SETTINGS)

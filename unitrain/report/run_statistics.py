@@ -119,7 +119,7 @@ def monitored_result(record: RunRecord) -> tuple[str, str]:
 
 
 def samples_per_second(record: RunRecord) -> float | None:
-    """Return the training throughput over all epochs, in samples per second."""
+    """Return the training throughput over all epochs, in samples per second, or None if it is not recorded."""
     rows = [row for row in record.epochs if row.get("samples_per_second") and row.get("seconds")]
     seconds = sum(row["seconds"] for row in rows)
     return sum(row["samples_per_second"] * row["seconds"] for row in rows) / seconds if rows else None

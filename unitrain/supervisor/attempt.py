@@ -57,17 +57,17 @@ class SupervisedJob:
 
     def uses_only_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
         """Return whether all ranks of an attempt on `hosts`, or on the hosts of the spec, run on this host."""
-        return all(map(is_this_host, self._hosts(hosts)))
+        return all(map(is_this_host, self._resolve_hosts(hosts)))
 
     def runs_rank_zero_on_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
         """Return whether rank 0 of an attempt on `hosts`, or on the hosts of the spec, runs on this host."""
-        return all(map(is_this_host, self._hosts(hosts)[:1]))
+        return all(map(is_this_host, self._resolve_hosts(hosts)[:1]))
 
     def select_addresses(self, hosts: tuple[Host, ...]) -> tuple[str, str]:
         """Return an address to listen on, and an address that is likely reachable from all hosts of an attempt."""
-        return _select_addresses(self._hosts(hosts))
+        return _select_addresses(self._resolve_hosts(hosts))
 
-    def _hosts(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    def _resolve_hosts(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
         return hosts or self.spec.hosts or allocated_hosts(self.launcher)
 
     def count_ranks(self, hosts: tuple[Host, ...]) -> int:

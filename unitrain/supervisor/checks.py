@@ -51,7 +51,7 @@ def check_config_packages() -> None:
 
 def check_config_options(file: str | Path, args: Sequence[str]) -> None:
     """Raise ConfigError if `args`, the arguments after a configuration file, contain an option that `unitrain train`
-    does not have. The ranks would otherwise start, and fail."""
+    does not have. Otherwise, the ranks would start and then fail."""
     if any(word.startswith("-") for word in args):
         from unitrain.config_files.parser import check_options  # imports torch
 
@@ -88,8 +88,8 @@ def check_module(name: str) -> None:
 
 
 def check_not_launched(fix: str) -> None:
-    """Raise LaunchError with `fix` if one of _RANK_LAUNCHERS has started this process, and LaunchError if the job has
-    several pods. For srun, see `check_started_once`.
+    """Raise LaunchError if the job has several pods or, with `fix` in the message, if one of _RANK_LAUNCHERS has
+    started this process. For srun, see `check_started_once`.
     """
     if (pods := environment.max_pods()) > 1:
         # Each pod would train separately.

@@ -28,9 +28,10 @@ from unitrain.bootstrap import environment
 
 _FAILED_FIRST_PATTERN = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
-_MAX_BYTES = 2**24  # of the end of a log that are read after a failure; a log may be larger than the memory
-# After a rank has exited, the time for the copying process to copy the remaining output, also of processes that the
-# rank has left behind.
+# Maximum number of bytes that are read from the end of a log after a failure. A log may be larger than the memory.
+_MAX_BYTES = 2**24
+# After a rank has exited, the time for the copying process to copy the remaining output, including the output of
+# processes that the rank has left behind.
 _REMAINING_OUTPUT_SECONDS, _RANK_POLL_SECONDS = 10.0, 0.5
 # After the launcher has exited, the time for the copying processes to write the last lines.
 _COMPLETE_SECONDS, _POLL_SECONDS = 2.0, 0.02

@@ -60,8 +60,8 @@ class RankConnections:
     ) -> None:
         self._job_name, self._key = job_name, key
         self.describe_attempt: Callable[[], AttemptInfo] | None = None
-        """Returns the description of the attempt, which rank 0 requests in `unitrain.init`. Set it before the ranks are
-        started."""
+        """Returns the description of the attempt, which is sent to rank 0 when it calls `unitrain.init`. Set it before
+        the ranks are started."""
         self._is_started = not is_standby
         self._ready: set[int] = set()
         self._responding: set[int] = set()

@@ -75,7 +75,7 @@ class Standby:
         if attempt is None or not attempt.can_start or attempt.hosts != hosts:
             self._begin_cancellation()
             return None
-        if not (attempt.wait_for_responses() and attempt.can_start):  # a rank may have exited while it was awaited
+        if not (attempt.wait_for_responses() and attempt.can_start):  # a rank may have exited during the wait
             click.echo("unitrain: the standby ranks do not respond, so the restart starts new ranks", err=True)
             self._begin_cancellation()
             return None

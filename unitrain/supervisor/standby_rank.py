@@ -35,7 +35,7 @@ def wrapper_arguments() -> tuple[str, ...]:
 
 
 def main(program: list[str]) -> None:
-    """Wait until the supervisor starts this rank, then execute `program`: a script or -m and a module, and arguments.
+    """Wait until the supervisor starts this rank, then execute `program`: a script, or -m and a module, with arguments.
 
     Exits with code 1 if the supervisor cannot be reached.
     """

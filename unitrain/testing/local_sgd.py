@@ -349,9 +349,9 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
         ("got steps=None", {"other": 1}),
         ("got steps_since_synchronization=-1", {**state, "steps_since_synchronization": -1}),
         ("got synchronized_at=-1", {**state, "synchronized_at": -1}),
-        ("got no states of ranks", {**state, "ranks": []}),
-        ("got no states of ranks", {**state, "ranks": [{}]}),
-        ("got no state of the outer optimizer", {**state, "outer": {}}),
+        ("got a mapping without the states of the ranks", {**state, "ranks": []}),
+        ("got a mapping without the states of the ranks", {**state, "ranks": [{}]}),
+        ("got a mapping without the state of the outer optimizer", {**state, "outer": {}}),
     ]
     for problem, own in invalid:
         passed = own if backend.rank == 0 else None

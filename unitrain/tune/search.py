@@ -134,9 +134,9 @@ def search(
         return result.ratios.setdefault(name, [])
 
     candidates: list[Settings] = [{tunable.variable: value} for tunable in tunables for value in tunable.alternatives]
-    for number, settings in enumerate(candidates):
+    for index, settings in enumerate(candidates):
         if not has_time_for(1):
-            result.skipped = len(candidates) - number
+            result.skipped = len(candidates) - index
             pairs = result.skipped + _REPETITIONS * _TYPICAL_PROMISING + PAIRS
             result.seconds_needed = clock() - start_time + pairs * pair_seconds
             break

@@ -80,7 +80,7 @@ class StepTimer(Callback):
                 slowest = trainer.backend.allreduce(
                     torch.tensor(per_step, dtype=torch.float64, device="cpu"), "max"
                 ).item()
-                self._steps_to_time = self._complete_periods(
+                self._steps_to_time = self._round_up_to_periods(
                     max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
                 )
                 self._steps, self._start = 0, self._record_time(trainer)
@@ -92,7 +92,7 @@ class StepTimer(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_finished or not trainer.is_finished:
             return  # `_finish` or an exception is already ending the run
-        warmup, min_steps = self._request.warmup_steps, self._complete_periods(_MIN_STEPS)
+        warmup, min_steps = self._request.warmup_steps, self._round_up_to_periods(_MIN_STEPS)
         if self._timed_steps >= min_steps:
             self._finish(trainer)
         num_steps = self._steps if self._steps_to_time is None else warmup + self._steps
@@ -101,7 +101,7 @@ class StepTimer(Callback):
             "longer, for example with more epochs: unitrain tune ends the run after the timed steps."
         )
 
-    def _complete_periods(self, steps: int) -> int:
+    def _round_up_to_periods(self, steps: int) -> int:
         """Return `steps`, rounded up to complete periods. With local SGD, only complete periods are timed, so that the
         mean step time includes synchronizations in proportion."""
         return math.ceil(steps / self._period) * self._period

@@ -115,7 +115,7 @@ class TunedEntry:
         if self.torch != run.torch:
             differences.append(f"they were found with torch {self.torch}, and torch {run.torch} is installed")
         if self.machine != run.machine:
-            differences.append(f"they were found on another machine ({self.machine}), and this is: {run.machine}")
+            differences.append(f"they were found on another machine ({self.machine}), and this machine is: {run.machine}")
         return differences
 
     @property
@@ -148,7 +148,8 @@ def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | Non
 
 
 def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
-    """Remove the entry for this run from `file`, and entries of earlier versions with its script, backend and size."""
+    """Remove the entry for this run from `file`, and entries of earlier versions with the same script, backend and
+    number of ranks."""
     entries = _load(file)
 
     def is_obsolete(entry: TunedEntry) -> bool:

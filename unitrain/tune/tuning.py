@@ -58,7 +58,7 @@ class Tuner:
         report: Callable[[str], None],
         report_run: Callable[[str], None],
     ) -> None:
-        """Search for about `search_seconds`, save a significant gain, and report the result.
+        """Search for about `search_seconds`, save the settings if their gain is significant, and report the result.
 
         Afterwards, also time gradient compression if `with_compression` is True, and low-communication training if
         `with_local_sgd` is True. Both take additional time. `report` receives results, and `report_run` receives a line
@@ -189,8 +189,8 @@ def save_and_describe(search_result: SearchResult, run: TunedRun) -> str:
     skipped = ""
     if search_result.skipped:
         minutes = math.ceil(search_result.seconds_needed / 60)
-        tried = "1 other setting was" if search_result.skipped == 1 else f"{search_result.skipped} other settings were"
-        skipped = f" {tried} not tried for lack of time. Allow more: --minutes {minutes}"
+        untried = "1 other setting was" if search_result.skipped == 1 else f"{search_result.skipped} other settings were"
+        skipped = f" {untried} not tried for lack of time. Allow more: --minutes {minutes}"
     if gain is None or not gain.is_significant:
         best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
         remove_tuned(run)

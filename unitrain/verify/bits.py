@@ -121,8 +121,8 @@ def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) 
 def _values_by_step(record: Record) -> list[dict[str, Any]]:
     """Return the values to compare in each step, in the order in which they are computed."""
     steps: list[dict[str, Any]] = []
-    for number, samples in enumerate(record.sample_digests()):
-        rank_steps = [rank_record.steps[number] for rank_record in record.rank_records]
+    for index, samples in enumerate(record.sample_digests()):
+        rank_steps = [rank_record.steps[index] for rank_record in record.rank_records]
         steps.append(
             {
                 "the samples": samples,

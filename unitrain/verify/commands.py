@@ -92,8 +92,8 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
     has_prefixes = any(_RANK_PREFIX.match(line) for line in lines)
     end = next(
         (
-            number
-            for number, line in enumerate(lines)
+            index
+            for index, line in enumerate(lines)
             if _LAUNCHER_REPORT.match(line) or (has_prefixes and line.startswith("Traceback (most recent call last)"))
         ),
         None,

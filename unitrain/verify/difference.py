@@ -107,14 +107,14 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
         for name, change in changes.items():
             largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), change)
         for name in sorted(run_names & reference_names):
-            kind, _, tensor_name = name.partition(" ")
+            category, _, tensor_name = name.partition(" ")
             run_tensor, reference_tensor = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
             if run_tensor.shape != reference_tensor.shape:
                 mismatched.append(name)
                 continue
             scales = _Scales(tolerance, relative, reference.steps, changes[name], largest[_tensor_kind(name)])
-            largest_differences[kind] = _update_largest(
-                largest_differences[kind], run_tensor, reference_tensor, tensor_name, scales
+            largest_differences[category] = _update_largest(
+                largest_differences[category], run_tensor, reference_tensor, tensor_name, scales
             )
     return Difference(
         parameters=largest_differences["parameter"],
@@ -187,8 +187,8 @@ def _compare_losses(
 
 def _tensor_kind(name: str) -> str:
     """Return "parameter", or the key of optimizer state such as "exp_avg"."""
-    kind, _, tensor_name = name.partition(" ")
-    return kind if kind == "parameter" else tensor_name.rpartition(" ")[2]
+    category, _, tensor_name = name.partition(" ")
+    return category if category == "parameter" else tensor_name.rpartition(" ")[2]
 
 
 def _changes_in_training(tensors: Any, record: Record) -> dict[str, float]:

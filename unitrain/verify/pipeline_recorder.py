@@ -163,7 +163,7 @@ class PipelineRecorder:
             steps=self._steps,
             used_rngs=sorted({name for _, names, _ in gathered for name in names}),
             has_fixed_global_batch_size=False,
-            batch_statistics=next((kind for _, _, kind in gathered if kind != "none"), "none"),
+            batch_statistics=next((statistics for _, _, statistics in gathered if statistics != "none"), "none"),
             compression_dtype="none",
             **{key: {name: value for stage in stages for name, value in stage[key].items()} for key in own},
         ).write(self._folder)

@@ -105,9 +105,9 @@ def _print_reasons(console: Console, group: Group, row: VerdictRow) -> None:
 def _describe_location(difference: Difference) -> list[str]:
     """Return messages that locate the differences."""
     sentences = [] if difference.first_loss_step is None else [f"losses differ from step {difference.first_loss_step}"]
-    for kind, part in (("parameter", difference.parameters), ("optimizer state", difference.state)):
+    for noun, part in (("parameter", difference.parameters), ("optimizer state", difference.state)):
         if not part.is_within_tolerance:
-            sentences.append(f"the {kind} with the largest difference is {part.where}")
+            sentences.append(f"the {noun} with the largest difference is {part.where}")
     return sentences
 
 

@@ -94,13 +94,14 @@ class Verdict:
 
     @property
     def is_same(self) -> bool:
-        """Whether at least one run was compared, and every run succeeded with the same results."""
+        """Whether at least one run has the same results as its reference, and no run failed or differs, except by
+        design."""
         statuses = [row.status for group in self.groups for row in group.rows]
         return "same results" in statuses and "differs" not in statuses and "failed" not in statuses
 
 
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
-    """Compare the runs with the global batch size of `ranks` ranks with the best reference among them.
+    """Compare the runs that have the global batch size of `ranks` ranks with the best reference among them.
 
     The reference is the first run from which no other run differs by design (see `expected_difference`) by more than
     the tolerance. Runs of a single process are tried first. If there is no such run, the reference is a run with the
@@ -126,8 +127,8 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
 
 
 def resolve_with_float64(group: Group, repeated: Group) -> Group:
-    """Return `group` with the unresolved rows resolved by the same runs in double precision, which are in
-    `repeated`."""
+    """Return `group` with new statuses for its rows with `needs_float64`. `repeated` contains the same runs in double
+    precision."""
     repeated_rows = {row.outcome.run: row for row in repeated.rows}
     return replace(group, rows=[_resolve_row(row, repeated_rows.get(row.outcome.run)) for row in group.rows])
 
@@ -249,7 +250,7 @@ def _known_causes(difference: Difference, run: Record, reference: Record) -> Ite
             "or augments the data, with the same seed on every rank"
         )
     if (step := difference.first_learning_rate_step) is not None:
-        rates = [", ".join(f"{rate:.6g}" for rate in one.learning_rates()[step - 1]) for one in (run, reference)]
+        rates = [", ".join(f"{rate:.6g}" for rate in record.learning_rates()[step - 1]) for record in (run, reference)]
         yield f"the learning rate of step {step} is {rates[0]} instead of {rates[1]}"
     if difference.steps[0] != difference.steps[1]:
         yield f"the run ended after {difference.steps[0]} steps, the reference after {difference.steps[1]}"
