@@ -76,8 +76,8 @@ class TrainConfig:
 
     # --- Logical ranks ------------------------------------------------------------------------------------------------
     logical_ranks: int | None = None
-    """Divide training into this number of logical ranks, which any number of processes up to this number can compute,
-    with bit-identical results. Per-rank settings, such as `batch_size`, then apply to each logical rank.
+    """Divide training into this number of logical ranks. Any number of processes up to this number can compute them,
+    and the results are bit-identical. Per-rank settings, such as `batch_size`, then apply to each logical rank.
     """
 
     # --- Local steps --------------------------------------------------------------------------------------------------
@@ -409,9 +409,9 @@ class TrainConfig:
                 f"TrainConfig takes either max_epochs or max_steps, got {description}. Use TrainConfig(max_epochs=10)."
             )
         fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to handle no signal'
-        kinds = (tuple, list)
+        types = (tuple, list)
         validation.check_instance(
-            _full_name("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix
+            _full_name("preemption_signals"), self.preemption_signals, types, "a tuple of names", fix
         )
         signals = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
         for name in self.preemption_signals:

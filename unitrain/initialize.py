@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# The default backend of each launcher: the one that it is commonly used with.
+# The default backend of each launcher, with which it is commonly used.
 _BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",

@@ -110,7 +110,7 @@ def find_learning_rate(
     restored; the scheduler and the training progress do not change. The suggestion is not applied. Callbacks and
     loggers are not called.
 
-    Raises on every rank: ConfigError for invalid arguments, or if the loss diverges within fewer than 13 steps, which a
+    Raises on every rank: ConfigError for invalid arguments, or if the loss diverges before the 13 steps that a
     suggestion requires; and NonFiniteLossError if the loss becomes NaN or infinite before that.
     """
     check_trial(trainer, _NAME)

@@ -29,10 +29,10 @@ _WIDTH = 120
 class ModuleSummary:
     """Parameters, FLOPs and activations of one module, including those of its submodules.
 
-    `name` is the name in `named_modules`, empty for the model itself. `output_shapes` are the shapes of the tensors in
-    the output of its first call; a module that is not called has no output shapes. `parameters` and
-    `trainable_parameters` are numbers of elements; shared parameters count once. `flops` are the floating-point
-    operations of its forward passes as counted by torch's FlopCounterMode: 2 per multiply-add in matrix
+    `name` is the name in `named_modules`, empty for the model itself, and `kind` is the class name. `output_shapes` are
+    the shapes of the tensors in the output of its first call; a module that is not called has no output shapes.
+    `parameters` and `trainable_parameters` are numbers of elements; shared parameters count once. `flops` are the
+    floating-point operations of its forward passes as counted by torch's FlopCounterMode: 2 per multiply-add in matrix
     multiplications, convolutions and attention; other operations are not counted. `activation_bytes` is the memory of
     the tensors that its forward passes save for the backward pass, without parameters and buffers. A tensor that
     several modules save is counted only for the module that saves it first.

@@ -295,7 +295,7 @@ class PredictionFiles:
         elif folder.exists() or folder.is_symlink():
             folder.unlink()
         self._unfinished_folder.rename(folder)
-        (folder / LOCK_FILE).unlink(missing_ok=True)  # removed last, so that no other job can lock the folder before
+        (folder / LOCK_FILE).unlink(missing_ok=True)  # removed last, so that no other job can lock the folder earlier
 
     def _write(self, action: Callable[[], None]) -> None:
         try:

@@ -281,8 +281,8 @@ def is_reached_by_backward(parameter: Tensor) -> bool:
 
 
 def accumulates_into_others_only(output: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Return whether the current backward pass, which has reached `output`, accumulates into the gradient of a leaf of
-    its graph, and the graph contains none of `parameters`. Checked with torch 2.14."""
+    """Return whether the graph of `output` contains none of `parameters`, and the current backward pass accumulates
+    into the gradient of a leaf of this graph. The pass must have reached `output`. Checked with torch 2.14."""
     ids = set(map(id, parameters))
     with torch.enable_grad():
         pending: list[Any] = [get_gradient_edge(output).node]
@@ -489,7 +489,7 @@ def awaited_loader_iterator(frame: FrameType) -> Any | None:
     return frame.f_locals.get("self")
 
 
-def next_batch_number(loader_iterator: Any) -> int | None:
+def next_batch_index(loader_iterator: Any) -> int | None:
     """Return the index of a DataLoader iterator's next batch, or None without workers. Checked with torch 2.14."""
     return getattr(loader_iterator, "_rcvd_idx", None)
 

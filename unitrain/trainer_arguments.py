@@ -109,12 +109,12 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
     scheduled_optimizer = getattr(scheduler, "optimizer", optimizer)
     if scheduled_optimizer is not optimizer:
-        kind = type(scheduler).__name__
+        class_name = type(scheduler).__name__
         raise ConfigError(
-            f"Trainer(scheduler=...), of class {kind}, was built on another optimizer, of class "
+            f"Trainer(scheduler=...), of class {class_name}, was built on another optimizer, of class "
             f"{type(scheduled_optimizer).__name__}, so the learning rate of the Trainer's {type(optimizer).__name__} "
             "would never change. "
-            f"Build it on the same optimizer: {kind}(optimizer, ...)."
+            f"Build it on the same optimizer: {class_name}(optimizer, ...)."
         )
 
 

@@ -121,9 +121,9 @@ def start_average(average: WeightAverage, distributed_model: nn.Module, config: 
 def check_same_mode(is_training_by_rank: Sequence[bool], step: int) -> None:
     """Raise ModelError if, after `step` steps, the model is in training mode on some ranks only. `is_training_by_rank`
     states, for each rank, whether its model is in training mode."""
-    evaluating = [rank for rank, mode in enumerate(is_training_by_rank) if not mode]
+    evaluating = [rank for rank, is_training in enumerate(is_training_by_rank) if not is_training]
     if evaluating and any(is_training_by_rank):
-        training = [rank for rank, mode in enumerate(is_training_by_rank) if mode]
+        training = [rank for rank, is_training in enumerate(is_training_by_rank) if is_training]
         raise ModelError(
             f"After step {step}, the model is in eval mode on {format_ranks(evaluating)} and in training mode on "
             f"{format_ranks(training)}. Call model.eval() and model.train() on every rank."

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from unitrain.torch_compat import awaited_loader_iterator, next_batch_number, worker_of_next_batch
+from unitrain.torch_compat import awaited_loader_iterator, next_batch_index, worker_of_next_batch
 
 _UNITRAIN_FOLDER = f"{Path(__file__).parent.parent}/"  # with a slash, so that "unitrain_experiments/" does not match
 _LIBRARY_FOLDERS = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -109,8 +109,8 @@ def awaited_batch() -> tuple[int, int] | None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if (batches := awaited_loader_iterator(frame)) is not None:
-            batch_number = next_batch_number(batches)
-            return None if batch_number is None else (id(batches), batch_number)
+            batch_index = next_batch_index(batches)
+            return None if batch_index is None else (id(batches), batch_index)
         frame = frame.f_back
     return None
 

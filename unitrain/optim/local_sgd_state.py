@@ -70,7 +70,7 @@ def copy_to_host(value: Any) -> Any:
 
 def mean_of_ranks(values: Sequence[Any]) -> Any:
     """Return the mean of nested states of several ranks. Empty tables are ignored, and keys that are not in all
-    other tables are omitted. Values that cannot be averaged are taken from the first rank."""
+    tables are omitted. Values that cannot be averaged are taken from the first rank."""
     values = [value for value in values if not isinstance(value, dict) or value] or values
     first = values[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):

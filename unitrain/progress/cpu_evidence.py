@@ -53,7 +53,7 @@ class CpuReader:
         self._process_seconds = time.process_time()
 
     def read(self) -> CpuSeconds:
-        """Return the changes of the counters since the last call. In the first call, only `used` is above 0."""
+        """Return the changes of the counters since the last call. In the first call, all values but `used` are 0."""
         threads = _read_schedstat(_list_thread_schedstat_files())
         workers = _read_schedstat(self._list_worker_schedstat_files())
         run_queue, worker_wait = _longest_wait(self._thread_times, threads), _longest_wait(self._worker_times, workers)

@@ -43,7 +43,10 @@ def _describe_run(record: RunRecord) -> str:
     lines.append(f"  {'total':<12}{summary.total_seconds:>12,.1f}{100:>7.1f} %")
     if len(record.attempts) > 1:
         lines += ["", f"  {'attempt':<9}{'ranks':>6}{'steps':>20}{'replayed':>10}{'seconds':>12}  status"]
-        lines += [_describe_attempt(attempt_number, attempt) for attempt_number, attempt in enumerate(record.attempts, start=1)]
+        lines += [
+            _describe_attempt(attempt_number, attempt)
+            for attempt_number, attempt in enumerate(record.attempts, start=1)
+        ]
     return "\n".join(lines)
 
 

@@ -71,7 +71,9 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
     monitored, mode = run_statistics.monitored_result(record)
     if len(record.epochs) > 1 and (best := run_statistics.best_value(record, monitored, mode)):
         extremum = "lowest" if mode == "min" else "highest"
-        values.append(HeadlineValue(f"best {monitored}", format_number(best.value), f"{extremum}, in epoch {best.epoch}"))
+        values.append(
+            HeadlineValue(f"best {monitored}", format_number(best.value), f"{extremum}, in epoch {best.epoch}")
+        )
     values += [
         HeadlineValue(name, format_number(run_statistics.last_value(record, name)), "in the last epoch")
         for name in run_statistics.result_names(record)

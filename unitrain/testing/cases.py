@@ -46,14 +46,14 @@ def may_raise_unsupported_error(case: Case) -> Case:
     return may_raise_unsupported
 
 
-def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -> str:
-    """Assert that `action` raises an exception of class `kind` with `text` in its message, and return the message."""
+def raises(error_class: type[BaseException], text: str, action: Callable[[], object]) -> str:
+    """Assert that `action` raises an `error_class` with `text` in its message, and return the message."""
     try:
         action()
-    except kind as error:
+    except error_class as error:
         assert text in str(error), f"{text!r} is not in {str(error)!r}"
         return str(error)
-    raise AssertionError(f"{kind.__name__} with {text!r} was not raised")
+    raise AssertionError(f"{error_class.__name__} with {text!r} was not raised")
 
 
 def assert_same_on_every_rank(backend: Backend, value: object) -> None:

@@ -237,7 +237,7 @@ def allgather_of_one_row_returns_a_contiguous_tensor(backend: Backend) -> None:
 @contract
 def collectives_accept_negative_views(backend: Backend) -> None:
     inputs = [torch.complex(torch.ones(1, 2), torch.full((1, 2), float(rank))) for rank in range(backend.size)]
-    plain = [-number.imag[:, :1] for number in inputs]
+    plain = [-rank_input.imag[:, :1] for rank_input in inputs]
     own = inputs[backend.rank].conj().imag[:, :1]
     assert own.is_neg(), "not a view with the negative bit"
     assert_close(backend.allreduce(own), reduce_inputs(plain, "mean"))

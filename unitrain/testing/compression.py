@@ -26,7 +26,7 @@ from unitrain.testing.models import (
 )
 from unitrain.testing.parameters import TwoHeads
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def gradients_of_steps(
@@ -67,10 +67,10 @@ def compression_that_differs_between_ranks_raises(backend: Backend) -> None:
 def compression_none_is_bit_identical(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped, plain_twin = backend.distributed_model(model, compression="none"), backend.distributed_model(twin)
-    for one, other in zip(
+    for step_gradients, twin_gradients in zip(
         gradients_of_steps(backend, model, wrapped, 3), gradients_of_steps(backend, twin, plain_twin, 3), strict=True
     ):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(torch.equal(step_gradients[name], twin_gradients[name]) for name in step_gradients)
 
 
 @contract
@@ -79,7 +79,7 @@ def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
     def run(model: nn.Module, rank: int) -> None:
         compute_loss(model(batch(rank).float()).double()).backward()
 
-    for compression, dtype in HALF.items():
+    for compression, dtype in HALF_DTYPES.items():
         name: Any = compression
         model, twin = build().float(), build().float()
         run(backend.distributed_model(model, compression=name), backend.rank)
@@ -109,11 +109,11 @@ def half_precision_rounds_accumulated_gradients_once(backend: Backend) -> None:
     assert_gradients(model, gradients(twin), 0)
     backward(wrapped, backend.rank, 1)
 
-    def both(m: nn.Module, rank: int) -> None:
+    def backward_twice(m: nn.Module, rank: int) -> None:
         backward(m, rank, 0)
         backward(m, rank, 1)
 
-    expected = mean_gradients(backend, twin, both)
+    expected = mean_gradients(backend, twin, backward_twice)
     for name, gradient in gradients(model).items():
         expected_gradient = expected[name]
         assert gradient is not None
@@ -225,7 +225,7 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
             assert gradient is not None
             assert expected is not None
             parts, expected_parts = torch.view_as_real(gradient), torch.view_as_real(expected)
-            half = HALF.get(str(compression))
+            half = HALF_DTYPES.get(str(compression))
             if half is not None:
                 assert torch.equal(parts, parts.to(half).float()), f"not rounded to {compression}"
             tolerance = 1e-5 if half is None else 2 * torch.finfo(half).eps

@@ -66,16 +66,16 @@ def backward_after_no_sync_reduces_accumulated_gradients(backend: Backend) -> No
     for micro_steps in (1, 3, 2, 5, 1):
         model.zero_grad()
         window = range(step, step + micro_steps)
-        for number in window:
-            if number == window[-1]:
-                backward(wrapped, backend.rank, number)
+        for micro_step in window:
+            if micro_step == window[-1]:
+                backward(wrapped, backend.rank, micro_step)
             else:
                 with backend.no_sync(wrapped):
-                    backward(wrapped, backend.rank, number)
+                    backward(wrapped, backend.rank, micro_step)
 
         def run_window(m: nn.Module, rank: int, window: range = window) -> None:
-            for number in window:
-                backward(m, rank, number)
+            for micro_step in window:
+                backward(m, rank, micro_step)
 
         assert_gradients(model, mean_gradients(backend, twin, run_window))
         step += micro_steps
@@ -122,11 +122,11 @@ def two_backward_passes_accumulate(backend: Backend) -> None:
         backward(wrapped, backend.rank, 0)
         backward(wrapped, backend.rank, 1)
 
-        def both(m: nn.Module, rank: int) -> None:
+        def backward_twice(m: nn.Module, rank: int) -> None:
             backward(m, rank, 0)
             backward(m, rank, 1)
 
-        assert_gradients(model, mean_gradients(backend, twin, both))
+        assert_gradients(model, mean_gradients(backend, twin, backward_twice))
 
 
 @contract
@@ -204,8 +204,8 @@ class _Deep(nn.Module):
         self.backend = backend
 
     def forward(self, x: Tensor, skipped: set[int]) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = x if number in skipped else layer(x).tanh()
+        for index, layer in enumerate(self.layers):
+            x = x if index in skipped else layer(x).tanh()
             x = x if self.backend is None else _SumInBackward.apply(x, self.backend)
         return x
 

@@ -55,7 +55,7 @@ class _Branches(nn.Module):
         return output
 
 
-def _network() -> nn.Module:
+def _build_network() -> nn.Module:
     return nn.Sequential(build().float(), nn.BatchNorm1d(3), _Branches())
 
 
@@ -131,19 +131,19 @@ def _assert_equal_gradients(model: nn.Module, expected: nn.Module) -> None:
 
 @contract
 def synchronized_logical_ranks_are_bit_identical_on_any_number_of_processes(backend: Backend) -> None:
-    model, expected, alone = _network(), _network(), LocalBackend(backend.device)
-    wrapped, wrapped_alone = _distribute(model, backend), _distribute(expected, alone)
+    model, expected, local_backend = _build_network(), _build_network(), LocalBackend(backend.device)
+    wrapped, wrapped_expected = _distribute(model, backend), _distribute(expected, local_backend)
     for _ in range(3):
         model.zero_grad()
         expected.zero_grad()
         _run_step(backend, wrapped)
-        _run_step(alone, wrapped_alone)
+        _run_step(local_backend, wrapped_expected)
         _assert_equal_gradients(model, expected)
         if backend.rank == 0:  # the other processes have buffers of other logical ranks
             _assert_equal_buffers(model, expected)
     statistics = [buffer.tolist() for name, buffer in model.named_buffers() if "running" in name]
     assert_same_on_every_rank(backend, statistics)
-    alone.shutdown()
+    local_backend.shutdown()
 
 
 @contract
@@ -195,18 +195,19 @@ def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) ->
         raises(CollectiveMismatchError, text, lambda: _run_logical_ranks(backend, wrapped, actions))
         assert not _threads() - threads
 
-    every = {rank: call("first", "second") for rank in range(_LOGICAL_RANKS)}
-    assert_fails(every | {0: call("second", "first")}, "calls BatchNorm")
+    default_actions = {rank: call("first", "second") for rank in range(_LOGICAL_RANKS)}
+    assert_fails(default_actions | {0: call("second", "first")}, "calls BatchNorm")
     if backend.size < 3:  # otherwise some processes have a single logical rank, which cannot differ from another
         for rank in (ranks[0], ranks[-1]):
-            assert_fails(every | {rank: call("wide")}, "call different synchronized BatchNorm layers")
+            assert_fails(default_actions | {rank: call("wide")}, "call different synchronized BatchNorm layers")
     if backend.size == 1:  # otherwise the other processes would wait
         for rank in (ranks[0], ranks[-1]):
-            assert_fails(every | {rank: call("first")}, "call different synchronized BatchNorm layers")
+            assert_fails(default_actions | {rank: call("first")}, "call different synchronized BatchNorm layers")
             assert_fails(
-                every | {rank: call("first", "second", "second")}, "call different synchronized BatchNorm layers"
+                default_actions | {rank: call("first", "second", "second")},
+                "call different synchronized BatchNorm layers",
             )
-    _run_logical_ranks(backend, wrapped, every)  # a failed step does not affect the next step
+    _run_logical_ranks(backend, wrapped, default_actions)  # a failed step does not affect the next step
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -228,7 +229,7 @@ class _CallsLayersByName(nn.Module):
 
 @contract
 def an_exception_of_a_logical_rank_stops_the_other_logical_ranks(backend: Backend) -> None:
-    wrapped = _distribute(_network(), backend)
+    wrapped = _distribute(_build_network(), backend)
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
 
     def fail_in_forward(model: nn.Module) -> None:
@@ -259,7 +260,7 @@ def an_exception_of_a_logical_rank_stops_the_other_logical_ranks(backend: Backen
 
 @contract
 def synchronized_logical_ranks_reject_unsupported_uses(backend: Backend) -> None:
-    model = _network()
+    model = _build_network()
     wrapped = _distribute(model, backend)
     set_current_logical_rank(LogicalRank(0, _LOGICAL_RANKS))
     try:
@@ -273,7 +274,7 @@ def synchronized_logical_ranks_reject_unsupported_uses(backend: Backend) -> None
         "torch.nn.SyncBatchNorm, which is not supported with logical_ranks",
         lambda: backend.distributed_model(nn.Sequential(nn.SyncBatchNorm(3)), logical_ranks=_LOGICAL_RANKS),
     )
-    compiled = sync_batch_norm(_network(), backend)
+    compiled = sync_batch_norm(_build_network(), backend)
     compiled.compile()
     raises(
         ModelError,

@@ -300,8 +300,8 @@ def invalid_local_sgd_arguments_raise_on_every_rank(backend: Backend) -> None:
         ((model, sgd(list(build().parameters())), backend, 2), ModelError, "do not belong to Sequential"),
         ((optimizer, model, backend, 2), ModelError, "Pass the model first and the optimizer second"),
     )
-    for arguments, kind, message in cases:
-        raises(kind, message, lambda arguments=arguments: LocalSGD(*arguments))
+    for arguments, error_class, message in cases:
+        raises(error_class, message, lambda arguments=arguments: LocalSGD(*arguments))
     if backend.size > 1:
         steps = 2 + (backend.rank > 0)
         raises(

@@ -59,7 +59,7 @@ class _Checkpointed(nn.Module):
         return output
 
 
-def _network() -> nn.Module:
+def _build_network() -> nn.Module:
     return nn.Sequential(build().float(), _Centered(), nn.BatchNorm1d(3))
 
 
@@ -129,7 +129,7 @@ def _compute_expected_gradients(
 
 @contract
 def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Backend) -> None:
-    model, twin = _network(), _network()
+    model, twin = _build_network(), _build_network()
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     # The second step accumulates two micro-batches. In the third, the loss of logical rank 2 is multiplied by 1e20.
     for micro_batches, factors in ((range(1), {}), (range(1, 3), {}), (range(3, 4), {2: 1e20}), (range(4, 5), {})):
@@ -146,7 +146,7 @@ def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Ba
 @contract
 @may_raise_unsupported_error
 def model_distributed_again_with_logical_ranks_is_not_compressed(backend: Backend) -> None:
-    model, twin = _network(), _network()
+    model, twin = _build_network(), _build_network()
     backend.distributed_model(model, compression="bf16")
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     _run_step(backend, wrapped, range(1), {})
@@ -174,7 +174,7 @@ def gradients_can_be_accumulated_several_times_in_a_backward_pass(backend: Backe
 
 @contract
 def logical_ranks_must_freeze_the_same_parameters_in_all_processes(backend: Backend) -> None:
-    wrapped = backend.distributed_model(model := _network(), logical_ranks=_LOGICAL_RANKS)
+    wrapped = backend.distributed_model(model := _build_network(), logical_ranks=_LOGICAL_RANKS)
     _run_step(backend, wrapped, range(1), {})
     model.zero_grad()
     (name, parameter), *others = model.named_parameters()
@@ -193,7 +193,7 @@ def logical_ranks_must_freeze_the_same_parameters_in_all_processes(backend: Back
 
 @contract
 def buffers_are_those_of_logical_rank_0(backend: Backend) -> None:
-    model, twin = _network(), _network()
+    model, twin = _build_network(), _build_network()
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     for step in range(3):
         _run_step(backend, wrapped, range(step, step + 1), {})
@@ -205,21 +205,21 @@ def buffers_are_those_of_logical_rank_0(backend: Backend) -> None:
 
 @contract
 def reduced_gradients_of_logical_ranks_accumulate(backend: Backend) -> None:
-    model, twin = _network(), _network()
+    model, twin = _build_network(), _build_network()
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
     _run_step(backend, wrapped, range(1), {})
     _run_step(backend, wrapped, range(1, 2), {})
     first, second = (_compute_expected_gradients(twin, range(step, step + 1), {}) for step in (0, 1))
-    for parameter, one, other in zip(model.parameters(), first, second, strict=True):
-        assert one is not None
-        assert other is not None
+    for parameter, first_gradient, second_gradient in zip(model.parameters(), first, second, strict=True):
+        assert first_gradient is not None
+        assert second_gradient is not None
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, other + one)
+        assert torch.equal(parameter.grad, second_gradient + first_gradient)
 
 
 @contract
 def logical_ranks_reject_unsupported_arguments(backend: Backend) -> None:
-    model = _network()
+    model = _build_network()
     for settings, message in (
         ({"logical_ranks": 0}, "logical_ranks=...) must be at least 1, got 0"),
         ({"logical_ranks": 8, "shard": "state"}, "(shard='state') is not supported with logical_ranks"),

@@ -58,15 +58,15 @@ def distributed_optimizer_returns_the_same_object(backend: Backend) -> None:
 
 @contract
 def training_equals_plain_torch(backend: Backend) -> None:
-    for make in (
+    for make_optimizer in (
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     ):
         model, twin = build(), build()
         wrapped = backend.distributed_model(model)
-        optimizer = backend.distributed_optimizer(make(model.parameters()), wrapped)
+        optimizer = backend.distributed_optimizer(make_optimizer(model.parameters()), wrapped)
         _train(backend, wrapped, optimizer, range(5))
-        _train_in_one_process(backend, twin, make(twin.parameters()), range(5))
+        _train_in_one_process(backend, twin, make_optimizer(twin.parameters()), range(5))
         _assert_same_parameters(model, twin)
         assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
 

@@ -161,8 +161,8 @@ def parameters_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
         optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
         for step, trained in enumerate(([3], [3], [1, 3], [0, 1, 3], [0, 1, 3], [0, 1], [3], [0, 1, 3])):
             for module in (model, twin):
-                for number, layer in enumerate(module.children()):
-                    layer.requires_grad_(number in trained)
+                for index, layer in enumerate(module.children()):
+                    layer.requires_grad_(index in trained)
             model.zero_grad()
             if step % 2:
                 with backend.no_sync(wrapped):
@@ -349,8 +349,8 @@ def models_without_trainable_parameters_raise(backend: Backend) -> None:
 
 @contract
 def embedding_with_max_norm_raises(backend: Backend) -> None:
-    for kind in (nn.Embedding, nn.EmbeddingBag):
-        model = nn.Sequential(kind(10, 3, max_norm=1.5, norm_type=1.0))
+    for embedding_class in (nn.Embedding, nn.EmbeddingBag):
+        model = nn.Sequential(embedding_class(10, 3, max_norm=1.5, norm_type=1.0))
         text = raises(ModelError, "'0' has max_norm=1.5", lambda model=model: backend.distributed_model(model))
         assert "embedding.weight.renorm_(1, 0, 1.5)" in text
         assert_same_on_every_rank(backend, text)

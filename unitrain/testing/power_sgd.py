@@ -84,8 +84,8 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
 
     def run_window(m: nn.Module, rank: int, step: int) -> None:
-        for number in range(3):
-            backward(m, rank, 3 * step + number)
+        for micro_step in range(3):
+            backward(m, rank, 3 * step + micro_step)
 
     for step in range(5):
         model.zero_grad()
@@ -141,8 +141,8 @@ def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) ->
     pairs = zip(
         gradients_of_steps(backend, model, wrapped, 4), gradients_of_steps(backend, twin, plain_twin, 4), strict=True
     )
-    for step, (one, other) in enumerate(pairs):
-        assert are_equal_up_to_rounding(one, other) == (step < 3), step
+    for step, (step_gradients, plain_gradients) in enumerate(pairs):
+        assert are_equal_up_to_rounding(step_gradients, plain_gradients) == (step < 3), step
     assert compression_state.state_dict()["steps"] == 4
 
 
@@ -337,15 +337,15 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
         wrapped, compression_state = distribute_with_compression_state(backend, model, settings)
         for _ in gradients_of_steps(backend, model, wrapped, 3):
             pass
-        rewrapped, other = distribute_with_compression_state(backend, resumed, settings)
+        resumed_wrapped, resumed_state = distribute_with_compression_state(backend, resumed, settings)
         state = save_and_load(compression_state)
-        other.load_state_dict(state if backend.rank == 0 else cast(Any, None))
-        for one, two in zip(
+        resumed_state.load_state_dict(state if backend.rank == 0 else cast(Any, None))
+        for expected, resumed_gradients in zip(
             gradients_of_steps(backend, model, wrapped, 3),
-            gradients_of_steps(backend, resumed, rewrapped, 3),
+            gradients_of_steps(backend, resumed, resumed_wrapped, 3),
             strict=True,
         ):
-            assert are_equal_up_to_rounding(one, two)
+            assert are_equal_up_to_rounding(resumed_gradients, expected)
 
 
 @contract
@@ -364,16 +364,16 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
         name: unsent_errors.mean(0, keepdim=True).expand(backend.size, *unsent_errors.shape[1:])
         for name, unsent_errors in longer_errors.items()
     }
-    rewrapped, other = distribute_with_compression_state(backend, resumed, LOW_RANK)
-    other.load_state_dict({**state, "errors": longer_errors})
-    expected, third = distribute_with_compression_state(backend, uniform, LOW_RANK)
-    third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
-    for one, two in zip(
-        gradients_of_steps(backend, resumed, rewrapped, 2),
-        gradients_of_steps(backend, uniform, expected, 2),
+    resumed_wrapped, resumed_state = distribute_with_compression_state(backend, resumed, LOW_RANK)
+    resumed_state.load_state_dict({**state, "errors": longer_errors})
+    uniform_wrapped, uniform_state = distribute_with_compression_state(backend, uniform, LOW_RANK)
+    uniform_state.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
+    for resumed_gradients, expected in zip(
+        gradients_of_steps(backend, resumed, resumed_wrapped, 2),
+        gradients_of_steps(backend, uniform, uniform_wrapped, 2),
         strict=True,
     ):
-        assert are_equal_up_to_rounding(one, two)
+        assert are_equal_up_to_rounding(resumed_gradients, expected)
 
 
 @contract
@@ -404,13 +404,13 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
     wrapped, compression_state = distribute_with_compression_state(backend, build(), LOW_RANK)
-    for kind, name, shape, expected_message in (
+    for key, name, shape, expected_message in (
         ("errors", "4.weight", (1, 8, 6), "no such parameter"),
         ("errors", "0.weight", (1, 6, 8), "[8, 6]"),
         ("queries", "4.weight", (6, 1), "no such parameter"),
         ("queries", "0.weight", (8, 2), "matrix Q of '0.weight' with shape [8, 2], but this model needs [6, 2]."),
     ):
-        state = {"steps": 1, "errors": {}, "queries": {}, kind: {name: torch.zeros(shape)}}
+        state = {"steps": 1, "errors": {}, "queries": {}, key: {name: torch.zeros(shape)}}
         raises(CheckpointError, expected_message, lambda state=state: compression_state.load_state_dict(state))
     backward(wrapped, backend.rank)
 

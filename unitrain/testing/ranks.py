@@ -158,11 +158,11 @@ class RankGroup:
             while len(self._ranks) < self.size:
                 try:
                     connection = listener.accept()
-                    number, pid, stacks = connection.recv()
+                    rank_number, pid, stacks = connection.recv()
                 except (EOFError, OSError):  # a timeout, or the connected process has ended
                     self._check_start(deadline)
                     continue
-                self._ranks[number] = _Rank(connection, pid, Path(stacks))
+                self._ranks[rank_number] = _Rank(connection, pid, Path(stacks))
         self._send_to_all([path for path in sys.path if path])
 
     def _send_to_all(self, message: object) -> None:
@@ -214,20 +214,20 @@ class RankGroup:
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
         limit = f"after {timeout_seconds:g} s"
-        waiting = {rank.connection: number for number, rank in self._ranks.items()}
+        waiting = {rank.connection: rank_number for rank_number, rank in self._ranks.items()}
         results: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
         while waiting and (remaining_seconds := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=remaining_seconds):
-                number = waiting.pop(ready)  # type: ignore[call-overload]
+                rank_number = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
                     succeeded, *content = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     succeeded, content = False, ["ProcessDied", "the process has ended", "", time.time()]
                 if succeeded:
-                    (results[number],) = content
+                    (results[rank_number],) = content
                 else:
-                    failures[number] = _Failure(*content)
+                    failures[rank_number] = _Failure(*content)
             failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
             if failures and failure_deadline < deadline:
                 # Other ranks may also fail: wait a few seconds, so that the error contains their messages.
@@ -235,20 +235,26 @@ class RankGroup:
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         if waiting or failures:
             raise self._create_error(failures, sorted(waiting.values()), limit)
-        return [results[number] for number in range(self.size)]
+        return [results[rank_number] for rank_number in range(self.size)]
 
     def _create_error(self, failures: dict[int, _Failure], busy: list[int], limit: str) -> RankError:
         parts = []
         kind = "Timeout"
         if failures:
-            first = min(failures, key=lambda number: failures[number].time)
+            first = min(failures, key=lambda rank_number: failures[rank_number].time)
             kind = failures[first].kind
             text = failures[first].traceback or str(failures[first])
             parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{text}")
-            parts += [f"rank {number}: {failure}" for number, failure in sorted(failures.items()) if number != first]
-        for number in busy:
-            parts.append(f"Rank {number} was still busy {limit}:\n{self._dump_stacks(number)}")
-        return RankError("\n".join(parts), kind, {number: failure.message for number, failure in failures.items()})
+            parts += [
+                f"rank {rank_number}: {failure}"
+                for rank_number, failure in sorted(failures.items())
+                if rank_number != first
+            ]
+        for rank_number in busy:
+            parts.append(f"Rank {rank_number} was still busy {limit}:\n{self._dump_stacks(rank_number)}")
+        return RankError(
+            "\n".join(parts), kind, {rank_number: failure.message for rank_number, failure in failures.items()}
+        )
 
     def _dump_stacks(self, rank_number: int) -> str:
         """Send SIGUSR2 to a busy rank, whose handler writes the stacks to a file, and return the stacks."""

@@ -53,16 +53,16 @@ class _GradientShardingBackend:
 
 
 def _add_case_with_sharded_gradients(
-    case: Case, proxy: type[_GradientShardingBackend] = _GradientShardingBackend
+    case: Case, proxy_class: type[_GradientShardingBackend] = _GradientShardingBackend
 ) -> None:
-    """Add `case` to the suite again. The new case passes `proxy(backend)` to `case`."""
+    """Add `case` to the suite again. The new case passes `proxy_class(backend)` to `case`."""
     name = f"{case.__name__}_with_sharded_gradients"
     assert name not in CASES, f"duplicate case {name}"
-    CASES[name] = partial(_run_case, case, proxy)
+    CASES[name] = partial(_run_case, case, proxy_class)
 
 
-def _run_case(case: Case, proxy: type[_GradientShardingBackend], backend: Backend) -> None:
-    case(proxy(backend))  # type: ignore[arg-type]
+def _run_case(case: Case, proxy_class: type[_GradientShardingBackend], backend: Backend) -> None:
+    case(proxy_class(backend))  # type: ignore[arg-type]
 
 
 # Cases of complete gradients that also apply to sharded gradients.
@@ -139,14 +139,17 @@ def _build(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, FEATURES)).double()
 
 
-def _setup(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+def _distribute_model_and_optimizer(
+    backend: Backend, **settings: Any
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """Return a new model, its distributed model, and the distributed optimizer."""
     model = _build()
     wrapped = backend.distributed_model(model, shard="gradients", **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, wrapped, backend.distributed_optimizer(optimizer, wrapped, shard="gradients")
 
 
-def _run(model: nn.Module, rank: int, step: int = 0) -> None:
+def _backward(model: nn.Module, rank: int, step: int = 0) -> None:
     compute_loss(model(batch(rank, step))).backward()
 
 
@@ -186,14 +189,14 @@ def a_rank_may_use_no_parameter_with_sharded_gradients(backend: Backend) -> None
 
 @contract
 def each_element_of_sharded_gradients_is_stored_on_one_rank(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     total = sum(parameter.numel() for parameter in model.parameters())
     for step in range(3):
         with backend.no_sync(wrapped):
-            _run(wrapped, backend.rank, step)
+            _backward(wrapped, backend.rank, step)
         if backend.size > 1:
             assert all(isinstance(parameter.grad, ShardedGradient) for parameter in model.parameters())
-        _run(wrapped, backend.rank, step + 7)
+        _backward(wrapped, backend.rank, step + 7)
         if backend.size > 1:
             stored = [parameter.grad.local.numel() for parameter in model.parameters()]  # type: ignore[union-attr]
             elements_by_rank = backend.allgather_object(sum(stored))
@@ -205,13 +208,13 @@ def each_element_of_sharded_gradients_is_stored_on_one_rank(backend: Backend) ->
 
 @contract
 def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend) -> None:
-    model, wrapped, _ = _setup(backend)
+    model, wrapped, _ = _distribute_model_and_optimizer(backend)
     twin = _build()
-    expected = mean_gradients(backend, twin, _run)
+    expected = mean_gradients(backend, twin, _backward)
 
     def reset() -> None:
         model.zero_grad()
-        _run(wrapped, backend.rank)
+        _backward(wrapped, backend.rank)
         for name, parameter in twin.named_parameters():
             gradient = expected[name]
             parameter.grad = None if gradient is None else gradient.clone()
@@ -246,10 +249,10 @@ def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend)
 
 @contract
 def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     if backend.size == 1:
         return
-    _run(wrapped, backend.rank)
+    _backward(wrapped, backend.rank)
     gradient: Any = model[0].weight.grad  # type: ignore[index]
     uses: list[Callable[[], object]] = [
         gradient.sum,
@@ -269,7 +272,7 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
         text = raises(ModelError, "on a gradient that is sharded over ranks", use)
         assert "full_tensor()" in text
     assert "elements=" in repr(gradient)
-    _run(wrapped, backend.rank, 1)
+    _backward(wrapped, backend.rank, 1)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     sum(parameter.pow(2).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
@@ -312,13 +315,13 @@ def sharded_gradients_of_complex_parameters_are_the_mean_over_ranks(backend: Bac
 @may_raise_unsupported_error
 def steps_on_accumulated_gradients_raise_inside_no_sync(backend: Backend) -> None:
     for settings in ({}, {"compression": "bf16"}):
-        model, wrapped, optimizer = _setup(backend, **settings)
+        model, wrapped, optimizer = _distribute_model_and_optimizer(backend, **settings)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with backend.no_sync(wrapped):
-            _run(wrapped, backend.rank)
+            _backward(wrapped, backend.rank)
             raises(ModelError, "not reduced over ranks", optimizer.step)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-        _run(wrapped, backend.rank, 1)
+        _backward(wrapped, backend.rank, 1)
         optimizer.step()
         assert_same_on_every_rank(backend, [parameter.sum().item() for parameter in model.parameters()])
 
@@ -327,15 +330,15 @@ def steps_on_accumulated_gradients_raise_inside_no_sync(backend: Backend) -> Non
 @may_raise_unsupported_error
 def compressed_sharded_gradients_equal_compressed_gradients(backend: Backend) -> None:
     for name in ("fp16", "bf16"):
-        model, wrapped, _ = _setup(backend, compression=name)
+        model, wrapped, _ = _distribute_model_and_optimizer(backend, compression=name)
         twin = _build()
         twin_wrapped = backend.distributed_model(twin, compression=name)
         for step in range(2):
             for distributed_model in (wrapped, twin_wrapped):
                 distributed_model.zero_grad()
                 with backend.no_sync(distributed_model):
-                    _run(distributed_model, backend.rank, step)
-                _run(distributed_model, backend.rank, step + 7)
+                    _backward(distributed_model, backend.rank, step)
+                _backward(distributed_model, backend.rank, step + 7)
             assert_gradients(model, gradients_of(twin), 0)
 
 
@@ -346,13 +349,13 @@ def an_interrupted_backward_pass_does_not_affect_accumulated_gradients(backend: 
         return
     gradients_of_runs = []
     for is_interrupted in (False, True):
-        model, wrapped, _ = _setup(backend, compression="bf16")
+        model, wrapped, _ = _distribute_model_and_optimizer(backend, compression="bf16")
         if is_interrupted:
             _interrupt_backward(wrapped, backend.rank)
         wrapped.zero_grad()
         with backend.no_sync(wrapped):
-            _run(wrapped, backend.rank, 1)
-        _run(wrapped, backend.rank, 2)
+            _backward(wrapped, backend.rank, 1)
+        _backward(wrapped, backend.rank, 2)
         gradients_of_runs.append(gradients_of(model))
     expected, found = gradients_of_runs
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -389,14 +392,14 @@ def half_precision_gradients_are_summed_in_float32(backend: Backend) -> None:
 
 @contract
 def sharding_of_gradients_needs_the_model_and_the_optimizer(backend: Backend) -> None:
-    for at_model, at_optimizer in (("none", "gradients"), ("gradients", "none"), ("gradients", "state")):
+    for model_shard, optimizer_shard in (("none", "gradients"), ("gradients", "none"), ("gradients", "state")):
         model = _build()
-        wrapped = backend.distributed_model(model, shard=at_model)  # type: ignore[arg-type]
+        wrapped = backend.distributed_model(model, shard=model_shard)  # type: ignore[arg-type]
         optimizer = torch.optim.Adam(model.parameters())
         text = raises(
             ModelError,
-            f"shard={at_optimizer!r} and a model with shard={at_model!r}",
-            lambda optimizer=optimizer, wrapped=wrapped, shard=at_optimizer: backend.distributed_optimizer(
+            f"shard={optimizer_shard!r} and a model with shard={model_shard!r}",
+            lambda optimizer=optimizer, wrapped=wrapped, shard=optimizer_shard: backend.distributed_optimizer(
                 optimizer, wrapped, shard=shard
             ),
         )
@@ -419,7 +422,7 @@ def sharding_of_gradients_that_is_not_possible_raises(backend: Backend) -> None:
         lambda: backend.distributed_model(_build(), shard="gradients", compression="powersgd"),
     )
     assert_same_on_every_rank(backend, text)
-    model, _wrapped, optimizer = _setup(backend)
+    model, _wrapped, optimizer = _distribute_model_and_optimizer(backend)
     if backend.size == 1:
         return
     text = raises(
@@ -450,9 +453,9 @@ def parameters_added_after_backward_are_updated(backend: Backend) -> None:
     optimizers = [torch.optim.Adam(replica[0].parameters(), lr=0.01) for replica in (model, twin)]  # type: ignore[index]
     backend.distributed_optimizer(optimizers[0], wrapped, shard="gradients")
     for step in range(3):
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: _run(m, rank, step))
+        expected = mean_gradients(backend, twin, lambda m, rank, step=step: _backward(m, rank, step))
         wrapped.zero_grad()
-        _run(wrapped, backend.rank, step)
+        _backward(wrapped, backend.rank, step)
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
         for replica, optimizer in zip((model, twin), optimizers, strict=True):
@@ -464,8 +467,8 @@ def parameters_added_after_backward_are_updated(backend: Backend) -> None:
         torch.optim.Adafactor(replica.parameters(), lr=0.01) for replica in (model, twin)
     ]
     backend.distributed_optimizer(replacements[0], wrapped, shard="gradients")
-    expected = mean_gradients(backend, twin, _run)
-    _run(wrapped, backend.rank)
+    expected = mean_gradients(backend, twin, _backward)
+    _backward(wrapped, backend.rank)
     for name, parameter in twin.named_parameters():
         parameter.grad = expected[name]
     for replacement in replacements:

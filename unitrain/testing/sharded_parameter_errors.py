@@ -77,31 +77,31 @@ class _Scalar(nn.Module):
 
 @contract
 def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
-    def check(kind: type[Exception], text: str, model: nn.Module, **arguments: Any) -> None:
+    def assert_raises(error_class: type[Exception], text: str, model: nn.Module, **arguments: Any) -> None:
         arguments = {"shard": "parameters", **arguments}
-        message = raises(kind, text, lambda: backend.distributed_model(model, **arguments))
+        message = raises(error_class, text, lambda: backend.distributed_model(model, **arguments))
         assert_same_on_every_rank(backend, message)
 
     model = build_model()
-    check(ConfigError, "does not compress gradients, got compression='fp16'", model, compression="fp16")
-    check(ConfigError, "does not support find_unused_parameters=True", model, find_unused_parameters=True)
-    check(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("TransformerLayer",))
-    check(ConfigError, "must be a tuple of classes", model, shard_blocks="TransformerLayer")
-    check(ConfigError, "or a positive number of parameters, got 0", model, shard_blocks=0)
+    assert_raises(ConfigError, "does not compress gradients, got compression='fp16'", model, compression="fp16")
+    assert_raises(ConfigError, "does not support find_unused_parameters=True", model, find_unused_parameters=True)
+    assert_raises(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("TransformerLayer",))
+    assert_raises(ConfigError, "must be a tuple of classes", model, shard_blocks="TransformerLayer")
+    assert_raises(ConfigError, "or a positive number of parameters, got 0", model, shard_blocks=0)
     total = sum(parameter.numel() for parameter in model.parameters())
-    check(ModelError, f"but {type(model).__name__} has only {total}", model, shard_blocks=total + 1)
-    check(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
-    check(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
-    check(ModelError, "'factor' has 0 dimensions", _Scalar())
+    assert_raises(ModelError, f"but {type(model).__name__} has only {total}", model, shard_blocks=total + 1)
+    assert_raises(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
+    assert_raises(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
+    assert_raises(ModelError, "'factor' has 0 dimensions", _Scalar())
     empty = nn.Linear(2, 2)
     empty.extra = nn.Parameter(torch.zeros(0, 3))
-    check(ModelError, "'extra' of shape [0, 3] has no elements", empty)
-    check(ModelError, "is not contiguous", nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last))
+    assert_raises(ModelError, "'extra' of shape [0, 3] has no elements", empty)
+    assert_raises(ModelError, "is not contiguous", nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last))
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    check(ModelError, "have different dtypes", mixed)
+    assert_raises(ModelError, "have different dtypes", mixed)
     hooked = nn.Linear(2, 2)
     hooked.weight.register_hook(lambda gradient: gradient)
-    check(ModelError, "has a gradient hook", hooked)
+    assert_raises(ModelError, "has a gradient hook", hooked)
 
     wrapped = backend.distributed_model(model, shard="parameters")
     for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
@@ -119,5 +119,5 @@ def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
         )
         assert_same_on_every_rank(backend, text)
     if backend.name != "local":
-        check(ModelError, "is already sharded", model)
+        assert_raises(ModelError, "is already sharded", model)
         raises(ModelError, "cannot be copied", lambda: copy.deepcopy(wrapped))

@@ -25,10 +25,10 @@ from unitrain.torch_compat import local_shard
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
-def build_model(kind: type[nn.Module] = Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build_model(model_class: type[nn.Module] = Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a model with the same weights on every rank."""
     torch.manual_seed(0)
-    return kind().to(dtype)
+    return model_class().to(dtype)
 
 
 def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
@@ -92,7 +92,7 @@ class _Run(NamedTuple):
     ranks: Iterable[int]
 
 
-def _runs(
+def _create_runs(
     backend: Backend,
     wrapped: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -140,7 +140,7 @@ def _train_and_compare(backend: Backend, wrapped: nn.Module, optimizer: Any, twi
     """Train `wrapped`, and `twin` with the samples of all ranks, for two steps, and compare their weights."""
     twin_optimizer = adamw(twin.parameters())
     for step in range(2):
-        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+        for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
             run.optimizer.zero_grad()
             model_loss(run.model, run.ranks, step).backward()
             run.optimizer.step()
@@ -225,14 +225,14 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
     optimizer.step()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def elements(tensor: Tensor | None) -> int:
+    def count_local_elements(tensor: Tensor | None) -> int:
         assert tensor is not None
         return local_shard(tensor).numel()
 
     stored_elements = [
-        sum(map(elements, parameters)),
-        sum(elements(parameter.grad) for parameter in parameters),
-        sum(elements(entry["exp_avg"]) for entry in optimizer.state.values()),
+        sum(map(count_local_elements, parameters)),
+        sum(count_local_elements(parameter.grad) for parameter in parameters),
+        sum(count_local_elements(entry["exp_avg"]) for entry in optimizer.state.values()),
     ]
     assert stored_elements == [complete // backend.size] * 3, (stored_elements, complete)
     sharded_parameters: Any = getattr(wrapped, "sharded_parameters", None)  # None on backend local
@@ -260,7 +260,7 @@ def sharded_parameters_train_with_large_blocks(backend: Backend) -> None:
     wrapped, optimizer = distribute(backend, model, blocks=(nn.Linear,))
     twin_optimizer = adamw(twin.parameters())
     for step in range(3):
-        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+        for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
             run.optimizer.zero_grad()
             loss(run.model, run.ranks, step).backward()
             run.optimizer.step()
@@ -274,7 +274,7 @@ def sharded_parameters_train_a_conv_net_with_synchronized_batch_norm(backend: Ba
     wrapped, optimizer = distribute(backend, model)
     twin_optimizer = adamw(twin.parameters())
     for step in range(3):
-        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+        for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
             run.optimizer.zero_grad()
             model_loss(run.model, run.ranks, step).backward()
             run.optimizer.step()
@@ -310,7 +310,8 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
     assert {type(value) for value in model.state_dict().values()} == {Tensor}
     assert list(model.get_submodule("layers.0").state_dict()) == list(twin.get_submodule("layers.0").state_dict())
 
-    # Load the state of plain torch after a further step, and, on rank 0, into an optimizer before it is sharded.
+    # After a further step of the sharded model, load the state of plain torch into it and its optimizer. On rank 0,
+    # also load this state into a new model and optimizer before they are sharded.
     train(5, (wrapped, optimizer))
     model.load_state_dict(copy.deepcopy(twin.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(expected))
@@ -342,7 +343,7 @@ def optimizer_state_created_from_sharded_parameters_is_kept(backend: Backend) ->
         for step in range(3):
             if step == (0 if make_optimizer is not adamw else 1):
                 backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
-            for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
                 run.optimizer.zero_grad()
                 model_loss(run.model, run.ranks, step).backward()
                 run.optimizer.step()
@@ -355,7 +356,7 @@ def optimizer_state_created_from_sharded_parameters_is_kept(backend: Backend) ->
 def sharded_parameters_support_groups_freezing_and_schedulers(backend: Backend) -> None:
     """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
-    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    def make_optimizer_and_scheduler(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         layers = list(model.get_submodule("layers").children())
         groups: list[dict[str, Any]] = [
             {"params": [*layers[0].parameters()], "lr": 0.05},
@@ -367,7 +368,7 @@ def sharded_parameters_support_groups_freezing_and_schedulers(backend: Backend) 
     model, twin = build_model(), build_model()
     for replica in (model, twin):
         replica.get_submodule("layers.1").requires_grad_(False)
-    pairs = [make(model), make(twin)]
+    pairs = [make_optimizer_and_scheduler(model), make_optimizer_and_scheduler(twin)]
     wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("TransformerLayer",))
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="parameters")
     for step in range(5):
@@ -423,7 +424,7 @@ def sharded_parameters_train_with_activation_checkpointing(backend: Backend) -> 
         wrapped, optimizer = distribute(backend, model, blocks=blocks)
         twin_optimizer = adamw(twin.parameters())
         for step in range(2):
-            for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
                 run.optimizer.zero_grad()
                 model_loss(run.model, run.ranks, step).backward()
                 run.optimizer.step()
@@ -437,7 +438,7 @@ def sharded_parameters_train_after_forwards_without_backward(backend: Backend) -
     wrapped, optimizer = distribute(backend, model)
     twin_optimizer = adamw(twin.parameters())
     for step in range(2):
-        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+        for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
             run.optimizer.zero_grad()
             loss = model_loss(run.model, run.ranks, step)
             loss.backward(retain_graph=True)
@@ -486,7 +487,7 @@ def gradients_of_sharded_parameters_remain_correct_after_another_forward(backend
     twin_optimizer = adamw(twin.parameters())
     for step in range(3):
         norms = []
-        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+        for run in _create_runs(backend, wrapped, optimizer, twin, twin_optimizer):
             loss = model_loss(run.model, run.ranks, step)
             run.model.zero_grad()
             loss.backward()

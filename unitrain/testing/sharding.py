@@ -39,13 +39,16 @@ def _build() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def _setup(backend: Backend, make: MakeOptimizer) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+def _distribute_model_and_optimizer(
+    backend: Backend, make_optimizer: MakeOptimizer
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """Return a new model, its distributed model, and the distributed optimizer."""
     model = _build()
     wrapped = backend.distributed_model(model)
-    return model, wrapped, backend.distributed_optimizer(make(model.parameters()), wrapped, shard="state")
+    return model, wrapped, backend.distributed_optimizer(make_optimizer(model.parameters()), wrapped, shard="state")
 
 
-def _step(
+def _run_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None
 ) -> None:
     optimizer.zero_grad()
@@ -55,7 +58,7 @@ def _step(
     optimizer.step()
 
 
-def _reference_step(
+def _run_reference_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None
 ) -> None:
     """Run the same step without the backend: one process, with the samples of all ranks."""
@@ -89,13 +92,13 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
         (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), None),
         (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # whole tensors are sharded
     ]
-    for make, max_norm in optimizers:
-        model, wrapped, optimizer = _setup(backend, make)
+    for make_optimizer, max_norm in optimizers:
+        model, wrapped, optimizer = _distribute_model_and_optimizer(backend, make_optimizer)
         twin = _build()
-        twin_optimizer = make(twin.parameters())
+        twin_optimizer = make_optimizer(twin.parameters())
         for step in range(3):
-            _step(backend, wrapped, optimizer, step, max_norm)
-            _reference_step(backend, twin, twin_optimizer, step, max_norm)
+            _run_step(backend, wrapped, optimizer, step, max_norm)
+            _run_reference_step(backend, twin, twin_optimizer, step, max_norm)
         _assert_same(backend, model, twin)
         assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [
             *map(id, model.parameters())
@@ -104,8 +107,10 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
 
 @contract
 def sharded_state_is_divided_evenly(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters))
-    _step(backend, wrapped, optimizer, 0)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(
+        backend, lambda parameters: torch.optim.Adam(parameters)
+    )
+    _run_step(backend, wrapped, optimizer, 0)
     complete = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes = backend.allgather_object(_state_bytes(optimizer))
     assert sum(sizes) == complete, (sizes, complete)
@@ -117,43 +122,43 @@ def sharded_state_is_divided_evenly(backend: Backend) -> None:
 def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None:
     """Resume in one process from a state saved on the backend, and on the backend from a state saved in one process."""
 
-    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01)
 
-    model, wrapped, optimizer = _setup(backend, make)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend, make_optimizer)
     twin = _build()
-    twin_optimizer = make(twin.parameters())
+    twin_optimizer = make_optimizer(twin.parameters())
     assert optimizer.state_dict() == twin_optimizer.state_dict()
     for step in range(2):
-        _step(backend, wrapped, optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-10)
 
-    alone = _build()
-    alone.load_state_dict(backend.unwrap(wrapped).state_dict())
-    alone_optimizer = make(alone.parameters())
-    alone_optimizer.load_state_dict(copy.deepcopy(saved))
-    _reference_step(backend, alone, alone_optimizer, 2)
-    _reference_step(backend, twin, twin_optimizer, 2)
-    _assert_same(backend, alone, twin)
+    single_process_model = _build()
+    single_process_model.load_state_dict(backend.unwrap(wrapped).state_dict())
+    single_process_optimizer = make_optimizer(single_process_model.parameters())
+    single_process_optimizer.load_state_dict(copy.deepcopy(saved))
+    _run_reference_step(backend, single_process_model, single_process_optimizer, 2)
+    _run_reference_step(backend, twin, twin_optimizer, 2)
+    _assert_same(backend, single_process_model, twin)
 
     # Load the state into an optimizer that is already sharded, and into one that is sharded afterwards.
-    _step(backend, wrapped, optimizer, 5)
+    _run_step(backend, wrapped, optimizer, 5)
     model.load_state_dict(twin.state_dict())
     optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
     fresh = _build()
     fresh.load_state_dict(twin.state_dict())
-    fresh_optimizer = make(fresh.parameters())
+    fresh_optimizer = make_optimizer(fresh.parameters())
     if backend.rank == 0:
         fresh_optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
     fresh_wrapped = backend.distributed_model(fresh)
     backend.distributed_optimizer(fresh_optimizer, fresh_wrapped, shard="state")
     for step in (3, 4):
-        _step(backend, wrapped, optimizer, step)
-        _step(backend, fresh_wrapped, fresh_optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_step(backend, fresh_wrapped, fresh_optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
     _assert_same(backend, fresh, twin)
 
@@ -162,7 +167,7 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
 def sharded_state_trains_with_groups_freezing_and_schedulers(backend: Backend) -> None:
     """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
-    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    def make_optimizer_and_scheduler(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         scale, first, _, _, last = model.children()
         last.requires_grad_(False)
         groups: list[dict[str, Any]] = [
@@ -173,7 +178,7 @@ def sharded_state_trains_with_groups_freezing_and_schedulers(backend: Backend) -
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     model, twin = _build(), _build()
-    pairs = [make(model), make(twin)]
+    pairs = [make_optimizer_and_scheduler(model), make_optimizer_and_scheduler(twin)]
     wrapped = backend.distributed_model(model)
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="state")
     for step in range(6):
@@ -184,8 +189,8 @@ def sharded_state_trains_with_groups_freezing_and_schedulers(backend: Backend) -
             for replica in (model, twin):
                 replica[4].requires_grad_(step == 3)  # type: ignore[index]
                 replica[1].bias.requires_grad_(step == 5)  # type: ignore[index]
-        _step(backend, wrapped, pairs[0][0], step)
-        _reference_step(backend, twin, pairs[1][0], step)
+        _run_step(backend, wrapped, pairs[0][0], step)
+        _run_reference_step(backend, twin, pairs[1][0], step)
         for _, scheduler in pairs:
             scheduler.step()
         assert [group["lr"] for group in pairs[0][0].param_groups] == [
@@ -198,7 +203,9 @@ def sharded_state_trains_with_groups_freezing_and_schedulers(backend: Backend) -
 
 @contract
 def sharded_state_trains_with_loss_scaling(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    model, wrapped, optimizer = _distribute_model_and_optimizer(
+        backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01)
+    )
     twin = _build()
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0)
@@ -211,13 +218,13 @@ def sharded_state_trains_with_loss_scaling(backend: Backend) -> None:
         scaler.step(optimizer)
         scaler.update()
         if step != 1:
-            _reference_step(backend, twin, twin_optimizer, step)
+            _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
 @contract
 def sharded_state_trains_with_two_optimizers_and_a_closure(backend: Backend) -> None:
-    def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+    def create_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         scale, first, norm, _, last = model.children()
         return [
             torch.optim.SGD([*scale.parameters(), *first.parameters()], lr=0.1, momentum=0.9),
@@ -226,7 +233,7 @@ def sharded_state_trains_with_two_optimizers_and_a_closure(backend: Backend) -> 
 
     model, twin = _build(), _build()
     wrapped = backend.distributed_model(model)
-    optimizers, twins = pair(model), pair(twin)
+    optimizers, twin_optimizers = create_optimizers(model), create_optimizers(twin)
     for optimizer in optimizers:
         backend.distributed_optimizer(optimizer, wrapped, shard="state")
     for step in range(3):
@@ -244,7 +251,7 @@ def sharded_state_trains_with_two_optimizers_and_a_closure(backend: Backend) -> 
         )
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
-        for optimizer in twins:
+        for optimizer in twin_optimizers:
             optimizer.step()
     _assert_same(backend, model, twin)
 
@@ -261,21 +268,23 @@ def sharded_state_trains_one_small_parameter(backend: Backend) -> None:
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
     twin_optimizer = torch.optim.Adam(twin.parameters())
     for step in range(3):
-        _step(backend, wrapped, optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
     torch.testing.assert_close(optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"])
 
 
 @contract
 def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters))
+    model, wrapped, optimizer = _distribute_model_and_optimizer(
+        backend, lambda parameters: torch.optim.Adam(parameters)
+    )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with backend.no_sync(wrapped):
         compute_loss(wrapped(batch(backend.rank))).backward()
         raises(ModelError, "not reduced over ranks", optimizer.step)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-    _step(backend, wrapped, optimizer, 0)
+    _run_step(backend, wrapped, optimizer, 0)
 
 
 @Communicator.register
@@ -294,8 +303,8 @@ def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
     optimizer, twin_optimizer = (torch.optim.Adam(replica.parameters()) for replica in (model, twin))
     shard_optimizer_state(optimizer, _BroadcastOnly(backend))  # type: ignore[arg-type]
     for step in range(2):
-        _step(backend, wrapped, optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -310,15 +319,17 @@ class _FailingSGD(torch.optim.SGD):
 
 @contract
 def sharded_state_survives_a_failing_step(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend, lambda parameters: _FailingSGD(parameters, lr=0.1, momentum=0.5))
+    model, wrapped, optimizer = _distribute_model_and_optimizer(
+        backend, lambda parameters: _FailingSGD(parameters, lr=0.1, momentum=0.5)
+    )
     twin = _build()
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
-    raises(RuntimeError, "failed", lambda: _step(backend, wrapped, optimizer, 0))
+    raises(RuntimeError, "failed", lambda: _run_step(backend, wrapped, optimizer, 0))
     assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len([*model.parameters()])
     optimizer.fails = False  # type: ignore[attr-defined]
     for step in range(2):
-        _step(backend, wrapped, optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -348,13 +359,13 @@ class _Decay(torch.optim.Optimizer):
 @contract
 def sharded_state_trains_with_user_defined_optimizers(backend: Backend) -> None:
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor wraps Adam.step, which then calls hooks
-    for make in (_DecayingAdam, _Decay):
+    for optimizer_class in (_DecayingAdam, _Decay):
         for with_closure in (False, True):
-            model, wrapped, optimizer = _setup(backend, make)
+            model, wrapped, optimizer = _distribute_model_and_optimizer(backend, optimizer_class)
             twin = _build()
-            twin_optimizer = make(twin.parameters())
+            twin_optimizer = optimizer_class(twin.parameters())
             for step in range(3):
-                if with_closure and make is _DecayingAdam:
+                if with_closure and optimizer_class is _DecayingAdam:
 
                     def closure(wrapped: nn.Module = wrapped, step: int = step) -> float:
                         wrapped.zero_grad()
@@ -364,8 +375,8 @@ def sharded_state_trains_with_user_defined_optimizers(backend: Backend) -> None:
 
                     optimizer.step(closure)
                 else:
-                    _step(backend, wrapped, optimizer, step)
-                _reference_step(backend, twin, twin_optimizer, step)
+                    _run_step(backend, wrapped, optimizer, step)
+                _run_reference_step(backend, twin, twin_optimizer, step)
             _assert_same(backend, model, twin)
 
 
@@ -403,8 +414,8 @@ def sharded_state_supports_step_hooks_and_repeated_setup(backend: Backend) -> No
     for hooked_optimizer in (optimizer, twin_optimizer):
         hooked_optimizer.register_step_pre_hook(clip)
     for step in range(3):
-        _step(backend, wrapped, optimizer, step)
-        _reference_step(backend, twin, twin_optimizer, step)
+        _run_step(backend, wrapped, optimizer, step)
+        _run_reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -419,8 +430,8 @@ def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
             for replica, optimizer in zip((model, twin), optimizers, strict=True):
                 optimizer.param_groups[0]["params"] = [*replica.parameters()][3:6]
         wrapped.zero_grad()
-        _step(backend, wrapped, optimizers[0], step)
-        _reference_step(backend, twin, optimizers[1], step)
+        _run_step(backend, wrapped, optimizers[0], step)
+        _run_reference_step(backend, twin, optimizers[1], step)
     _assert_same(backend, model, twin)
 
 
@@ -434,11 +445,15 @@ class _OwnStateDict(torch.optim.SGD):
 
 @contract
 def sharded_state_that_would_be_lost_raises(backend: Backend) -> None:
-    _, wrapped, optimizer = _setup(backend, torch.optim.Adam)
-    _step(backend, wrapped, optimizer, 0)
+    _, wrapped, optimizer = _distribute_model_and_optimizer(backend, torch.optim.Adam)
+    _run_step(backend, wrapped, optimizer, 0)
     if backend.name != "local":
         for copy_optimizer in (copy.deepcopy, pickle.dumps):
-            raises(ModelError, "cannot be copied or pickled", lambda copied=copy_optimizer: copied(optimizer))
+            raises(
+                ModelError,
+                "cannot be copied or pickled",
+                lambda copy_optimizer=copy_optimizer: copy_optimizer(optimizer),
+            )
         state = copy.deepcopy(optimizer.state_dict())
         state["state"][2]["exp_avg"] = torch.zeros(7)
         text = raises(ModelError, "'exp_avg' of shape [7]", lambda: optimizer.load_state_dict(state))
@@ -458,13 +473,13 @@ def sharded_state_rejects_another_memory_format(backend: Backend) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 3 * _WIDTH), nn.Linear(3 * _WIDTH, 1)).double()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
-    _step(backend, wrapped, optimizer, 0)
+    _run_step(backend, wrapped, optimizer, 0)
     model[0].weight.data = model[0].weight.data.T.contiguous().T  # type: ignore[operator]
     if backend.size == 1:
-        _step(backend, wrapped, optimizer, 1)
+        _run_step(backend, wrapped, optimizer, 1)
     else:
         text = "when its optimizer state was sharded"
-        raises(ModelError, text, lambda: _step(backend, wrapped, optimizer, 1))
+        raises(ModelError, text, lambda: _run_step(backend, wrapped, optimizer, 1))
         raises(ModelError, text, optimizer.state_dict)
 
 

@@ -115,7 +115,9 @@ class TunedEntry:
         if self.torch != run.torch:
             differences.append(f"they were found with torch {self.torch}, and torch {run.torch} is installed")
         if self.machine != run.machine:
-            differences.append(f"they were found on another machine ({self.machine}), and this machine is: {run.machine}")
+            differences.append(
+                f"they were found on another machine ({self.machine}), and this machine is: {run.machine}"
+            )
         return differences
 
     @property

@@ -189,7 +189,9 @@ def save_and_describe(search_result: SearchResult, run: TunedRun) -> str:
     skipped = ""
     if search_result.skipped:
         minutes = math.ceil(search_result.seconds_needed / 60)
-        untried = "1 other setting was" if search_result.skipped == 1 else f"{search_result.skipped} other settings were"
+        untried = (
+            "1 other setting was" if search_result.skipped == 1 else f"{search_result.skipped} other settings were"
+        )
         skipped = f" {untried} not tried for lack of time. Allow more: --minutes {minutes}"
     if gain is None or not gain.is_significant:
         best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
