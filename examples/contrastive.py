@@ -70,7 +70,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
         loader = unitrain.ShardedLoader(TwoViews(train, len(train)), backend, batch_size=batch_size, seed=seed)
         for _ in range(epochs):
             for views in loader:
-                # A dummy batch contains no samples, so do not gather it.
+                # Do not gather the samples of a dummy batch, for which num_samples is 0.
                 one, two = (model(view)[: loader.num_samples] for view in views)
                 # Every rank computes the loss of the global batch, so do not weight it.
                 loss = contrast(one, two, backend)

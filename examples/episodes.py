@@ -26,8 +26,8 @@ class Episodes(IterableDataset[Episode]):
     """Random walks that end at the goal or after 24 moves: states [24, 4], moves [24], and whether a move was good, 0
     or 1 [24].
 
-    A good move brings the player closer to the goal. The dataset itself does not handle ranks and workers: each of them
-    has different random numbers and therefore generates different episodes.
+    A good move brings the player closer to the goal. The dataset itself does not handle ranks and workers: each rank
+    and worker has different random numbers, and therefore generates different episodes.
     """
 
     def __init__(self, episodes: int) -> None:
@@ -52,8 +52,8 @@ class Episodes(IterableDataset[Episode]):
 def every_board() -> TensorDataset:
     """Return every combination of different player and goal positions as an episode with one move. The third tensor,
     [boards, 1, 4], marks all good moves."""
-    corners = torch.cartesian_prod(*[torch.arange(BOARD_SIZE)] * 4)
-    states = corners[(corners[:, :2] != corners[:, 2:]).any(1)]
+    positions = torch.cartesian_prod(*[torch.arange(BOARD_SIZE)] * 4)
+    states = positions[(positions[:, :2] != positions[:, 2:]).any(1)]
     after = states[:, None, :2] + MOVES
     before = (states[:, None, :2] - states[:, None, 2:]).abs().sum(-1)
     good = (after - states[:, None, 2:]).abs().sum(-1) < before  # [boards, moves]
@@ -62,18 +62,18 @@ def every_board() -> TensorDataset:
 
 def compute_logits(policy: nn.Module, batch: Episode) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the logits of all moves in all states, and the target for the loss."""
-    states, moves, value = batch
-    return policy(states), (moves, value)
+    states, moves, is_good = batch
+    return policy(states), (moves, is_good)
 
 
 def imitation_loss(scores: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """For episodes, return the sum of -log p(move) over the good moves, and their number. For boards, return the sum of
     -log p(any good move), and the number of boards."""
-    moves, value = target
-    if value.dim() == 3:  # boards, where several moves may be good
-        return -(scores.softmax(-1) * value).sum(-1).log().sum(), torch.tensor(float(len(value)))
+    moves, is_good = target
+    if is_good.dim() == 3:  # boards, where several moves may be good
+        return -(scores.softmax(-1) * is_good).sum(-1).log().sum(), torch.tensor(float(len(is_good)))
     chosen = scores.log_softmax(-1).gather(-1, moves[..., None])[..., 0]
-    return -(chosen * value).sum(), value.sum()
+    return -(chosen * is_good).sum(), is_good.sum()
 
 
 def is_good_move(scores: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:

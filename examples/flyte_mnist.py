@@ -1,5 +1,5 @@
 """MNIST as a Flyte workflow: hyperparameters in, accuracies and the model out.
-It requires flytekit: pip install '.[flyte]'
+This example requires flytekit: pip install '.[flyte]'
 
 python examples/flyte_mnist.py                                   # on this machine, with scikit-learn's digits
 pyflyte run examples/flyte_mnist.py train_mnist --ranks 4 --data data
@@ -40,7 +40,7 @@ DEFAULTS = Hyperparameters()
 
 
 class Outputs(NamedTuple):
-    """`model` is a state dict that torch.load reads, and `run` the folder with the checkpoints and the logs."""
+    """`model` is a file with a state dict for torch.load, and `run` is the folder with the checkpoints and the logs."""
 
     accuracies: list[float]
     accuracy: float

@@ -21,7 +21,7 @@ class Freeze(unitrain.Callback):
     """Freezes `modules` for the first `epochs` epochs: their parameters and running statistics do not change.
 
     The parameters keep `requires_grad`, so the reduction of gradients does not change during the run. Instead, the
-    reduced gradients are removed before each optimizer step, so that the optimizer skips the parameters, also with
+    reduced gradients are removed before each optimizer step, so that the optimizer skips the parameters, even with
     weight decay and momentum. Frozen modules are in eval mode. Only the number of completed epochs determines
     whether they are frozen, so the callback needs no state to resume.
     """

@@ -37,8 +37,8 @@ class GPT(nn.Module):
         """Return the logits, computed with causal attention."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
-        later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        scores: Tensor = self.scores(self.layers(hidden, mask=later, is_causal=True))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        scores: Tensor = self.scores(self.layers(hidden, mask=mask, is_causal=True))
         return scores
 
 
@@ -68,7 +68,7 @@ def loss_per_character(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def write(model: nn.Module, beginning: str, length: int, device: torch.device) -> str:
+def generate_text(model: nn.Module, beginning: str, length: int, device: torch.device) -> str:
     """Return `beginning`, followed by `length` characters sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     text = encode(beginning)
@@ -100,7 +100,7 @@ def main(backend_name: str | None, device: str | None, steps: int, global_batch_
         )
         results = trainer.fit(train, validation)
         if backend.rank == 0:
-            print(write(model.eval(), "The statement ", 200, backend.device))
+            print(generate_text(model.eval(), "The statement ", 200, backend.device))
             print(f"final train_loss={results['train_loss']:.4f} val_loss={results['val_loss']:.4f}")
 
 

@@ -22,8 +22,8 @@ import unitrain
 
 
 class HierarchicalReduction:
-    """A communication hook for CPU tensors. It sums the gradients on the first rank of each host, sums these over
-    hosts, and broadcasts the mean within each host.
+    """A communication hook for CPU tensors. It sums the gradients on the first rank of each host, sums the results
+    over hosts, and broadcasts the mean within each host.
 
     `host_by_rank` contains the node rank of each rank. All ranks must create the hook. The collectives run in a
     separate thread, in the same order on every rank, while the backward pass continues.
@@ -35,11 +35,11 @@ class HierarchicalReduction:
         ]
         self._size = backend.size
         # All ranks create all groups, in the same order.
-        self._leaders = dist.new_group([ranks[0] for ranks in ranks_by_host])
+        self._leader_group = dist.new_group([ranks[0] for ranks in ranks_by_host])
         for ranks in ranks_by_host:
             group = dist.new_group(ranks)
             if backend.rank in ranks:
-                self._host, self._leader, self._is_leader = group, ranks[0], backend.rank == ranks[0]
+                self._host_group, self._leader, self._is_leader = group, ranks[0], backend.rank == ranks[0]
         self._thread = ThreadPoolExecutor(1)
 
     def __call__(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -50,11 +50,11 @@ class HierarchicalReduction:
 
     def _reduce(self, gradients: Tensor, future: Any) -> None:
         try:
-            dist.reduce(gradients, self._leader, group=self._host)
+            dist.reduce(gradients, self._leader, group=self._host_group)
             if self._is_leader:
-                dist.all_reduce(gradients, group=self._leaders)
+                dist.all_reduce(gradients, group=self._leader_group)
                 gradients /= self._size
-            dist.broadcast(gradients, self._leader, group=self._host)
+            dist.broadcast(gradients, self._leader, group=self._host_group)
             future.set_result(gradients)
         except Exception as error:
             future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Fine-tune a language model from transformers on a datasets.Dataset, on any backend. Nothing is downloaded.
+"""Train a small language model from transformers on a datasets.Dataset, on any backend. Nothing is downloaded.
 This example requires transformers and datasets: pip install '.[huggingface]'
 
 python examples/huggingface.py
@@ -55,7 +55,7 @@ def train_tokenizer(texts: list[str]) -> str:
 
 
 def create_model() -> transformers.PreTrainedModel:
-    """Return a small Llama with random weights. To fine-tune your own, use AutoModelForCausalLM.from_pretrained."""
+    """Return a small Llama with random weights. To fine-tune a model, use AutoModelForCausalLM.from_pretrained."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         max_position_embeddings=LENGTH,
@@ -95,7 +95,7 @@ def main(
     samples: int,
     output: Path | None,
 ) -> None:
-    """Fine-tune on Python's manual, and save the model with save_pretrained."""
+    """Train on Python's manual. With --output, save the model with save_pretrained."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     with unitrain.init(backend_name, device=device) as backend:

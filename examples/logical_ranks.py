@@ -1,4 +1,4 @@
-"""The digits tutorial with logical ranks: the same bits on any number of processes.
+"""The digits tutorial with logical ranks: bit-identical results on any number of processes.
 
 python examples/logical_ranks.py
 unitrain launch -np 2 examples/logical_ranks.py
@@ -38,7 +38,7 @@ def main(backend_name: str | None, logical_ranks: int, epochs: int, batch_size: 
         loader = unitrain.ShardedLoader(train, backend, batch_size=batch_size, seed=seed, logical_ranks=logical_ranks)
         for _ in range(epochs):
             model.train()
-            for images, targets in loader:  # of the logical ranks of this process, one after the other
+            for images, targets in loader:  # micro-batches of this process's logical ranks, in turn
                 with nullcontext() if loader.ends_step else backend.no_sync(model):
                     (cross_entropy(model(images), targets) * loader.loss_weight).backward()
                 if loader.ends_step:

@@ -115,7 +115,7 @@ class Accuracies(unitrain.Callback):
 @click.option("--workers", default=0, show_default=True, help="Processes per rank that load data.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for checkpoints, accuracies and the model.")
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint in --output.")
-@click.option("--wandb", is_flag=True, help="Log to Weights & Biases offline; `wandb sync` uploads it.")
+@click.option("--wandb", is_flag=True, help="Log to Weights & Biases offline; `wandb sync` uploads the log.")
 def main(
     data: Path, download: bool, backend_name: str | None, device: str | None, workers: int, output: Path | None,
     resume: bool, wandb: bool, **chosen: Any,

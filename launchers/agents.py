@@ -1,7 +1,7 @@
 """Start, monitor and terminate programs on several hosts, over ssh or through Slurm.
 
 `build_command` is for launchers that must be started on every host (torchrun). `add_cleanup` is for launchers that run
-on this host and start the remote processes themselves. An agent per host terminates the processes that outlive the
+on this host and start the remote processes themselves. One agent per host terminates the processes that outlive the
 launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
 Both functions return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains
@@ -132,13 +132,13 @@ def parse_plan(arguments: Iterable[str]) -> dict[str, Any]:
     """Parse the plan from the arguments of `main`, and restore all fields of every host."""
     plan: dict[str, Any] = json.loads("".join(arguments))
     first, *others = plan["hosts"]
-    for number, differing in enumerate(others, 1):
+    for host_index, differing in enumerate(others, 1):
         host = dict(first)
         for field, value in differing.items():
             if isinstance(first.get(field), list) and isinstance(value, dict):
                 value = [value.get(str(index), word) for index, word in enumerate(first[field])]
             host[field] = value
-        plan["hosts"][number] = host
+        plan["hosts"][host_index] = host
     return plan
 
 

@@ -32,8 +32,8 @@ def build(spec: LaunchSpec) -> Command:
 
     Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. If all ranks run on this host, the rendezvous uses a free port;
-    backend horovod then needs no rendezvous. On several hosts, the rendezvous is on the first host, at the spec's port
-    or 29500, or in a Slurm allocation at `slurm.Allocation.port`. MASTER_ADDR and MASTER_PORT take precedence.
+    backend horovod then needs no rendezvous. On several hosts, the rendezvous is on the first host. Its port is the
+    spec's port or 29500, or `slurm.Allocation.port` in a Slurm allocation. MASTER_ADDR and MASTER_PORT take precedence.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"

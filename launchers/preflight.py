@@ -32,7 +32,7 @@ class _ProbeResult:
 
 
 def check_hosts(spec: LaunchSpec) -> int:
-    """Probe all hosts with ranks concurrently, and use ssh for other hosts. Return the port of the rendezvous on the
+    """Probe all hosts with ranks concurrently, over ssh except for this host. Return the port of the rendezvous on the
     first host: MASTER_PORT if it is set, else a free port.
 
     Raises LaunchError if MASTER_PORT is in use, if a host is unreachable or lacks the script, Python or the interface,

@@ -15,8 +15,8 @@ DEFAULT_PORT = 29500  # torch's default
 def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT.
 
-    Values that the user set, in `environment` or in the environment of this process, take precedence. The rendezvous is
-    at `port` of the first host, which runs rank 0. If the port is None, all ranks run on this host, and a free port is
+    Values that the user set, in `environment` or in the environment of this process, take precedence. The default is
+    `port` on the first host, which runs rank 0. If `port` is None, all ranks run on this host, and a free port is
     chosen. Raises LaunchError for an invalid MASTER_PORT, and if the first of several hosts is named localhost or
     127.*, which refers to a different machine on each host, unless MASTER_ADDR is set.
     """

@@ -25,7 +25,7 @@ DEFAULT_OPTIONS = (
 def task_options(ranks_per_host: Sequence[int]) -> list[str]:
     """Return the options for the number of hosts, the number of ranks, and the maximum number of ranks on a host.
 
-    The last option terminates the job step if a rank fails. Slurm distributes the ranks evenly, so unequal
+    An additional option terminates the job step if a rank fails. Slurm distributes the ranks evenly, so unequal
     `ranks_per_host` are not reproduced.
     """
     hosts, ranks = len(ranks_per_host), sum(ranks_per_host)
@@ -39,7 +39,7 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
     The command uses the first hosts in Slurm's order that together have enough tasks. Slurm distributes the ranks
-    evenly. The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless
+    evenly. The rendezvous is on the first host, on a port derived from the job ID (`slurm.Allocation.port`), unless
     MASTER_ADDR and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm
     chooses them), and for more processes than tasks.
     """

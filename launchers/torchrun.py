@@ -127,7 +127,7 @@ def c10d_rendezvous_options(
         "keep_alive_max_attempt": "3",
         **{name: value for name, value in (settings or {}).items() if name != "is_host"},
     }
-    address = endpoint[0].strip("[]")  # of an IPv6 address
+    address = endpoint[0].strip("[]")  # without the brackets of an IPv6 address
     return [
         *("--nnodes", nodes, "--nproc-per-node", str(nproc_per_node)),
         *("--max-restarts", str(max_restarts)),

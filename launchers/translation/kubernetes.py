@@ -104,7 +104,7 @@ def build(job: Job, settings: ManifestSettings | None = None) -> Translation:
 
 
 def is_object_name(text: str) -> bool:
-    """Return whether `text` is a DNS subdomain, as the names of jobs and runtimes must be."""
+    """Return whether `text` is a DNS subdomain, as the name of a Kubernetes object must be."""
     return len(text) <= _MAX_OBJECT_CHARACTERS and _OBJECT_NAME.fullmatch(text) is not None
 
 
@@ -141,7 +141,7 @@ def _check_runtime(settings: ManifestSettings, kind: str) -> None:
 def _choose_name(job: Job, settings: ManifestSettings, kind: str) -> str:
     """Return the name in `settings`, else one derived from the script. Raises LaunchError for an invalid name."""
     given_name, last = settings.name, len(job.ranks_per_host) - 1
-    # The names of the pods are the name of the job and this suffix, and must be DNS labels.
+    # The name of a pod consists of the name of the job and this suffix, and must be a DNS label.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip

@@ -20,7 +20,7 @@ LAUNCHER = "sbatch"
 _WARNING_SECONDS = 120
 # Preempted ranks exit one after another with a nonzero code. The first exit must not cause srun to kill the other
 # ranks, which would change their exit code. After a failure, the remaining ranks exit on their own, or srun terminates
-# them after the time of --wait.
+# them when the --wait time has passed.
 _SRUN_OPTIONS = ("--kill-on-bad-exit=0",)
 _SRUN_DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
 # The key with which ranks authenticate each other. The first host creates it in each attempt and srun forwards it, so

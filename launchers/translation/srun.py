@@ -192,10 +192,10 @@ def _count_requested_gpus(options: Options, num_nodes: int | None, tasks_per_gpu
 
 
 def _count_gpus(option: str, text: str) -> int:
-    """Return the number of GPUs in "a100:4" or "4"; a type without a number is one GPU."""
-    kind, _, last = text.partition("(")[0].rpartition(":")
+    """Return the number of GPUs in "a100:4" or "4"; a type without a number counts as one GPU."""
+    gpu_type, _, last = text.partition("(")[0].rpartition(":")
     # The type of a MIG device starts with a digit, as in "1g.10gb".
-    return 1 if not kind and not last.isdecimal() else parse_number(option, last)
+    return 1 if not gpu_type and not last.isdecimal() else parse_number(option, last)
 
 
 def _uneven_placement_remark(job: Job) -> list[str]:

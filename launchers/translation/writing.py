@@ -11,7 +11,7 @@ from unitrain.launchers.translation.words import join, quote
 # Variables that only Open MPI reads. horovodrun passes them to mpirun.
 _OPEN_MPI_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 _OPEN_MPI_LAUNCHERS = ("mpirun", "horovodrun")
-# The backend that a script without an explicit backend uses under each launcher; ddp under the others.
+# The backend that a script without an explicit backend uses under each launcher; ddp under all other launchers.
 DEFAULT_BACKENDS = {"horovodrun": "horovod", "mpirun": "horovod", "mpiexec": "horovod"}
 
 
