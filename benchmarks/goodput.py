@@ -1,9 +1,9 @@
-"""Goodput of a job on two hosts in which ranks are killed once per minute.
+"""Goodput of a job on two hosts, in which one rank is killed per minute.
 
 A job runs `recovered_training.py` with one rank on each of two hosts, first without faults. The hosts are two sets of
-namespaces on this machine (tests/support/hosts.py; requires root). Then the job is repeated, and every minute, rank 1
-or rank 0 is killed in turn. The goodput is the number of different steps per second that all ranks have completed,
-relative to the job without faults. Repeated steps count once. The ways of restarting:
+namespaces on this machine (tests/support/hosts.py; requires root). Then the job is repeated, and every minute, one rank
+is killed: rank 1 and rank 0 alternately. The goodput is the number of different steps per second that all ranks have
+completed, relative to the job without faults. Repeated steps count once. The restart methods:
 
     torchrun   torchrun --max-restarts, with a checkpoint per epoch (ddp only)
     restart    unitrain launch --max-restarts, with a checkpoint per epoch
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import click
 import torch
 from recovered_training import BATCH, SAMPLES
-from recovery import A_RANK, RANK_0, Job, Recovery, Way, completed, started_hosts
+from recovery import A_RANK, RANK_0, Job, Recovery, RestartMethod, completed, started_hosts
 from slow_network import Host
 from tables import BACKENDS, RESULTS, save_results
 
@@ -54,12 +54,12 @@ class Goodput(NamedTuple):
         return self.disturbed / self.undisturbed
 
 
-def ways(in_memory: int, waiting_ms: float) -> dict[str, Way]:
-    """Return the ways of restarting by name. With "standby", every `in_memory`-th step is saved in memory."""
+def restart_methods(in_memory: int, waiting_ms: float) -> dict[str, RestartMethod]:
+    """Return the restart methods by name. With "standby", every `in_memory`-th step is saved in memory."""
     return {
-        "torchrun": Way(backends=("ddp",), program="torchrun", waiting_ms=waiting_ms),
-        "restart": Way(waiting_ms=waiting_ms),
-        "standby": Way(("--standby",), in_memory=in_memory, waiting_ms=waiting_ms),
+        "torchrun": RestartMethod(backends=("ddp",), program="torchrun", waiting_ms=waiting_ms),
+        "restart": RestartMethod(waiting_ms=waiting_ms),
+        "standby": RestartMethod(("--standby",), in_memory=in_memory, waiting_ms=waiting_ms),
     }
 
 
@@ -70,12 +70,14 @@ def steps_per_second(job: Job, began: float) -> float:
     return min(map(len, numbers)) / (time.monotonic() - began)
 
 
-def run(way: Way, backend: str, both: list[Host], seconds: float, *, has_faults: bool) -> tuple[float, list[Recovery]]:
+def run(
+    method: RestartMethod, backend: str, both: list[Host], seconds: float, *, has_faults: bool
+) -> tuple[float, list[Recovery]]:
     """Train for `seconds` after the first steps. Return the steps per second, and the recoveries from all faults."""
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory() as temporary:
         max_restarts = int(seconds / FAULT_SECONDS) + 1
-        job = Job(way, backend, both, Path(temporary), 0, ranks=RANKS, max_restarts=max_restarts)
+        job = Job(method, backend, both, Path(temporary), 0, ranks=RANKS, max_restarts=max_restarts)
         try:
             job.wait_until(lambda: all(len(completed(job.folder, rank)) > 20 for rank in range(job.size)))
             began = time.monotonic()
@@ -96,12 +98,12 @@ def run(way: Way, backend: str, both: list[Host], seconds: float, *, has_faults:
 
 def row(name: str, found: list[Goodput]) -> str:
     """Return a line of the table. `name` contains the first cells."""
-    recoveries = [recovery for one in found for recovery in one.recoveries]
+    recoveries = [recovery for goodput in found for recovery in goodput.recoveries]
     times = [recovery.seconds for recovery in recoveries]
     lost = [recovery.lost_steps for recovery in recoveries]
-    ratios = [100 * one.ratio for one in found]
-    undisturbed = statistics.median(one.undisturbed for one in found)
-    disturbed = statistics.median(one.disturbed for one in found)
+    ratios = [100 * goodput.ratio for goodput in found]
+    undisturbed = statistics.median(goodput.undisturbed for goodput in found)
+    disturbed = statistics.median(goodput.disturbed for goodput in found)
     spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
     return (
         f"| {name} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
@@ -110,10 +112,10 @@ def row(name: str, found: list[Goodput]) -> str:
     )
 
 
-def row_name(backend: str, way: str, waiting_ms: float, in_memory: int) -> str:
+def row_name(backend: str, method: str, waiting_ms: float, in_memory: int) -> str:
     """Return the first cells of a line of the table."""
-    interval = f"{in_memory} steps" if way == "standby" else "-"
-    return f"{backend} | {way} | {waiting_ms:g} ms | {interval}"
+    interval = f"{in_memory} steps" if method == "standby" else "-"
+    return f"{backend} | {method} | {waiting_ms:g} ms | {interval}"
 
 
 def load_rows(output: Path) -> dict[str, list[Goodput]]:
@@ -121,14 +123,19 @@ def load_rows(output: Path) -> dict[str, list[Goodput]]:
     path = output / "goodput.json"
     saved = json.loads(path.read_text())["rows"] if path.exists() else {}
     return {
-        name: [Goodput(plain, rate, [Recovery(*one) for one in recoveries]) for plain, rate, recoveries in goodputs]
+        name: [
+            Goodput(plain, rate, [Recovery(*recovery) for recovery in recoveries])
+            for plain, rate, recoveries in goodputs
+        ]
         for name, goodputs in saved.items()
     }
 
 
 @click.command()
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--way", "names", type=click.Choice(list(ways(1, 0))), multiple=True, default=list(ways(1, 0)))
+@click.option(
+    "--way", "names", type=click.Choice(list(restart_methods(1, 0))), multiple=True, default=list(restart_methods(1, 0))
+)
 @click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--in-memory", type=click.IntRange(min=1), default=40, show_default=True, help="Steps per checkpoint.")
@@ -145,21 +152,21 @@ def main(
 ) -> None:
     """Measure the goodput and write the table."""
     chosen = {
-        (backend, name, waiting_ms): way
+        (backend, name, waiting_ms): method
         for waiting_ms in waits
         for backend in backends
-        for name, way in ways(in_memory, waiting_ms).items()
-        if name in names and backend in way.backends
+        for name, method in restart_methods(in_memory, waiting_ms).items()
+        if name in names and backend in method.backends
     }
     found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
     rows = load_rows(output)  # fail before the slow measurements
     with started_hosts(len(RANKS)) as both:
         for _ in range(rounds):
-            for (backend, name, waiting_ms), way in chosen.items():
-                # Without faults, all ways use the same job, without standby ranks and checkpoints in memory.
-                plain_way = Way(backends=way.backends, program=way.program, waiting_ms=waiting_ms)
-                plain, _ = run(plain_way, backend, list(both), 60, has_faults=False)
-                rate, recoveries = run(way, backend, list(both), 60 * minutes, has_faults=True)
+            for (backend, name, waiting_ms), method in chosen.items():
+                # The job without faults uses the same launcher, without standby ranks and checkpoints in memory.
+                plain_method = RestartMethod(backends=method.backends, program=method.program, waiting_ms=waiting_ms)
+                plain, _ = run(plain_method, backend, list(both), 60, has_faults=False)
+                rate, recoveries = run(method, backend, list(both), 60 * minutes, has_faults=True)
                 found[backend, name, waiting_ms].append(Goodput(plain, rate, recoveries))
                 click.echo(f"{backend} {name} {waiting_ms}: {found[backend, name, waiting_ms][-1]}", err=True)
     for (backend, name, waiting_ms), goodputs in found.items():
@@ -171,9 +178,9 @@ def main(
         f"million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, {os.cpu_count()} "
         f"CPU cores. For {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
         "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
-        "ranks and copies in memory. All ways write a checkpoint per epoch; standby also keeps a checkpoint in memory "
-        "at the interval in the table. Recovery is the time from SIGKILL until all ranks have completed a step, with "
-        "the minimum and the maximum. Waiting per step is the time that a rank waits in each forward pass without "
+        "ranks and copies in memory. All methods write a checkpoint per epoch; standby also keeps a checkpoint in "
+        "memory at the interval in the table. Recovery is the time from SIGKILL until all ranks have completed a step, "
+        "with the minimum and the maximum. Waiting per step is the time that a rank waits in each forward pass without "
         "using the CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py --minutes "
         f"{minutes:g} --rounds {rounds} --backend BACKEND --way WAY --waiting-ms WAITING --in-memory INTERVAL`.",
         "",

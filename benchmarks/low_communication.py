@@ -3,8 +3,8 @@
 The losses of a method do not depend on the network or the backend, so they are measured with two ranks on this machine.
 The times and bytes are measured on two simulated hosts with one rank each (tests/support/hosts.py; requires root), with
 limited bandwidth and, optionally, a delay. The times are compared with the predictions of `unitrain bench predict`. The
-table and the chart combine both: the time until a method reaches the validation loss of synchronous training is the
-number of steps multiplied by the time of a step. Methods with local steps start with a warm-up of synchronous steps.
+table and the chart combine both: the time until a method reaches a validation loss is the number of steps multiplied by
+the time of a step. Methods with local steps start with a warm-up of synchronous steps.
 
     python benchmarks/low_communication.py losses            # 1,000 steps of each method, for three seeds
     python benchmarks/low_communication.py outer             # 400 steps of DiLoCo with each outer optimizer
@@ -56,8 +56,8 @@ SCRIPT = str(HERE / "low_communication_training.py")
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
 
-def results_in(output: str) -> Any:
-    """Return the results that `low_communication_training.py` printed to `output`."""
+def parse_results(output: str) -> Any:
+    """Return the results in `output`, the text that `low_communication_training.py` printed."""
     line = next(line for line in output.splitlines() if '{"results"' in line)
     return json.loads(line[line.index("{") :])["results"]
 
@@ -82,7 +82,7 @@ def measure_speeds(
             if done.returncode:
                 raise click.ClickException(done.stdout)
         ((fitted, _),) = fit_networks(read(measured, "collectives"), None, cost_functions(["ring"], None, 1)).values()
-    return {"network": vars(fitted), "methods": results_in(done.stdout)}
+    return {"network": vars(fitted), "methods": parse_results(done.stdout)}
 
 
 def bits_per_second(rate: str) -> float:
@@ -92,10 +92,10 @@ def bits_per_second(rate: str) -> float:
 
 def predicted_seconds(method: Method, alone: float, network: Network, local_steps: int) -> float | None:
     """Return the predicted seconds per step, or None for PowerSGD. `alone` is the time without communication."""
-    if method.prediction is None:
+    if method.predicted_method is None:
         return None if method.communicates else alone
     model = Model(parameters=PARAMETERS, bytes_per_parameter=4, step_seconds=alone, backward_share=2 / 3)
-    return predict_method(method.prediction, model, RANKS, network, local_steps=local_steps).seconds
+    return predict_method(method.predicted_method, model, RANKS, network, local_steps=local_steps).seconds
 
 
 def expected_bytes(method: Method) -> float | None:
@@ -103,8 +103,8 @@ def expected_bytes(method: Method) -> float | None:
     communication."""
     if not method.communicates:
         return None
-    if method.local is not None:
-        return bytes_per_synchronization(PARAMETERS, RANKS, method.local.compression) / method.local.steps
+    if method.local_sgd is not None:
+        return bytes_per_synchronization(PARAMETERS, RANKS, method.local_sgd.compression) / method.local_sgd.steps
     if method.compression in ("none", "bf16"):
         return bytes_per_synchronization(PARAMETERS, RANKS, "none", 4 if method.compression == "none" else 2)
     return None
@@ -119,7 +119,7 @@ def spread(values: list[float], digits: int) -> str:
 def train(names: list[str], local_steps: int, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """Train with each method and two ranks on this machine, and return the runs. Show the progress on standard error.
 
-    `settings` are keyword arguments of `methods`, and `arguments` are keyword arguments of `losses_by_method`.
+    `settings` are keyword arguments of `methods`, and `arguments` are keyword arguments of `measure_losses`.
     """
     given = {
         "measure": "losses",
@@ -141,7 +141,7 @@ def train(names: list[str], local_steps: int, settings: dict[str, Any], argument
         printed.append(line)
     if process.wait():
         raise click.ClickException(f"the training ended with exit code {process.returncode}.")
-    return results_in("".join(printed))
+    return parse_results("".join(printed))
 
 
 def steps_to_target(losses: dict[str, Any], name: str, target: float) -> float | None:
@@ -174,7 +174,7 @@ def loss_lines(losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         f"learning rate {choice}. The loss is that of the validation texts at the end: the median of "
         f"{settings['seeds']} seeds and the range; the change is relative to synchronous training with the same seed. "
         f"The last column is the number of steps until the loss is at most {settings['target']:g} times the final loss "
-        f"of synchronous training, in units of {settings['evaluate_every']} steps.",
+        f"of synchronous training, evaluated every {settings['evaluate_every']} steps.",
         "",
         "| method | peak learning rate | final loss | change | steps to the target |",
         "|---|---|---|---|---|",
@@ -234,13 +234,13 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
             sent, expected = statistics.median(found["bytes"]), expected_bytes(method)
             predicted = predicted_seconds(method, seconds[ALONE], Network(**cell["network"]), cell["local_steps"])
             steps = steps_to_target(losses, name, target) if name in losses else None
-            warmup = min(warmup_steps, steps or 0) if method.local is not None else 0
+            warmup = min(warmup_steps, steps or 0) if method.local_sgd is not None else 0
             total = None if steps is None else warmup * seconds[SYNCHRONOUS] + (steps - warmup) * seconds[name]
             lines.append(
                 f"| {network_name} | {backend} | {name} | {sent / 1e3:,.1f} | "
                 f"{'' if expected is None else f'{expected / 1e3:,.1f}'} | "
                 f"{'' if expected is None else f'{sent / expected:.3f}'} | "
-                f"{spread([1000 * one for one in found['seconds']], 1)} ms | "
+                f"{spread([1000 * value for value in found['seconds']], 1)} ms | "
                 f"{'' if predicted is None else f'{predicted / seconds[name]:.2f}'} | "
                 f"{seconds[SYNCHRONOUS] / seconds[name]:.2f} | "
                 f"{'' if total is None else f'{total:.0f} s'} |"
@@ -265,9 +265,13 @@ def draw(cells: dict[str, Any], path: Path) -> None:
                 found[bits_per_second(network) / 1e6] = cell["methods"]
         for name in NAMES[1:]:
             points = [
-                (rate, statistics.median(one[SYNCHRONOUS]["seconds"]) / statistics.median(one[name]["seconds"]))
-                for rate, one in sorted(found.items())
-                if name in one
+                (
+                    rate,
+                    statistics.median(by_method[SYNCHRONOUS]["seconds"])
+                    / statistics.median(by_method[name]["seconds"]),
+                )
+                for rate, by_method in sorted(found.items())
+                if name in by_method
             ]
             axes.loglog([rate for rate, _ in points], [speed for _, speed in points], marker="o", label=name)
         axes.set(title=backend, xlabel="bandwidth (Mbit/s)")
@@ -319,7 +323,7 @@ output_option = click.option("--output", type=click.Path(path_type=Path), defaul
 
 @click.group()
 def main() -> None:
-    """Measure low-communication training in one of the subcommands."""
+    """Measure low-communication training with one of the subcommands."""
 
 
 @main.command("losses")

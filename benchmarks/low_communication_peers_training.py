@@ -25,7 +25,7 @@ from torchft.process_group import ProcessGroupGloo
 
 import unitrain
 
-LIMIT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -59,7 +59,7 @@ class WithTorchft(PeerTraining):
         super().__init__(backend, steps)
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         manager = Manager(
-            pg=ProcessGroupGloo(timeout=LIMIT),
+            pg=ProcessGroupGloo(timeout=TIMEOUT),
             min_replica_size=backend.size,
             use_async_quorum=False,
             load_state_dict=self._model.load_state_dict,
@@ -72,9 +72,9 @@ class WithTorchft(PeerTraining):
             lighthouse_addr=lighthouse,
             hostname="127.0.0.1",
             init_sync=False,  # the replicas already have equal weights
-            timeout=LIMIT,
-            quorum_timeout=LIMIT,
-            connect_timeout=LIMIT,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            connect_timeout=TIMEOUT,
         )
         self.exits.callback(manager.shutdown, wait=False)
         outer = torch.optim.SGD(self._model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -95,14 +95,14 @@ def main(turns: int, local_steps: int) -> None:
         server = LighthouseServer(bind="127.0.0.1:0", min_replicas=backend.size) if backend.rank == 0 else None
         lighthouse = backend.broadcast_object(server.address() if server is not None else None)
 
-        def own(**settings: Any) -> Training:
-            method = Method(local=unitrain.LocalSGDConfig(steps=local_steps, **settings))
+        def create_training(**settings: Any) -> Training:
+            method = Method(local_sgd=unitrain.LocalSGDConfig(steps=local_steps, **settings))
             return Training(backend, method, steps=steps, peak_lr=1e-3, seed=0)
 
         runs: dict[tuple[str, str], Training] = {
-            ("local SGD", "unitrain"): own(),
+            ("local SGD", "unitrain"): create_training(),
             ("local SGD", "Accelerate"): WithAccelerate(backend, steps, local_steps),
-            ("DiLoCo", "unitrain"): own(**DILOCO),
+            ("DiLoCo", "unitrain"): create_training(**DILOCO),
             ("DiLoCo", "torchft"): WithTorchft(backend, steps, local_steps, lighthouse),
         }
         seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}

@@ -26,11 +26,12 @@ from gpt import GPT, LENGTH, loss_per_character, paragraphs
 
 __all__ = ["ALONE", "BATCH", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Method", "build", "methods"]
 
-WIDTH, LAYERS, BATCH = 128, 3, 16  # samples per rank
+WIDTH, LAYERS = 128, 3
+BATCH = 16  # samples per rank
 ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
-OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see the guide
-# Timing starts after `WARMUP_STEPS` synchronous steps, and covers a multiple of `MIN_STEPS` steps.
+OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see docs/guides/low_communication.md
+# For methods without local steps, timing starts after `WARMUP_STEPS` steps and covers a multiple of `MIN_STEPS` steps.
 WARMUP_STEPS, MIN_STEPS = 4, 4
 
 
@@ -38,32 +39,32 @@ WARMUP_STEPS, MIN_STEPS = 4, 4
 class Method:
     """Synchronous training with gradient `compression`, or local steps.
 
-    `prediction` is the name of the method in `unitrain bench predict`. Without communication, every rank trains
+    `predicted_method` is the name of the method in `unitrain bench predict`. Without communication, every rank trains
     separately.
     """
 
     compression: Any = "none"
-    local: unitrain.LocalSGDConfig | None = None
-    prediction: str | None = None
+    local_sgd: unitrain.LocalSGDConfig | None = None
+    predicted_method: str | None = None
     communicates: bool = True
 
 
 def methods(
     steps: int, *, warmup_steps: int = 0, outer_lr: float = OUTER_LR, outer_momentum: float = OUTER_MOMENTUM
 ) -> dict[str, Method]:
-    """Return the methods by name. They have `steps` local steps between synchronizations, after `warmup_steps`
-    synchronous steps.
+    """Return the methods by name.
 
+    Local SGD and DiLoCo take `steps` local steps between synchronizations, after `warmup_steps` synchronous steps.
     `outer_lr` and `outer_momentum` are the settings of the outer optimizer of DiLoCo.
     """
-    local = partial(_local, steps=steps, warmup_steps=warmup_steps)
-    diloco = partial(local, outer_lr=outer_lr, outer_momentum=outer_momentum)
+    local_sgd = partial(_local_sgd_method, steps=steps, warmup_steps=warmup_steps)
+    diloco = partial(local_sgd, outer_lr=outer_lr, outer_momentum=outer_momentum)
     return {
         ALONE: Method(communicates=False),
-        SYNCHRONOUS: Method(prediction="synchronous"),
-        "synchronous, bf16": Method("bf16", prediction="bf16"),
+        SYNCHRONOUS: Method(predicted_method="synchronous"),
+        "synchronous, bf16": Method("bf16", predicted_method="bf16"),
         "synchronous, PowerSGD": Method(unitrain.PowerSGD(rank=4, start_step=20)),
-        "local SGD": local("local-sgd"),
+        "local SGD": local_sgd("local-sgd"),
         "DiLoCo": diloco("local-sgd"),
         "DiLoCo, bf16": diloco("local-sgd-bf16", compression="bf16"),
         "DiLoCo, int8": diloco("local-sgd-int8", compression="int8"),
@@ -71,8 +72,8 @@ def methods(
     }
 
 
-def _local(prediction: str, **settings: Any) -> Method:
-    return Method(local=unitrain.LocalSGDConfig(**settings), prediction=prediction)
+def _local_sgd_method(predicted_method: str, **settings: Any) -> Method:
+    return Method(local_sgd=unitrain.LocalSGDConfig(**settings), predicted_method=predicted_method)
 
 
 def build() -> nn.Module:
@@ -105,11 +106,11 @@ class Training:
         self._scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self._optimizer, peak_lr, total_steps=steps + 1, pct_start=0.1
         )
-        self._local = None
-        if method.local is not None:
-            self._local = unitrain.LocalSGD(self._model, self._optimizer, backend, method.local)
+        self._local_sgd = None
+        if method.local_sgd is not None:
+            self._local_sgd = unitrain.LocalSGD(self._model, self._optimizer, backend, method.local_sgd)
         self._distributed = self._model
-        if method.local is None and method.communicates:
+        if method.local_sgd is None and method.communicates:
             self._distributed = backend.distributed_model(self._model, compression=method.compression)
             backend.distributed_optimizer(self._optimizer, self._distributed)
         self._generator = torch.Generator().manual_seed(1000 * seed + backend.rank)
@@ -119,8 +120,8 @@ class Training:
         for _ in range(steps):
             chosen = torch.randint(len(self._texts), (BATCH,), generator=self._generator)
             mean_loss(self._distributed, self._texts[chosen]).backward()
-            if self._local is not None:
-                self._local.reduce_gradients()  # only in the warm-up
+            if self._local_sgd is not None:
+                self._local_sgd.reduce_gradients()  # only during the warm-up
             nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -129,23 +130,24 @@ class Training:
 
     def after_step(self) -> None:
         """Count a step, and synchronize the weights of the ranks if a synchronization is due."""
-        if self._local is not None:
-            self._local.step()
+        if self._local_sgd is not None:
+            self._local_sgd.step()
 
     def synchronize(self) -> None:
         """Synchronize the weights of the ranks."""
-        if self._local is not None:
-            self._local.synchronize()
+        if self._local_sgd is not None:
+            self._local_sgd.synchronize()
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Return the validation loss of the mean weights over all ranks. All ranks evaluate the same texts."""
-        with nullcontext() if self._local is None else self._local.averaged_weights():
+        """Return the validation loss of the mean weights over all ranks or, without communication, of this rank's
+        weights. All ranks evaluate the same texts."""
+        with nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights():
             losses = [mean_loss(self._model, part) for part in self._validation.split(100)]
         return float(torch.stack(losses).mean())
 
 
-def losses(
+def train_and_validate(
     backend: unitrain.Backend, method: Method, *, steps: int, evaluate_every: int, peak_lr: float, seed: int
 ) -> list[tuple[int, float]]:
     """Train for `steps` steps, and return the validation losses as pairs (step, loss)."""
@@ -159,7 +161,7 @@ def losses(
     return curve
 
 
-def losses_by_method(
+def measure_losses(
     backend: unitrain.Backend,
     chosen: dict[str, Method],
     *,
@@ -171,7 +173,7 @@ def losses_by_method(
     """Return the runs of each method with the best peak learning rate, which is selected with seed 0."""
     found: dict[str, Any] = {}
     for name, method in chosen.items():
-        run = partial(losses, backend, method, steps=steps, evaluate_every=evaluate_every)
+        run = partial(train_and_validate, backend, method, steps=steps, evaluate_every=evaluate_every)
         by_lr = {peak_lr: run(peak_lr=peak_lr, seed=0) for peak_lr in peak_lrs}
         best = min(by_lr, key=lambda peak_lr: by_lr[peak_lr][-1][1])
         curves = [by_lr[best], *(run(peak_lr=best, seed=seed) for seed in range(1, seeds))]
@@ -181,19 +183,20 @@ def losses_by_method(
     return found
 
 
-def speeds(
+def measure_speeds(
     backend: unitrain.Backend, chosen: dict[str, Method], *, seconds: float, rounds: int, local_steps: int
 ) -> dict[str, dict[str, list[float]]]:
     """Return the seconds per step and the bytes that this host sends per step, by method and round.
 
-    The methods run in turns of about `seconds`. A turn of low-communication training is a multiple of `local_steps`.
+    The methods take turns of about `seconds` seconds. With local steps, the number of steps in a turn is a multiple of
+    `local_steps`.
     """
     turns: dict[str, tuple[Training, int, int]] = {}
     for name, method in chosen.items():
         if isinstance(method.compression, unitrain.PowerSGD):
             method = replace(method, compression=replace(method.compression, start_step=2))
         training = Training(backend, method, steps=10**6, peak_lr=1e-3, seed=0)
-        warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local is None else (local_steps, local_steps)
+        warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local_sgd is None else (local_steps, local_steps)
         training.run(warmup)
         _, per_step = measure_steps(backend, training, unit)
         turns[name] = training, warmup, unit * backend.broadcast_object(math.ceil(seconds / (per_step * unit)))
@@ -208,7 +211,7 @@ def speeds(
             found[name]["seconds"].append(per_step)
             found[name]["bytes"].append(sent)
         if backend.rank == 0:
-            print({name: statistics.median(one["seconds"]) for name, one in found.items()}, flush=True)
+            print({name: statistics.median(measured["seconds"]) for name, measured in found.items()}, flush=True)
     return found
 
 
@@ -224,7 +227,7 @@ def measure_steps(backend: unitrain.Backend, training: Training, steps: int) -> 
 def main() -> None:
     """Measure losses or speeds, and print the results. The arguments are a JSON object; see low_communication.py."""
     given = json.loads(sys.argv[1])
-    measure = {"losses": losses_by_method, "speeds": speeds}[given["measure"]]
+    measure = {"losses": measure_losses, "speeds": measure_speeds}[given["measure"]]
     available = methods(given["local_steps"], **given["settings"])
     chosen = {name: available[name] for name in given["methods"]}
     with unitrain.init(device="cpu") as backend:

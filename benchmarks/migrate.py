@@ -70,14 +70,14 @@ def main(folder: Path | None, runs: bool, write: bool) -> None:
         "|---|---|---|---|---|---|",
         *rows,
     ]
-    lines_of_runs = describe_runs(folder) if runs else []
-    text = "\n".join(["# Conversion of public scripts", "", *table, "", *EXPLANATION, "", summary, "", *lines_of_runs])
+    run_lines = run_scripts(folder) if runs else []
+    text = "\n".join(["# Conversion of public scripts", "", *table, "", *EXPLANATION, "", summary, "", *run_lines])
     click.echo(text)
     if write:
         RESULTS.write_text(text, encoding="utf-8")
 
 
-def describe_runs(folder: Path | None) -> list[str]:
+def run_scripts(folder: Path | None) -> list[str]:
     """Run each script, and return the table and its explanation."""
     results = list[migrated_runs.Result]()
     for script in SCRIPTS:
@@ -105,7 +105,7 @@ EXPLANATION = (
 )
 EXPLANATION_OF_RUNS = (
     "The scripts run on CPUs and without a network, on random data in the format that they read, with small, randomly",
-    "initialized models in place of downloaded ones, and `train_fabric.py` with the variables that `fabric run` sets.",
+    "initialized models in place of downloaded ones. `train_fabric.py` runs with the variables that `fabric run` sets.",
     "Edited lines are changes to the original script without which it does not run here: lines that `unitrain",
     "migrate` refuses, that require a GPU, or that fail with current versions of torch. The loss of",
     "`multigpu_torchrun.py`, the cross entropy of a single class, is always 0, and is replaced by the mean squared",

@@ -46,7 +46,7 @@ class Record:
     def read(cls, folder: Path, ranks: int) -> Record:
         """Return the record in `folder`. Raise RunError if the run did not train or if the replicas differ."""
         files = [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
-        record = cls([one["losses"] for one in files], files[0]["norms"], [one["parameters"] for one in files])
+        record = cls([file["losses"] for file in files], files[0]["norms"], [file["parameters"] for file in files])
         if not any(record.norms) or not all(map(math.isfinite, [*record.norms, *chain(*record.losses)])):
             raise RunError(f"its gradient norms are {record.norms}, and its losses {record.losses}")
         for parameters in record.parameters[1:]:
@@ -55,14 +55,18 @@ class Record:
         return record
 
     def difference(self, other: Record) -> float:
-        """Return the largest relative difference of a loss, a gradient or a parameter. It is infinite if the runs
+        """Return the largest relative difference of a loss, a gradient norm or a parameter. It is infinite if the runs
         cannot be compared."""
-        ones, others = ([*chain(*record.losses), *record.norms] for record in (self, other))
-        if len(ones) != len(others) or len(self.parameters[0]) != len(other.parameters[0]):
+        own_values, other_values = ([*chain(*record.losses), *record.norms] for record in (self, other))
+        if len(own_values) != len(other_values) or len(self.parameters[0]) != len(other.parameters[0]):
             return math.inf
-        differences = [abs(one - two) / max(abs(two), 1e-12) for one, two in zip(ones, others, strict=True)]
-        for one, two in zip(self.parameters[0], other.parameters[0], strict=True):
-            differences.append(((one - two).abs().max() / two.abs().max().clamp(min=1e-12)).item())
+        differences = [
+            abs(value - other_value) / max(abs(other_value), 1e-12)
+            for value, other_value in zip(own_values, other_values, strict=True)
+        ]
+        for parameter, other_parameter in zip(self.parameters[0], other.parameters[0], strict=True):
+            largest = other_parameter.abs().max().clamp(min=1e-12)
+            differences.append(((parameter - other_parameter).abs().max() / largest).item())
         return max(differences)
 
 
@@ -86,7 +90,7 @@ def run_script(script: PublicScript, folder: Path | None, work: Path) -> Result:
         with_horovod, with_ddp, original = _run_all(script, edited, folder, work)
         steps = str(len(with_ddp.norms))
         differences = with_ddp.difference(with_horovod), with_ddp.difference(original)
-        to_horovod, to_original = (f"{one:.1e}" if one else "0" for one in differences)
+        to_horovod, to_original = (f"{value:.1e}" if value else "0" for value in differences)
         is_correct = differences[0] <= TOLERANCE and (differences[1] <= TOLERANCE or bool(script.difference))
         outcome = "the same results" if is_correct else "different results"
         if is_correct and differences[1] > TOLERANCE:
@@ -110,7 +114,7 @@ def apply_edits(edits: Sequence[Edit], source: str) -> str:
 
 def _run_all(script: PublicScript, edited: str, folder: Path | None, work: Path) -> tuple[Record, Record, Record]:
     """Run the converted script on one rank and on RANKS ranks of both backends, and the original script on RANKS ranks.
-    Return the records of Horovod, DDP and the original script."""
+    Return the records of the converted script on Horovod and on DDP, and of the original script."""
     missing = [name for name in script.packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"not installed: {', '.join(missing)}")

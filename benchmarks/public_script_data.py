@@ -25,8 +25,8 @@ def write_image_folders(folder: Path) -> None:
             _write_images(folder / "data" / split / label, label, count)
 
 
-def write_image_tokens(folder: Path) -> None:
-    """Write training images, and a small autoencoder to the path that DiT uses as the name of its autoencoder."""
+def write_images_and_autoencoder(folder: Path) -> None:
+    """Write training images, and a small autoencoder to the path that DiT passes as the autoencoder's name."""
     from diffusers.models import AutoencoderKL
 
     write_image_folders(folder)
@@ -93,8 +93,8 @@ def write_text(folder: Path) -> None:
 
 
 def write_sentence_pairs(folder: Path) -> None:
-    """Write random sentences in place of the dataset MRPC of GLUE, a small BERT, and the metric to the path of its
-    name."""
+    """Write random sentences in place of GLUE's MRPC dataset, and a small BERT. Copy the GLUE metric to the path
+    from which the script loads it."""
     from transformers import BertConfig, BertForSequenceClassification
 
     data = folder / "nyu-mll" / "glue"

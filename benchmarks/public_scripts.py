@@ -20,7 +20,7 @@ REFUSED, GPU, OUTDATED, LOSS, DURATION = "refused calls", "GPU", "current torch"
 
 @dataclass(frozen=True)
 class Edit:
-    """Text in the original script, of which all occurrences are replaced."""
+    """A replacement of all occurrences of a text in the original script."""
 
     reason: str
     old: str
@@ -117,7 +117,7 @@ SCRIPTS = (
         commit=_HOROVOD,
         packages=("tensorboard",),
         write_data=data.write_image_folders,
-        # Horovod's hidden optimizer step applies weight decay.
+        # No weight decay: the optimizer step in hvd.broadcast_optimizer_state would apply it before training.
         arguments="--train-dir data/train --val-dir data/val --epochs 1 --batch-size 2 --wd 0",
         edits=(
             _ADASUM,
@@ -269,7 +269,7 @@ SCRIPTS = (
             ),
         ),
         packages=("diffusers", "timm"),
-        write_data=data.write_image_tokens,
+        write_data=data.write_images_and_autoencoder,
         arguments="--data-path data/train --model DiT-S/8 --num-classes 2 --epochs 1 --global-batch-size 4 "
         "--num-workers 0 --log-every 1",
         edits=(

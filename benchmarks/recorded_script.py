@@ -32,7 +32,7 @@ class Recorder:
         self._norms = dict[int, float]()  # by the number of previous backward passes
 
     def record_losses(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Return a replacement of `Tensor.backward` that records the tensor."""
+        """Return a replacement for `Tensor.backward` that records the loss."""
 
         def recorded(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self.losses.append(loss.item())
@@ -41,16 +41,17 @@ class Recorder:
         return recorded
 
     def record_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Record the gradients of a step. Steps before the first backward pass are ignored, for example the step in
-        `hvd.broadcast_optimizer_state`. Horovod's optimizer calls the hook twice per step."""
-        self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        gradients = [one.grad.double().norm() for one in self.parameters if one.grad is not None]
+        """Record the parameters and the norm of their gradients after a step. The norm is not recorded before the first
+        backward pass, for example in `hvd.broadcast_optimizer_state`. Horovod's optimizer calls the hook twice per
+        step."""
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad.double().norm() for parameter in self.parameters if parameter.grad is not None]
         if self.losses and gradients:
             self._norms[len(self.losses)] = torch.stack(gradients).norm().item()
 
     def save(self, file: Path) -> None:
         """Write the records to `file`."""
-        parameters = [one.detach().clone() for one in self.parameters]
+        parameters = [parameter.detach().clone() for parameter in self.parameters]
         torch.save({"losses": self.losses, "norms": [*self._norms.values()], "parameters": parameters}, file)
 
 

@@ -68,7 +68,7 @@ class Wait(nn.Module):
         return x
 
 
-def main(folder: Path, on_disk: int, in_memory: int, waiting_ms: float = 0) -> None:
+def main(folder: Path, steps_per_checkpoint: int, steps_in_memory: int, waiting_ms: float = 0) -> None:
     """Train until the process is killed."""
     with unitrain.init(device="cpu") as backend:
         model, optimizer, data = build()
@@ -78,8 +78,8 @@ def main(folder: Path, on_disk: int, in_memory: int, waiting_ms: float = 0) -> N
             batch_size=BATCH,
             output_dir=folder / "run",
             resume=True,
-            checkpoint_every_steps=on_disk or None,
-            memory_checkpoint_every_steps=in_memory or None,
+            checkpoint_every_steps=steps_per_checkpoint or None,
+            memory_checkpoint_every_steps=steps_in_memory or None,
             progress="off",
         )
         callbacks = [StepLog(StepFile(folder, backend.rank, backend.size))]

@@ -4,7 +4,7 @@ A job runs `recovered_training.py`. On one host, the job has two ranks: rank 1 i
 recovered, rank 0 is killed. On two hosts (two sets of namespaces on this machine, tests/support/hosts.py; requires
 root), the job has one rank on the first host and two ranks on the second host: a rank of the second host, rank 0, and
 all ranks of the second host are killed in this order. The measured time ends when all ranks have completed a step. The
-ways of restarting take turns in random order:
+restart methods take turns in random order:
 
     torchrun            torchrun --max-restarts, which restarts the ranks (ddp only)
     horovod elastic     horovodrun --min-np with Horovod's elastic API (horovod on two hosts only). Horovod excludes the
@@ -56,8 +56,8 @@ KILLS = {1: (A_RANK, RANK_0), 2: (A_RANK, RANK_0, A_HOST)}
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of restarting a job."""
+class RestartMethod:
+    """A launcher with options that restarts a job."""
 
     options: tuple[str, ...] = ()
     in_memory: int = 0
@@ -71,15 +71,15 @@ class Way:
         return "--standby" in self.options
 
     @property
-    def has_several_kills(self) -> bool:
+    def allows_several_kills(self) -> bool:
         """Whether a job continues on all hosts after a kill."""
         return self.program != "horovodrun"
 
     def commands(
         self, ranks: Sequence[int], backend: str, folder: Path, steps: int, max_restarts: int
     ) -> list[list[str]]:
-        """Return the commands to start, one per host, starting with the first host. `ranks` is the number of ranks on
-        each host."""
+        """Return the commands to start: one for the first host or, with torchrun, one for each host in order. `ranks`
+        is the number of ranks on each host."""
         num_hosts, restarts = len(ranks), ["--max-restarts", str(max_restarts)]
         named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
         script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory), str(self.waiting_ms)]
@@ -101,18 +101,19 @@ class Way:
         ]
 
 
-WAYS = {
-    "torchrun": Way(backends=("ddp",), program="torchrun"),
-    "horovod elastic": Way(backends=("horovod",), program="horovodrun", num_hosts=(2,)),
-    "restart": Way(),
-    "standby": Way(("--standby",)),
-    "standby and memory": Way(("--standby",), in_memory=1),
+RESTART_METHODS = {
+    "torchrun": RestartMethod(backends=("ddp",), program="torchrun"),
+    "horovod elastic": RestartMethod(backends=("horovod",), program="horovodrun", num_hosts=(2,)),
+    "restart": RestartMethod(),
+    "standby": RestartMethod(("--standby",)),
+    "standby and memory": RestartMethod(("--standby",), in_memory=1),
 }
-Row = tuple[int, str, str]  # number of hosts, backend, way
+Row = tuple[int, str, str]  # number of hosts, backend, restart method
 
 
 class Recovery(NamedTuple):
-    """The kind of a kill, the time until the next step, and the number of completed steps that were repeated."""
+    """The killed ranks (a value in KILLS), the time until the next step, and the number of completed steps that were
+    repeated."""
 
     kill: str
     seconds: float
@@ -150,7 +151,7 @@ class Job:
 
     def __init__(
         self,
-        way: Way,
+        method: RestartMethod,
         backend: str,
         both: Sequence[Host],
         folder: Path,
@@ -171,7 +172,7 @@ class Job:
         variables |= {"UNITRAIN_BACKEND": backend, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         with self._log.open("wb") as output:
-            for number, command in enumerate(way.commands(ranks, backend, folder, steps, max_restarts)):
+            for number, command in enumerate(method.commands(ranks, backend, folder, steps, max_restarts)):
                 line = both[number].command(command) if both else command
                 options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
                 self._processes.append(subprocess.Popen(line, env=variables, start_new_session=True, **options))  # type: ignore[call-overload]
@@ -185,20 +186,22 @@ class Job:
         for host in self._hosts:
             host.kill_all()
 
-    def wait_until(self, happens: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Raise RuntimeError if the job exits before, or after a timeout."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` is true. Raise RuntimeError if the job exits first, or after a timeout."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not happens():
+        while not condition():
             code = self._processes[0].poll()
             if code is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the job does not continue; exit code: {code}")
             time.sleep(0.01)
 
-    def kill(self, kill: str) -> Recovery:
-        """Kill ranks, and wait until the job has recovered."""
+    def kill(self, target: str) -> Recovery:
+        """Kill the ranks `target`, a value in KILLS, and wait until the job has recovered."""
         before = [completed(self.folder, rank) for rank in range(self.size)]
         processes = {step.process for steps in before for step in steps}
-        pids = [self._pid(before[rank][-1]) for rank in self._select(kill, [steps[-1].host for steps in before])]
+        pids = [
+            self._pid(before[rank][-1]) for rank in self._select_ranks(target, [steps[-1].host for steps in before])
+        ]
         killed_at = time.monotonic()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -219,14 +222,14 @@ class Job:
             max(step.step for step in completed(self.folder, rank) if step.process in processes)
             for rank in range(self.size)
         )  # steps that all ranks had completed before the failure
-        return Recovery(kill, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
+        return Recovery(target, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
 
-    def _select(self, kill: str, names: Sequence[str]) -> list[int]:
-        """Return the ranks to kill, given the names of the hosts of all ranks."""
-        if kill == RANK_0:
+    def _select_ranks(self, target: str, host_names: Sequence[str]) -> list[int]:
+        """Return the ranks to kill, given the host name of each rank."""
+        if target == RANK_0:
             return [0]
-        on_last = [rank for rank, name in enumerate(names) if not self._hosts or name == self._hosts[-1].name]
-        return on_last if kill == A_HOST else on_last[-1:]
+        on_last = [rank for rank, name in enumerate(host_names) if not self._hosts or name == self._hosts[-1].name]
+        return on_last if target == A_HOST else on_last[-1:]
 
     def _pid(self, step: Step) -> int:
         """Return the process ID of a rank on this machine."""
@@ -242,18 +245,18 @@ class Job:
 
 
 def run_job(
-    way: Way, backend: str, both: Sequence[Host], kills: Sequence[str], steps: int
+    method: RestartMethod, backend: str, both: Sequence[Host], kills: Sequence[str], steps: int
 ) -> tuple[list[Recovery], float]:
     """Run a job and kill its ranks. Return the recoveries and the median time of a step."""
     with tempfile.TemporaryDirectory() as temporary:
-        job = Job(way, backend, both, Path(temporary), steps)
+        job = Job(method, backend, both, Path(temporary), steps)
         try:
             recoveries: list[Recovery] = []
             for kill in kills:
-                number = len(recoveries) + 1
+                num_ready = len(recoveries) + 1
                 job.wait_until(lambda: all(len(completed(job.folder, rank)) > steps for rank in range(job.size)))
-                if way.has_standby:
-                    job.wait_until(lambda number=number: job.output().count(READY) == number)  # type: ignore[misc]
+                if method.has_standby:
+                    job.wait_until(lambda num_ready=num_ready: job.output().count(READY) == num_ready)  # type: ignore[misc]
                 time.sleep(SETTLE_SECONDS + random.random())
                 recoveries.append(job.kill(kill))
                 time.sleep(SETTLE_SECONDS)
@@ -270,25 +273,25 @@ def run_job(
 def run_jobs(row: Row, steps: int) -> tuple[list[Recovery], float]:
     """Run one job, or one job per kill. Return the recoveries and the median time of a step."""
     num_hosts, backend, name = row
-    way, kills = WAYS[name], KILLS[num_hosts]
+    method, kills = RESTART_METHODS[name], KILLS[num_hosts]
     found, seconds = list[Recovery](), list[float]()
     with started_hosts(num_hosts) as both:
-        for group in [kills] if way.has_several_kills else [(kill,) for kill in kills]:
-            recoveries, step_seconds = run_job(way, backend, both, group, steps)
+        for group in [kills] if method.allows_several_kills else [(kill,) for kill in kills]:
+            recoveries, step_seconds = run_job(method, backend, both, group, steps)
             found += recoveries
             seconds.append(step_seconds)
     return found, statistics.median(seconds)
 
 
 @contextmanager
-def started_hosts(number: int) -> Iterator[Sequence[Host]]:
+def started_hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
     """Context manager that starts the hosts if there is more than one."""
     with ExitStack() as cleanup:
-        if number == 1:
+        if num_hosts == 1:
             yield ()
         else:
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-            yield cleanup.enter_context(hosts(number, folder))
+            yield cleanup.enter_context(hosts(num_hosts, folder))
 
 
 def cell(values: list[float], unit: str, digits: int) -> str:
@@ -301,7 +304,7 @@ def cell(values: list[float], unit: str, digits: int) -> str:
 def table(
     recoveries: dict[Row, list[Recovery]], step_seconds: dict[Row, list[float]], rounds: int, steps: int
 ) -> list[str]:
-    """Return the lines of the table, with one row per number of hosts, backend and way."""
+    """Return the lines of the table, with one row per number of hosts, backend and restart method."""
     lines = [
         "# Recovery from a killed rank",
         "",
@@ -319,11 +322,11 @@ def table(
         "|---|---|---|---|---|---|---|---|",
     ]
     for row, found in recoveries.items():
-        num_hosts, backend, way = row
+        num_hosts, backend, method = row
         by_kill = [cell([one.seconds for one in found if one.kill == kill], " s", 1) for kill in KILLS[2]]
         lost = cell([float(one.lost_steps) for one in found], "", 0)
         times = cell([1000 * seconds for seconds in step_seconds[row]], " ms", 1)
-        lines.append(f"| {num_hosts} | {backend} | {way} | {' | '.join(by_kill)} | {lost} | {times} |")
+        lines.append(f"| {num_hosts} | {backend} | {method} | {' | '.join(by_kill)} | {lost} | {times} |")
     return lines
 
 
@@ -332,22 +335,24 @@ def table(
     "--hosts", "numbers", type=click.Choice(["1", "2"]), multiple=True, default=["1", "2"], help="Number of hosts."
 )
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--way", "ways", type=click.Choice(list(WAYS)), multiple=True, default=list(WAYS))
+@click.option(
+    "--way", "methods", type=click.Choice(list(RESTART_METHODS)), multiple=True, default=list(RESTART_METHODS)
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option(
     "--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Steps per checkpoint on disk."
 )
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
-    numbers: tuple[str, ...], backends: tuple[str, ...], ways: tuple[str, ...], rounds: int, steps: int, output: Path
+    numbers: tuple[str, ...], backends: tuple[str, ...], methods: tuple[str, ...], rounds: int, steps: int, output: Path
 ) -> None:
     """Measure recoveries and write the table."""
     rows = [
-        (number, backend, way)
-        for number in map(int, numbers)
+        (num_hosts, backend, method)
+        for num_hosts in map(int, numbers)
         for backend in backends
-        for way in ways
-        if backend in WAYS[way].backends and number in WAYS[way].num_hosts
+        for method in methods
+        if backend in RESTART_METHODS[method].backends and num_hosts in RESTART_METHODS[method].num_hosts
     ]
     recoveries: dict[Row, list[Recovery]] = {row: [] for row in rows}
     step_seconds: dict[Row, list[float]] = {row: [] for row in rows}

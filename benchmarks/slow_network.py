@@ -1,8 +1,8 @@
 """Settings that `unitrain tune` finds for two hosts with a slow network.
 
 The hosts are two sets of namespaces on this machine, each with an sshd (tests/support/hosts.py). The kernel limits the
-send bandwidth of each host. `unitrain tune` runs on the first host as for a user, and the benchmark saves the output.
-A gain is the median over pairs of runs, with the lowest and the highest value. The benchmark requires root.
+send bandwidth of each host. `unitrain tune` runs on the first host, and the benchmark saves its output. A gain in the
+output is the median over pairs of runs, with the lowest and the highest value. The benchmark requires root.
 
     python benchmarks/slow_network.py            # writes benchmarks/results/slow_network.md
 """

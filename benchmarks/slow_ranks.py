@@ -73,7 +73,7 @@ def cgroups() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def slowdown(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterator[None]:
+def slow_down_rank(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterator[None]:
     """Context manager that slows down a rank. `name` contains the kind and the rank, for example "quota-1"."""
     kind, rank = name.split("-")
     group, host = groups / f"rank{rank}", both[int(rank)]
@@ -104,7 +104,7 @@ def slowdown(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterato
             process.communicate(timeout=20)
 
 
-def train(plan: list[list[str]], backend: str, seconds: float) -> list[dict[str, Any]]:
+def train(plan: list[list[str]], backend: str, timeout_seconds: float) -> list[dict[str, Any]]:
     """Train the runs of `plan`, which contains a list of slowdowns for each run, and return the results."""
     with tempfile.TemporaryDirectory() as name, cgroups() as groups:
         folder = Path(name)
@@ -116,11 +116,11 @@ def train(plan: list[list[str]], backend: str, seconds: float) -> list[dict[str,
             command = [sys.executable, "-m", "unitrain", "launch", *options, *script]
             with (folder / "output").open("w") as output:
                 process = both[0].start(command, {"OMP_NUM_THREADS": "1"}, stdout=output.fileno())
-                deadline = time.monotonic() + seconds
+                deadline = time.monotonic() + timeout_seconds
                 while process.poll() is None and time.monotonic() < deadline:
                     with contextlib.suppress(FileNotFoundError):
                         request = (folder / "request").read_text()
-                        with slowdown(request, folder, groups, both):
+                        with slow_down_rank(request, folder, groups, both):
                             while (folder / "request").exists() and process.poll() is None:
                                 time.sleep(0.05)
                     time.sleep(0.05)
@@ -157,12 +157,12 @@ def classify_reports(result: dict[str, Any]) -> list[tuple[str, str]]:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 @click.option("--backend", type=click.Choice(["ddp", "horovod"]), default="ddp", show_default=True)
-@click.option("--kind", "used", type=click.Choice(list(CAUSES)), multiple=True, default=list(CAUSES))
+@click.option("--kind", "kinds", type=click.Choice(list(CAUSES)), multiple=True, default=list(CAUSES))
 @click.option("--slowdowns", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=100, show_default=True, help="Runs without slowdowns.")
-def main(output: Path, backend: str, used: list[str], slowdowns: int, runs: int) -> None:
+def main(output: Path, backend: str, kinds: list[str], slowdowns: int, runs: int) -> None:
     """Train runs with and without slowdowns, and save the table."""
-    names = [f"{used[place % len(used)]}-{place // len(used) % 2}" for place in range(slowdowns)]
+    names = [f"{kinds[index % len(kinds)]}-{index // len(kinds) % 2}" for index in range(slowdowns)]
     random.Random(0).shuffle(names)
     plan = [names[first : first + SLOWDOWNS_PER_RUN] for first in range(0, slowdowns, SLOWDOWNS_PER_RUN)]
     slowed = train(plan, backend, 60 + 20 * slowdowns)
@@ -184,7 +184,7 @@ def main(output: Path, backend: str, used: list[str], slowdowns: int, runs: int)
         "| slowdown | injected | rank and cause reported correctly | other outcomes |",
         "|---|---|---|---|",
     ]
-    for kind in used:
+    for kind in kinds:
         own = [outcome for found, outcome in outcomes if found == kind]
         other = Counter(outcome for outcome in own if outcome != "correct")
         described = ", ".join(f"{outcome}: {count}" for outcome, count in other.items())

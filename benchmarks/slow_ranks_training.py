@@ -22,32 +22,32 @@ from unitrain.progress.stopping import RankSynchronizer
 
 WIDTH, BATCH, DELAY_SECONDS = 400, 16, 0.025
 LOG_EVERY_N_STEPS = 10
-# Time before the first slowdown, duration of a slowdown, time between two slowdowns, and duration of a run without one.
+# Time before the first slowdown, duration of a slowdown, time between slowdowns, duration of a run without slowdowns.
 FIRST_SECONDS, SLOW_SECONDS, PAUSE_SECONDS, UNDISTURBED_SECONDS = 6.0, 5.0, 4.0, 6.0
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, mark: Path) -> None:
-        self._mark, self._count = mark, 0
+    def __init__(self, delay_file: Path) -> None:
+        self._delay_file, self._count = delay_file, 0
 
     def __len__(self) -> int:
         return 10_000_000
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self._count += 1
-        if self._count % BATCH == 0 and self._mark.exists():
+        if self._count % BATCH == 0 and self._delay_file.exists():
             time.sleep(DELAY_SECONDS)
         return torch.ones(WIDTH), torch.ones(WIDTH)
 
 
 class Model(nn.Module):
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, delay_file: Path) -> None:
         super().__init__()
-        self._mark = mark
+        self._delay_file = delay_file
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self._mark.exists():
+        if self._delay_file.exists():
             time.sleep(DELAY_SECONDS)
         until = time.thread_time() + 0.008  # computation that keeps the core busy
         while time.thread_time() < until:
@@ -63,7 +63,7 @@ class Schedule(unitrain.Callback):
     def __init__(self, folder: Path, names: list[str], seconds: float) -> None:
         self._folder, self._seconds = folder, seconds
         self._times = [
-            (name, FIRST_SECONDS + place * (SLOW_SECONDS + PAUSE_SECONDS)) for place, name in enumerate(names)
+            (name, FIRST_SECONDS + index * (SLOW_SECONDS + PAUSE_SECONDS)) for index, name in enumerate(names)
         ]
         self._started = time.perf_counter()
         self.periods: list[tuple[str, int, int]] = []

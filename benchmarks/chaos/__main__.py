@@ -25,8 +25,8 @@ from pathlib import Path
 
 import click
 import torch
-from corruptions import KINDS, OUTCOMES, Corruptions
-from kills import PLACES, Chaos, Tally
+from corruptions import DAMAGE_NAMES, OUTCOMES, Corruptions
+from kills import BACKENDS_AND_SIZES, Chaos, Tally
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -71,11 +71,11 @@ def table_of_kills(tally: Tally, seconds: float) -> list[str]:
         "| backend | ranks | starts | killed |",
         "|---|---|---|---|",
     ]
-    for backend, size in PLACES:
-        place = f"{backend} {size}"
-        lines.append(f"| {backend} | {size} | {tally.starts.get(place, 0)} | {tally.kills.get(place, 0)} |")
+    for backend, size in BACKENDS_AND_SIZES:
+        name = f"{backend} {size}"
+        lines.append(f"| {backend} | {size} | {tally.starts.get(name, 0)} | {tally.kills.get(name, 0)} |")
     lines += ["", "| killed during a step, at a file operation, or after a random time | kills |", "|---|---|"]
-    lines += [f"| {way} | {count} |" for way, count in sorted(tally.ways.items())]
+    lines += [f"| {trigger} | {count} |" for trigger, count in sorted(tally.ways.items())]
     return lines
 
 
@@ -90,9 +90,9 @@ def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
         f"| damage | {' | '.join(OUTCOMES)} |",
         "|---|" + "---|" * len(OUTCOMES),
     ]
-    for kind in KINDS:
-        counts = corruptions.outcomes.get(kind, {})
-        lines.append(f"| {kind} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |")
+    for damage in DAMAGE_NAMES:
+        counts = corruptions.outcomes.get(damage, {})
+        lines.append(f"| {damage} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |")
     return lines
 
 
@@ -130,7 +130,7 @@ def main(runs: int, copies: int, seed: int, output: Path) -> None:
     (output / "chaos.json").write_text(json.dumps(kept))
     if failures:
         click.echo("\n".join(failures), err=True)
-        click.echo(f"What is left of them is in {folder}.", err=True)
+        click.echo(f"The folders of the failed runs and copies are in {folder}.", err=True)
         sys.exit(1)
     shutil.rmtree(folder)
 

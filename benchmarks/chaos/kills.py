@@ -1,4 +1,4 @@
-"""Kills runs with SIGKILL, and resumes them with another number of ranks until they are complete.
+"""Kill runs with SIGKILL, and resume them with another number of ranks until they are complete.
 
 Each rank is forked from a process that has already imported torch, so it starts in a fraction of a second. A rank kills
 itself at a point that depends on the seed: inside a step, or at a file operation in the folder of the run.
@@ -32,9 +32,14 @@ from unitrain.bootstrap.network import reserve_port
 from unitrain.checkpoint import files
 
 # Triggers of kills. The most frequent trigger is a file operation of a checkpoint.
-WAYS = ("step", "file", "file", "time")
-PLACES = [("local", 1), ("ddp", 1), ("horovod", 1), *((name, size) for name in ("ddp", "horovod") for size in (2, 3))]
-MOMENTS = ("on_micro_batch_end", "on_before_optimizer_step", "on_step_end")
+TRIGGERS = ("step", "file", "file", "time")
+BACKENDS_AND_SIZES = [
+    ("local", 1),
+    ("ddp", 1),
+    ("horovod", 1),
+    *((name, size) for name in ("ddp", "horovod") for size in (2, 3)),
+]
+HOOKS = ("on_micro_batch_end", "on_before_optimizer_step", "on_step_end")
 # Approximate number of audited file operations for saving a checkpoint and its history row, and removing an older one.
 _OPERATIONS = 24
 _TIMEOUT_SECONDS = 90.0
@@ -44,22 +49,22 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Kill:
-    """The time and the target of a kill. `moment` is a fraction of the remaining work of the attempt, from 0 to 1.
-    `victim` is a rank, or None for all ranks."""
+    """The trigger, the time and the target of a kill. `moment` is a fraction of the remaining work of the attempt, from
+    0 to 1. `victim` is a rank, or None for all ranks."""
 
-    way: str
+    trigger: str
     moment: float
     victim: int | None
     hook: str
     grace_seconds: float
 
     @classmethod
-    def draw(cls, chance: random.Random, size: int) -> Kill:
+    def draw(cls, rng: random.Random, size: int) -> Kill:
         """Return a random kill for an attempt with `size` ranks."""
-        way = chance.choice(WAYS)
+        trigger = rng.choice(TRIGGERS)
         # Rank 0 writes the files.
-        victim = chance.choice([None, 0 if way == "file" else chance.randrange(size)])
-        return cls(way, chance.random(), victim, chance.choice(MOMENTS), chance.choice([0.0, 0.05, 0.5]))
+        victim = rng.choice([None, 0 if trigger == "file" else rng.randrange(size)])
+        return cls(trigger, rng.random(), victim, rng.choice(HOOKS), rng.choice([0.0, 0.05, 0.5]))
 
 
 @dataclass
@@ -78,10 +83,10 @@ class Tally:
 
 
 class KillAtStep(Callback):
-    """Kills this process in the hook given by `kill`, after the fraction `kill.moment` of the `left` steps."""
+    """Kills this process in the hook given by `kill`, after the fraction `kill.moment` of the remaining steps."""
 
-    def __init__(self, kill: Kill, left: int) -> None:
-        self._hook, self._countdown = kill.hook, int(kill.moment * left)
+    def __init__(self, kill: Kill, remaining_steps: int) -> None:
+        self._hook, self._countdown = kill.hook, int(kill.moment * remaining_steps)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
         if self._countdown == 0 and self._hook == "on_micro_batch_end":
@@ -106,15 +111,15 @@ def kill_this_process() -> NoReturn:
 def kill_at_file_operation(folder: Path, countdown: int) -> None:
     """Kill this process immediately before its `countdown`-th file operation in `folder`, counted from 0 over all
     threads."""
-    inside, left = str(folder), [countdown]
+    path, remaining = str(folder), [countdown]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree") and inside in str(
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree") and path in str(
             arguments[0]
         ):
-            if left[0] == 0:
+            if remaining[0] == 0:
                 kill_this_process()
-            left[0] -= 1
+            remaining[0] -= 1
 
     sys.addaudithook(hook)
 
@@ -130,7 +135,7 @@ class Attempt:
     settings: Settings
     port: int
     kill: Kill | None
-    left: int
+    remaining_steps: int
 
 
 def run_rank(attempt: Attempt, rank: int) -> None:
@@ -139,20 +144,25 @@ def run_rank(attempt: Attempt, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if attempt.backend != "local":
-        place = {"RANK": rank, "WORLD_SIZE": attempt.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": attempt.size}
+        rank_variables = {
+            "RANK": rank,
+            "WORLD_SIZE": attempt.size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": attempt.size,
+        }
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(attempt.port)}
-        environment.export({name: str(value) for name, value in place.items()} | rendezvous)
+        environment.export({name: str(value) for name, value in rank_variables.items()} | rendezvous)
     kill, folder = attempt.kill, attempt.run / "output"
-    hooks: list[Callback] = [SampleLog(attempt.run / "notes", attempt.number, rank, attempt.size)]
+    callbacks: list[Callback] = [SampleLog(attempt.run / "notes", attempt.number, rank, attempt.size)]
     # To kill all ranks, rank 0 kills itself, and the parent immediately kills the other ranks.
     if kill is not None and rank == (kill.victim or 0):
-        if kill.way == "step":
-            hooks.append(KillAtStep(kill, attempt.left))
-        elif kill.way == "file":
-            checkpoints = attempt.left / attempt.settings.checkpoint_every_steps
+        if kill.trigger == "step":
+            callbacks.append(KillAtStep(kill, attempt.remaining_steps))
+        elif kill.trigger == "file":
+            checkpoints = attempt.remaining_steps / attempt.settings.checkpoint_every_steps
             kill_at_file_operation(folder, int(kill.moment * checkpoints * _OPERATIONS))
     with unitrain.init(attempt.backend, device="cpu", timeout_seconds=60) as backend:
-        create_trainer(backend, folder, attempt.settings, *hooks).fit(data())
+        create_trainer(backend, folder, attempt.settings, *callbacks).fit(data())
 
 
 class Chaos:
@@ -161,27 +171,27 @@ class Chaos:
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
         self.tally = Tally()
-        self._pace: dict[tuple[str, int], float] = {}
+        self._seconds_per_step: dict[tuple[str, int], float] = {}
         self._reserved_port = reserve_port()  # of the latest attempt
-        self._expected_weights = {name: final_weights(self._uninterrupted(name)) for name in OPTIMIZERS}
+        self._expected_weights = {name: final_weights(self._run_uninterrupted(name)) for name in OPTIMIZERS}
 
     def run(self, number: int) -> None:
         """Start run `number`, kill it one to three times, and complete it."""
-        chance = random.Random(f"{self._seed}/{number}")
+        rng = random.Random(f"{self._seed}/{number}")
         settings = Settings(
-            optimizer=chance.choice(OPTIMIZERS),
-            checkpoint_every_steps=chance.choice([1, 2, 3, 5]),
-            asynchronous=chance.random() < 0.5,
-            keep_last=chance.choice([None, 1, 2]),
+            optimizer=rng.choice(OPTIMIZERS),
+            checkpoint_every_steps=rng.choice([1, 2, 3, 5]),
+            asynchronous=rng.random() < 0.5,
+            keep_last=rng.choice([None, 1, 2]),
         )
-        num_kills = chance.choice([1, 1, 2, 3])
+        num_kills = rng.choice([1, 1, 2, 3])
         run, kills_done, attempts = self._folder / f"run-{number:05d}", 0, 0
         run.mkdir()
         try:
             while True:
-                backend, size = chance.choice(PLACES)
-                kill = Kill.draw(chance, size) if kills_done < num_kills else None
-                attempt = self._attempt(run, attempts, backend, size, settings, kill)
+                backend, size = rng.choice(BACKENDS_AND_SIZES)
+                kill = Kill.draw(rng, size) if kills_done < num_kills else None
+                attempt = self._create_attempt(run, attempts, backend, size, settings, kill)
                 attempts += 1
                 if self._run_attempt(attempt):
                     break
@@ -205,34 +215,34 @@ class Chaos:
                 f"{found.lost} samples lost, {found.repeated} repeated, the final weights differ by {weight_difference}"
             )
 
-    def _uninterrupted(self, optimizer: str) -> Path:
+    def _run_uninterrupted(self, optimizer: str) -> Path:
         run = self._folder / f"whole-{optimizer}"
         run.mkdir()
-        if not self._run_attempt(self._attempt(run, 0, "local", 1, Settings(optimizer), None)):
+        if not self._run_attempt(self._create_attempt(run, 0, "local", 1, Settings(optimizer), None)):
             raise AssertionError("An uninterrupted run was killed.")
         return run / "output"
 
-    def _attempt(
+    def _create_attempt(
         self, run: Path, number: int, backend: str, size: int, settings: Settings, kill: Kill | None
     ) -> Attempt:
         done = [int(path.name.removeprefix("step-")) for path in files.list_checkpoints(run / "output")]
-        left = STEPS - max(done, default=0)
+        remaining_steps = STEPS - max(done, default=0)
         self._reserved_port.close()
         self._reserved_port = reserve_port()
         port = self._reserved_port.getsockname()[1]
-        return Attempt(run, number, backend, size, settings, port, kill, left)
+        return Attempt(run, number, backend, size, settings, port, kill, remaining_steps)
 
     def _run_attempt(self, attempt: Attempt) -> bool:
         """Start the attempt and wait until it ends. Return whether it ended without being killed."""
-        place, kill = f"{attempt.backend} {attempt.size}", attempt.kill
-        self.tally.starts[place] = self.tally.starts.get(place, 0) + 1
+        name, kill = f"{attempt.backend} {attempt.size}", attempt.kill
+        self.tally.starts[name] = self.tally.starts.get(name, 0) + 1
         ranks: list[BaseProcess] = [
             _FORK.Process(target=run_rank, args=(attempt, rank)) for rank in range(attempt.size)
         ]
         for rank in ranks:
             rank.start()
         try:
-            if kill is not None and kill.way == "time":
+            if kill is not None and kill.trigger == "time":
                 self._kill_after_time(attempt, ranks)
             killed = self._await_end(ranks, kill)
         finally:
@@ -242,14 +252,14 @@ class Chaos:
                 rank.join()
         if killed:
             assert kill is not None
-            self.tally.kills[place] = self.tally.kills.get(place, 0) + 1
-            way = f"{kill.way}, {'all ranks' if kill.victim is None else 'one rank'}"
-            self.tally.ways[way] = self.tally.ways.get(way, 0) + 1
+            self.tally.kills[name] = self.tally.kills.get(name, 0) + 1
+            description = f"{kill.trigger}, {'all ranks' if kill.victim is None else 'one rank'}"
+            self.tally.ways[description] = self.tally.ways.get(description, 0) + 1
             return False
         wrong = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
         if wrong:
             last_output = (attempt.run / f"log-{attempt.number:03d}-{wrong[0]}.txt").read_text(errors="replace")[-3000:]
-            raise AssertionError(f"{place}: rank {wrong[0]} ended with {ranks[wrong[0]].exitcode}:\n{last_output}")
+            raise AssertionError(f"{name}: rank {wrong[0]} ended with {ranks[wrong[0]].exitcode}:\n{last_output}")
         return True
 
     def _await_end(self, ranks: list[BaseProcess], kill: Kill | None) -> bool:
@@ -279,9 +289,9 @@ class Chaos:
         while not (notes.exists() and notes.stat().st_size) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         began = time.monotonic()
-        pace = self._pace.get(key, 0.01)
-        wait([ranks[0].sentinel], timeout=kill.moment * attempt.left * pace)
+        seconds_per_step = self._seconds_per_step.get(key, 0.01)
+        wait([ranks[0].sentinel], timeout=kill.moment * attempt.remaining_steps * seconds_per_step)
         if ranks[0].is_alive():
             ranks[kill.victim or 0].kill()
             steps = max(1, notes.read_bytes().count(b"\n") if notes.exists() else 1)
-            self._pace[key] = 0.5 * pace + 0.5 * (time.monotonic() - began) / steps
+            self._seconds_per_step[key] = 0.5 * seconds_per_step + 0.5 * (time.monotonic() - began) / steps

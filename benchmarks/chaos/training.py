@@ -60,8 +60,8 @@ def data() -> TensorDataset:
     """Return samples whose target is a pair (value to learn, index of the sample)."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    numbers = torch.arange(SAMPLES, dtype=torch.float64)
-    return TensorDataset(inputs, torch.stack([inputs.sin().sum(1), numbers], dim=1))
+    indices = torch.arange(SAMPLES, dtype=torch.float64)
+    return TensorDataset(inputs, torch.stack([inputs.sin().sum(1), indices], dim=1))
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SampleLog(Callback):
         self._write({"start": trainer.progress.step})
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
-        self._samples += [int(number) for number in batch[1][: part.samples, 1]]
+        self._samples += [int(index) for index in batch[1][: part.samples, 1]]
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._write({"step": trainer.progress.step, "samples": self._samples})
@@ -93,7 +93,8 @@ class SampleLog(Callback):
 
 @dataclass(frozen=True)
 class Audit:
-    """The number of lost samples, which no effective step used, and the number of repeated samples."""
+    """The number of samples that the complete run lost and repeated, and the number of attempts that resumed from a
+    checkpoint."""
 
     lost: int
     repeated: int
