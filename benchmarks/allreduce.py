@@ -1,11 +1,11 @@
-"""Time of an allreduce through unitrain's interface, compared with direct calls of torch.distributed over Gloo and
+"""Time of an allreduce through unitrain's interface, compared with direct calls of torch.distributed (over Gloo) and of
 Horovod.
 
-No call modifies its argument: torch.distributed reduces in place, so it reduces a copy. Calls through the interface
-include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass: in place,
-without a check, followed by one wait for all of them. The two libraries, and unitrain on each library, use separate
-ranks. The ranks take turns, and all other ranks are suspended. The table shows the time relative to the faster library
-in the same round.
+A single allreduce does not modify its argument: torch.distributed reduces in place, so it reduces a copy. Calls through
+the interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass:
+in place, without a check, followed by one wait for all of them. Each library, and unitrain on each library, runs on
+separate ranks. These groups of ranks take turns; during a turn, all other ranks are suspended. The table shows the time
+relative to the faster library in the same round.
 
     python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """
@@ -34,29 +34,29 @@ DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
 
 
 def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return the seconds per call in each round, by size and library."""
+    """Return the seconds per call in each round, by size and contestant: a library, or unitrain on a backend."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
         contestants: dict[str, tuple[SuspendedRanks, str]] = {}
-        for backend, library in DIRECT.items():
-            for way, call, variables in (
-                (library, library, HOROVOD_DEFAULTS),
+        for backend, direct_library in DIRECT.items():
+            for name, library, variables in (
+                (direct_library, direct_library, HOROVOD_DEFAULTS),
                 (f"unitrain, {backend}", "unitrain", dict[str, str]()),
             ):
                 group = stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
-                contestants[way] = SuspendedRanks(group), call
-                stack.callback(contestants[way][0].resume)
+                contestants[name] = SuspendedRanks(group), library
+                stack.callback(contestants[name][0].resume)
         results: dict[str, Seconds] = {}
         for size in sizes:
-            seconds: Seconds = {way: [] for way in contestants}
-            for number in track(range(rounds + 1), size):  # the first round warms up
-                for way in shuffled.sample(list(contestants), len(contestants)):
-                    contestant, call = contestants[way]
-                    taken = max(contestant.call(take_turn, call, size))
-                    if number:
-                        seconds[way].append(taken)
+            seconds: Seconds = {name: [] for name in contestants}
+            for round_number in track(range(rounds + 1), size):  # the first round warms up
+                for name in shuffled.sample(list(contestants), len(contestants)):
+                    suspended_ranks, library = contestants[name]
+                    taken = max(suspended_ranks.call(take_turn, library, size))
+                    if round_number:
+                        seconds[name].append(taken)
             seconds["fastest library"] = [
-                min(pair) for pair in zip(*(seconds[one] for one in DIRECT.values()), strict=True)
+                min(pair) for pair in zip(*(seconds[library] for library in DIRECT.values()), strict=True)
             ]
             results[size] = seconds
     return results
@@ -74,9 +74,9 @@ def table(results: dict[str, Seconds], ranks: int) -> list[str]:
         f"| | {' | '.join(results)} |",
         "|---" * (len(results) + 1) + "|",
     ]
-    for way in (*DIRECT.values(), *(f"unitrain, {backend}" for backend in BACKENDS)):
-        cells = [ratio(seconds[way], seconds["fastest library"]) for seconds in results.values()]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+    for name in (*DIRECT.values(), *(f"unitrain, {backend}" for backend in BACKENDS)):
+        cells = [ratio(seconds[name], seconds["fastest library"]) for seconds in results.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     fastest = [f"{statistics.median(seconds['fastest library']) * 1000:.2f} ms" for seconds in results.values()]
     return [*lines, f"| the faster library | {' | '.join(fastest)} |"]
 

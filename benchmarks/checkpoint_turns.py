@@ -15,7 +15,7 @@ from unitrain import TrainConfig
 from unitrain.backends.base import Backend
 from unitrain.checkpoint.checkpointer import CheckpointContents, Checkpointer
 
-FULL, SHARDED = WAYS = ("full", "sharded")
+FULL, SHARDED = FORMATS = ("full", "sharded")
 WIDTH = 2048
 # With Adam, parameters and optimizer state have 12 bytes per parameter.
 LAYERS = {"0.1 GB": 2, "1 GB": 20}
@@ -24,7 +24,7 @@ _built: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
 def build(backend: Backend, size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model with `size` bytes of parameters and Adam state, and an optimizer with sharded state."""
+    """Return a model and its Adam optimizer with sharded state. `size` is the total size of parameters and state."""
     if size not in _built:
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS[size])])
         optimizer = torch.optim.Adam(model.parameters())
@@ -38,11 +38,11 @@ def build(backend: Backend, size: str) -> tuple[nn.Module, torch.optim.Optimizer
     return _built[size]
 
 
-def take_turn(backend: Backend, way: str, size: str, number: int) -> float:
+def take_turn(backend: Backend, checkpoint_format: str, size: str, round_number: int) -> float:
     """Save one checkpoint, and return the seconds on this rank."""
     model, optimizer = build(backend, size)
     folder: Path = backend.broadcast_object(Path(tempfile.mkdtemp(prefix="unitrain-")) if backend.rank == 0 else None)
-    settings: dict[str, Any] = {"checkpoint_format": way, "async_checkpoints": False}
+    settings: dict[str, Any] = {"checkpoint_format": checkpoint_format, "async_checkpoints": False}
     checkpointer = Checkpointer(TrainConfig(max_steps=1, shard="state", output_dir=folder, **settings), backend)
     backend.barrier()
     started = time.perf_counter()

@@ -17,16 +17,16 @@ SIZES = {"1 MB": (1 << 20, 20), "10 MB": (10 << 20, 4), "100 MB": (100 << 20, 1)
 ALLREDUCE = "allreduce"
 
 
-def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds per call of the collective WAYS[way]. All ranks must call this function."""
+def take_turn(backend: Backend, collective: str, size: str) -> float:
+    """Return the seconds per call of `collective`, a key of COLLECTIVES. All ranks must call this function."""
     length, calls = SIZES[size]
     tensor = torch.ones(length // 4 // backend.size * backend.size)
-    call = WAYS[way]
-    call(backend, tensor)
+    function = COLLECTIVES[collective]
+    function(backend, tensor)
     backend.barrier()
     started = time.perf_counter()
     for _ in range(calls):
-        call(backend, tensor)
+        function(backend, tensor)
     return (time.perf_counter() - started) / calls
 
 
@@ -46,7 +46,7 @@ def _plain_all_gather(backend: Backend, tensor: Tensor) -> Tensor:
     return result
 
 
-WAYS: dict[str, Callable[[Backend, Tensor], Tensor]] = {
+COLLECTIVES: dict[str, Callable[[Backend, Tensor], Tensor]] = {
     ALLREDUCE: lambda backend, tensor: backend.allreduce(tensor, "sum"),
     "reducescatter": lambda backend, tensor: backend.reducescatter(tensor, "sum"),
     "allgather": lambda backend, tensor: backend.allgather(_slice(backend, tensor)),

@@ -1,4 +1,4 @@
-"""Time of reducescatter and allgather on unitrain's interface, compared with an allreduce of the same tensor.
+"""Time of reducescatter and allgather through unitrain's interface, compared with an allreduce of the same tensor.
 
 The output of the allgather has the same size as the input of the allreduce. For comparison, the same collectives are
 called directly on torch.distributed's process group (Gloo or Horovod), without a consistency check. In each round, all
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 import torch
-from collective_calls import ALLREDUCE, SIZES, WAYS, take_turn
+from collective_calls import ALLREDUCE, COLLECTIVES, SIZES, take_turn
 from tables import RESULTS, Seconds, ratio, save_results
 
 from unitrain.bootstrap import environment
@@ -39,16 +39,16 @@ def start_ranks(transport: str, ranks: int) -> RankGroup:
 
 
 def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Seconds]:
-    """Return the seconds per call in each round, by size and way."""
+    """Return the seconds per call in each round, by size and collective."""
     shuffled = random.Random(0)
     results: dict[str, Seconds] = {}
     for size in sizes:
-        seconds: Seconds = {way: [] for way in WAYS}
-        for number in range(rounds + 1):  # the first round warms up
-            for way in shuffled.sample(list(WAYS), len(WAYS)):
-                taken = max(group.run(take_turn, way, size))
-                if number:
-                    seconds[way].append(taken)
+        seconds: Seconds = {collective: [] for collective in COLLECTIVES}
+        for round_number in range(rounds + 1):  # the first round warms up
+            for collective in shuffled.sample(list(COLLECTIVES), len(COLLECTIVES)):
+                taken = max(group.run(take_turn, collective, size))
+                if round_number:
+                    seconds[collective].append(taken)
         results[size] = seconds
     return results
 
@@ -68,10 +68,10 @@ def table(results: dict[str, dict[str, Seconds]], sizes: Sequence[str]) -> list[
     for group, by_size in results.items():
         base = [f"{statistics.median(by_size[size][ALLREDUCE]) * 1000:.2f} ms" for size in sizes]
         lines.append(f"| {group} | {ALLREDUCE} | {' | '.join(base)} |")
-        for way in WAYS:
-            if way != ALLREDUCE:
-                cells = [ratio(by_size[size][way], by_size[size][ALLREDUCE]) for size in sizes]
-                lines.append(f"| | {way} | {' | '.join(cells)} |")
+        for collective in COLLECTIVES:
+            if collective != ALLREDUCE:
+                cells = [ratio(by_size[size][collective], by_size[size][ALLREDUCE]) for size in sizes]
+                lines.append(f"| | {collective} | {' | '.join(cells)} |")
     return lines
 
 

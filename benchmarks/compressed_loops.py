@@ -1,4 +1,4 @@
-"""Training loops with different gradient compression, run in turns on the same ranks."""
+"""Training loops with different methods of gradient compression, run in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain import PowerSGD
 from unitrain.backends.base import Backend
 from unitrain.backends.compression_setting import Compression
 
-WAYS: dict[str, Compression] = {
+COMPRESSIONS: dict[str, Compression] = {
     "none": "none",
     "fp16": "fp16",
     "bf16": "bf16",
@@ -30,14 +30,14 @@ HOOKS: dict[str, Callable] = {
 _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
-def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
+def take_turn(backend: Backend, compression: str, model: str, round_number: int) -> float:
     """Train a few steps and return the seconds per step, measured between barriers. All ranks must call this
     function."""
-    if (way, model) not in _prepared:
-        _prepared[way, model] = _prepare(backend, way, model)
-    wrapped, optimizer = _prepared[way, model]
+    if (compression, model) not in _prepared:
+        _prepared[compression, model] = _prepare(backend, compression, model)
+    wrapped, optimizer = _prepared[compression, model]
     steps = MODELS[model][1]
-    generator = torch.Generator().manual_seed(number * backend.size + backend.rank)
+    generator = torch.Generator().manual_seed(round_number * backend.size + backend.rank)
     inputs = torch.randn(steps, BATCH, FEATURES, generator=generator)
     targets = torch.randint(0, CLASSES, (steps, BATCH), generator=generator)
     backend.barrier()
@@ -50,13 +50,13 @@ def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def _prepare(backend: Backend, way: str, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _prepare(backend: Backend, compression: str, model_name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
-    model = network(MODELS[name][0])
+    model = network(MODELS[model_name][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if way in HOOKS:
+    if compression in HOOKS:
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped.register_comm_hook(None, HOOKS[way])
+        wrapped.register_comm_hook(None, HOOKS[compression])
     else:
-        wrapped = backend.distributed_model(model, compression=WAYS[way])
+        wrapped = backend.distributed_model(model, compression=COMPRESSIONS[compression])
     return wrapped, optimizer

@@ -14,18 +14,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from compressed_loops import HOOKS, WAYS, take_turn
+from compressed_loops import COMPRESSIONS, HOOKS, take_turn
 from tables import columns, header_lines, options, rows, save_results
 from turns import measure
 
 
 @click.command()
-@click.option("--way", "ways", type=click.Choice([*WAYS, *HOOKS]), multiple=True)
+@click.option("--way", "compressions", type=click.Choice([*COMPRESSIONS, *HOOKS]), multiple=True)
 @options(rounds=20, models=["25M"])
-def main(backends: list[str], models: list[str], ways: list[str], rounds: int, ranks: int, output: Path) -> None:
+def main(
+    backends: list[str], models: list[str], compressions: list[str], rounds: int, ranks: int, output: Path
+) -> None:
     """Measure, print the table and save it."""
-    against = dict.fromkeys(["none", *(ways or [*WAYS, *HOOKS])], "none")
-    results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}
+    baselines = dict.fromkeys(["none", *(compressions or [*COMPRESSIONS, *HOOKS])], "none")
+    results = {backend: measure(backend, models, list(baselines), take_turn, rounds, ranks) for backend in backends}
     quoted = (
         "Time of a step with compression, divided by that without, in the same round; below 1, compression is faster."
     )
@@ -33,7 +35,7 @@ def main(backends: list[str], models: list[str], ways: list[str], rounds: int, r
     lines = header_lines(
         "Time of a step with gradient compression", quoted, "python benchmarks/compression.py", ranks, header
     )
-    save_results([*lines, *rows(results, against)], "compression", output, ranks=ranks, seconds_per_step=results)
+    save_results([*lines, *rows(results, baselines)], "compression", output, ranks=ranks, seconds_per_step=results)
 
 
 if __name__ == "__main__":

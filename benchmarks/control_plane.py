@@ -217,25 +217,25 @@ def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
         )
         for rank in range(size)
     ]
-    ways: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
+    exchanges: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
         "store, baseline": exchange_keys,
         "store": lambda rendezvous, key: rendezvous.allgather(key, 1),
     }
     seconds = {}
     with ThreadPoolExecutor(size) as pool:
-        for way, exchange in ways.items():
+        for method, exchange in exchanges.items():
             if exchange is exchange_keys and size > MAX_READING_RANKS:
                 continue
             taken = []
             for number in range(repeats):
                 started = time.perf_counter()
                 for values in pool.map(
-                    lambda rendezvous, key=f"{way}/{number}", run_exchange=exchange: run_exchange(rendezvous, key),
+                    lambda rendezvous, key=f"{method}/{number}", run_exchange=exchange: run_exchange(rendezvous, key),
                     rendezvous_by_rank,
                 ):
                     assert len(values) == size
                 taken.append(time.perf_counter() - started)
-            seconds[way] = statistics.median(taken)
+            seconds[method] = statistics.median(taken)
     return seconds
 
 

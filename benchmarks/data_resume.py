@@ -2,8 +2,8 @@
 
     python benchmarks/data_resume.py --pairs 20
 
-Each pair measures both positions, in alternating order, with a Hugging Face dataset and with the same dataset without a
-state.
+Each pair measures both positions, in alternating order. A Hugging Face dataset is resumed from its saved state
+(`--pairs`) and, for comparison, by skipping samples (`--skipping-pairs`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that a rank runs for the device check: collectives, prefetching, training in three precisions, and
+"""Functions that the ranks of `gpu_check.py` run: collectives, prefetching, training in three precisions, and
 throughput."""
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def check_prefetched_batches(backend: Backend) -> int:
     return count
 
 
-class OnDemand(Prefetcher):
-    """A prefetcher without prefetching: it loads each batch on demand."""
+class OnDemandPrefetcher(Prefetcher):
+    """A Prefetcher that does not prefetch: it loads each batch on demand."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=False)
@@ -83,7 +83,7 @@ class OnDemand(Prefetcher):
 
 def compare_prefetching(backend: Backend) -> float:
     """Return the largest difference in a parameter or prediction between a run with prefetching and a run without."""
-    ours, plain = (_train_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemand))
+    ours, plain = (_train_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemandPrefetcher))
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
 
@@ -131,25 +131,25 @@ def _train_steps(backend: Backend, precision: str, distributed: bool) -> list[Te
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-def measure_throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
-    """Train `steps` steps with a hand-written loop on the backend's library or with the Trainer; return samples per
-    second and the peak memory in MiB."""
-    if way not in _prepared:
-        _prepared[way] = _prepare(backend, way, model, batch_size, steps)
-        _prepared[way]()
+def measure_throughput(backend: Backend, loop: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
+    """Train `steps` steps with `loop`, "by hand" (a hand-written loop on the backend's library) or "Trainer". Return
+    samples per second and the peak memory in MiB."""
+    if loop not in _prepared:
+        _prepared[loop] = _prepare(backend, loop, model, batch_size, steps)
+        _prepared[loop]()
     on_gpu = backend.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     started = time.perf_counter()
-    _prepared[way]()
+    _prepared[loop]()
     if on_gpu:
         torch.cuda.synchronize()
     speed = steps * batch_size / (time.perf_counter() - started)
     return {"speed": speed, "mebibytes": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0}
 
 
-def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> Callable[[], Any]:
+def _prepare(backend: Backend, loop: str, model: str, batch_size: int, steps: int) -> Callable[[], Any]:
     import torchvision
 
     torch.manual_seed(5)
@@ -161,7 +161,7 @@ def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int
         torch.randn(samples, 3, side, side, device=backend.device),
         torch.randint(0, 1000, (samples,), device=backend.device),
     )
-    if way == "Trainer":
+    if loop == "Trainer":
         config = unitrain.TrainConfig(max_epochs=1, batch_size=batch_size, progress="off")
         trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
 

@@ -1,4 +1,4 @@
-"""Overhead per step of each Trainer feature, and the time saved by gradient accumulation without communication.
+"""Overhead per micro-batch of each Trainer feature, and the time that accumulation with one reduction per step saves.
 
 Trainers that differ in one setting take turns on the same ranks, in a new order in every round. The table shows the
 ratio of the micro-batch times with and without the feature in the same round. For example, 1.05 is five percent slower.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from features import ACCUMULATE, AGAINST, COMMUNICATING, take_turn
+from features import ACCUMULATE, BASELINES, COMMUNICATING, take_turn
 from tables import Results, columns, header_lines, options, ratio, rows, save_results
 from turns import measure
 
@@ -39,12 +39,12 @@ def table(results: Results, baseline_by_feature: dict[str, str], ranks: int) -> 
 
 
 @click.command()
-@click.option("--feature", "features", type=click.Choice(list(AGAINST)), multiple=True)
+@click.option("--feature", "features", type=click.Choice(list(BASELINES)), multiple=True)
 @options(rounds=20)
 def main(backends: list[str], models: list[str], features: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    wanted = {name for feature in features or AGAINST for name in (feature, AGAINST[feature])}
-    baseline_by_feature = {feature: base for feature, base in AGAINST.items() if feature in wanted}
+    wanted = {name for feature in features or BASELINES for name in (feature, BASELINES[feature])}
+    baseline_by_feature = {feature: base for feature, base in BASELINES.items() if feature in wanted}
     results = {
         backend: measure(backend, models, list(baseline_by_feature), take_turn, rounds, ranks) for backend in backends
     }

@@ -21,7 +21,7 @@ from unitrain.backends.base import Backend
 
 ACCUMULATE = 4
 PLAIN, NORMALIZED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
-EXCHANGES = "BatchNorm and bare allreduces of the size of sync_batch_norm's"
+PLAIN_ALLREDUCES = "BatchNorm, plus plain allreduces as large as those of sync_batch_norm"
 COMMUNICATING = "accumulate, communication after each micro-batch"
 SIDE = 8  # images have as many pixels as other inputs have features
 
@@ -39,22 +39,22 @@ def build_normalized(hidden: list[int]) -> nn.Sequential:
     return nn.Sequential(*layers[:-2])
 
 
-class _Exchange(torch.autograd.Function):
+class _AllreduceInBothPasses(torch.autograd.Function):
     """The identity function, with one allreduce in the forward pass and one in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.width = x.shape[1]
-        _bare_allreduce(torch.zeros(2 * ctx.width + 3, dtype=torch.float64))
+        _plain_allreduce(torch.zeros(2 * ctx.width + 3, dtype=torch.float64))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _bare_allreduce(torch.zeros(2 * ctx.width, dtype=torch.float64))
+        _plain_allreduce(torch.zeros(2 * ctx.width, dtype=torch.float64))
         return gradient
 
 
-def _bare_allreduce(tensor: Tensor) -> None:
+def _plain_allreduce(tensor: Tensor) -> None:
     """Reduce `tensor` with torch.distributed. Poll without sleeping, which is faster for small tensors."""
     work = dist.all_reduce(tensor, async_op=True)
     while type(work) is dist.Work and not work.is_completed():
@@ -62,19 +62,19 @@ def _bare_allreduce(tensor: Tensor) -> None:
     work.wait()
 
 
-class BatchNormWithExchanges(nn.BatchNorm1d):
+class BatchNormWithAllreduces(nn.BatchNorm1d):
     """BatchNorm of local samples that reduces tensors of the same size as synchronized statistics and discards them."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(_Exchange.apply(input))
+        return super().forward(_AllreduceInBothPasses.apply(input))
 
 
-def build_with_exchanges(hidden: list[int]) -> nn.Sequential:
+def build_with_allreduces(hidden: list[int]) -> nn.Sequential:
     """Return the network with BatchNorm over local samples and the communication of a synchronized BatchNorm."""
     model = build_normalized(hidden)
     for module in model:
         if isinstance(module, nn.BatchNorm1d):
-            module.__class__ = BatchNormWithExchanges
+            module.__class__ = BatchNormWithAllreduces
     return model
 
 
@@ -89,13 +89,13 @@ def build_convolutional(hidden: list[int]) -> nn.Sequential:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Differences from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network. `against`
-    is the name of the baseline, which differs only in the measured feature."""
+    """Differences from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network. `baseline`
+    is the name of the baseline Trainer, which differs only in the measured feature."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: Callable[[], dict[str, Any]] = dict
     network: Callable[[list[int]], nn.Module] = network
-    against: str = PLAIN
+    baseline: str = PLAIN
 
 
 TRAINER_FEATURES = {
@@ -112,51 +112,51 @@ TRAINER_FEATURES = {
     "compression fp16": Feature(settings={"compression": "fp16"}),
     "compression PowerSGD": Feature(settings={"compression": unitrain.PowerSGD(start_step=0)}),
     "GradientWatch": Feature(arguments=lambda: {"callbacks": [unitrain.GradientWatch()]}),
-    NORMALIZED: Feature(network=build_normalized, against=NORMALIZED),
-    "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=build_normalized, against=NORMALIZED),
-    EXCHANGES: Feature(network=build_with_exchanges, against=NORMALIZED),
-    IMAGES: Feature(network=build_convolutional, against=IMAGES),
-    "channels_last": Feature(settings={"channels_last": True}, network=build_convolutional, against=IMAGES),
+    NORMALIZED: Feature(network=build_normalized, baseline=NORMALIZED),
+    "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=build_normalized, baseline=NORMALIZED),
+    PLAIN_ALLREDUCES: Feature(network=build_with_allreduces, baseline=NORMALIZED),
+    IMAGES: Feature(network=build_convolutional, baseline=IMAGES),
+    "channels_last": Feature(settings={"channels_last": True}, network=build_convolutional, baseline=IMAGES),
     "accumulate": Feature(settings={"gradient_accumulation_steps": ACCUMULATE}),
 }
 # The measured features and their baselines.
-AGAINST = {**{name: feature.against for name, feature in TRAINER_FEATURES.items()}, COMMUNICATING: PLAIN}
+BASELINES = {**{name: feature.baseline for name, feature in TRAINER_FEATURES.items()}, COMMUNICATING: PLAIN}
 Turn = Callable[[int], None]
 
 _prepared: dict[tuple[str, str], Turn] = {}
 
 
-def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
+def take_turn(backend: Backend, feature_name: str, model: str, seed: int) -> float:
     """Train one epoch and return the seconds per micro-batch, measured between barriers. All ranks must call this
     function."""
-    if (way, model) not in _prepared:
-        _prepared[way, model] = _prepare(backend, way, model)
+    if (feature_name, model) not in _prepared:
+        _prepared[feature_name, model] = _prepare(backend, feature_name, model)
     backend.barrier()
     started = time.perf_counter()
-    _prepared[way, model](number)
+    _prepared[feature_name, model](seed)
     backend.barrier()
-    return (time.perf_counter() - started) / _micro_steps(model)
+    return (time.perf_counter() - started) / _num_micro_batches(model)
 
 
-def _micro_steps(model: str) -> int:
+def _num_micro_batches(model: str) -> int:
     steps = MODELS[model][1] // 2
     return steps - steps % ACCUMULATE
 
 
-def _prepare(backend: Backend, way: str, name: str) -> Turn:
+def _prepare(backend: Backend, feature_name: str, model_name: str) -> Turn:
     torch.manual_seed(1)
-    samples = _micro_steps(name) * BATCH * backend.size
+    samples = _num_micro_batches(model_name) * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
-    feature = TRAINER_FEATURES.get(way, TRAINER_FEATURES[PLAIN])
-    model = feature.network(MODELS[name][0])
+    feature = TRAINER_FEATURES.get(feature_name, TRAINER_FEATURES[PLAIN])
+    model = feature.network(MODELS[model_name][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if way == COMMUNICATING:
+    if feature_name == COMMUNICATING:
         return _communicate_after_each_micro_batch(backend, model, optimizer, data)
     config = unitrain.TrainConfig(max_epochs=1, batch_size=BATCH, progress="off", **feature.settings)
     arguments = {"loss_fn": cross_entropy, **feature.arguments()}
     trainer = unitrain.Trainer(model, optimizer, backend=backend, config=config, **arguments)
 
-    def turn(number: int) -> None:
+    def turn(seed: int) -> None:
         trainer.progress.reset()
         trainer.fit(data)
 
@@ -170,8 +170,8 @@ def _communicate_after_each_micro_batch(
     optimizer = backend.distributed_optimizer(optimizer, model)
     inputs, targets = data.tensors
 
-    def turn(number: int) -> None:
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(number))
+    def turn(seed: int) -> None:
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
         for micro_step, chosen in enumerate(order[backend.rank :: backend.size].split(BATCH), 1):
             (cross_entropy(model(inputs[chosen]), targets[chosen]) / ACCUMULATE).backward()
             if micro_step % ACCUMULATE == 0:

@@ -1,4 +1,4 @@
-"""GPU checks: each backend on the device, at size 1, compared with plain torch.
+"""GPU checks of each backend with one rank, compared with plain torch.
 
 The checks are collectives in every dtype, prefetched batches, a run with and without prefetching, and 20 steps in fp32,
 bf16 and fp16 (GradScaler, clipping). The throughput of a torchvision model with the Trainer is compared with that of a
@@ -30,7 +30,7 @@ from device_steps import (
 from unitrain.testing import RankGroup
 
 RESULTS = Path(__file__).parent / "results"
-# Both run the same kernels on the same inputs, so results differ only by the summation order of a kernel.
+# The backend and plain torch run the same kernels on the same inputs, so results differ only by the summation order.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
@@ -55,8 +55,8 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
             lines.append(f"| {backend} | {precision}, 20 steps, largest difference | {difference:.1e} | {verdict} |")
         measured: dict[str, list[dict[str, float]]] = {"by hand": [], "Trainer": []}
         for _ in range(rounds):
-            for way, rows in measured.items():
-                rows += group.run(measure_throughput, way, model, batch_size, steps, timeout_seconds=300)
+            for loop, rows in measured.items():
+                rows += group.run(measure_throughput, loop, model, batch_size, steps, timeout_seconds=300)
     ratios = [
         ours["speed"] / hand["speed"] for ours, hand in zip(measured["Trainer"], measured["by hand"], strict=True)
     ]
@@ -80,7 +80,7 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
 def main(device: str, backends: list[str], model: str, batch_size: int, steps: int, rounds: int, output: Path) -> None:
     """Check, print the table and save it. Exit with status 1 if a check failed."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("torch sees no GPU here. To see that the check itself runs: --device cpu")
+        raise click.ClickException("torch does not find a GPU. To test the check itself, use: --device cpu")
     lines = [
         "# GPU check",
         "",

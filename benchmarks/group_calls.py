@@ -53,7 +53,7 @@ def reduce_in_group(backend: Backend, count: int) -> float:
     return _seconds_per_call(lambda: dist.all_reduce(values, group=_groups[0]) if _groups else None)
 
 
-def bare_operation(backend: Backend, count: int) -> float:
+def broadcast_with_horovod(backend: Backend, count: int) -> float:
     import horovod.torch as hvd
 
     if not _groups:

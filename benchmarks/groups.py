@@ -23,7 +23,7 @@ import click
 import torch
 from group_calls import (
     MEMBERS,
-    bare_operation,
+    broadcast_with_horovod,
     create_group,
     destroy_group,
     reduce_in_default_group,
@@ -43,13 +43,13 @@ def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ("creation", *SIZES)}
     with RankGroup("horovod", ranks, spawn=True) as group:
         group.run(reduce_in_default_group, 1, timeout_seconds=300)  # starts the ranks
-        for number in track(range(rounds + 1)):  # the first round warms up
+        for round_number in track(range(rounds + 1)):  # the first round warms up
             for name, count in SIZES.items():
                 taken: dict[str, float] = {}
                 measure_allreduce(group, count, "no group", taken)
                 created = max(group.run(create_group)[: len(MEMBERS)])
                 for call, function in (
-                    ("bare operation", bare_operation),
+                    ("bare operation", broadcast_with_horovod),
                     ("message", send_message),
                     ("allreduce in the group", reduce_in_group),
                 ):
@@ -61,7 +61,7 @@ def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
                     taken[f"{what}, no group on average"] = statistics.mean(
                         (taken[f"{what}, no group"], taken[f"{what}, no group again"])
                     )
-                if number:
+                if round_number:
                     results["creation"].setdefault("seconds", []).append(created)
                     for call, seconds in taken.items():
                         results[name].setdefault(call, []).append(seconds)

@@ -1,7 +1,7 @@
 """Step time with the hierarchical allreduce of gradients, compared with an allreduce over all ranks.
 
-The ranks run on two hosts with a slow network, which are simulated as in slow_network.py. Both ways take turns in the
-same processes. The benchmark requires root.
+The ranks run on two hosts with a slow network, which are simulated as in slow_network.py. Both reductions take turns
+in the same processes. The benchmark requires root.
 
     python benchmarks/hierarchical_reduction.py      # writes benchmarks/results/hierarchical_reduction.md
 """
@@ -26,7 +26,7 @@ from tables import BACKENDS, RESULTS, ratio, save_results
 
 
 def measure(rate: str, backend: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the seconds and megabytes per step at the bandwidth `rate`, by way and round."""
+    """Return the seconds and megabytes per step at the bandwidth `rate`, by reduction and round."""
     with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder)) as both:
         for host in both:
             slow_down(host, rate)
@@ -59,8 +59,8 @@ def main(output: Path, rates: list[str], backends: list[str], ranks: int, rounds
         "",
         f"{ranks // 2} ranks on each of two hosts, over Gloo, one thread per rank, without a GPU; a model of "
         f"{PARAMETERS:,} parameters ({4 * PARAMETERS / 1e6:.1f} MB of gradients); torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} CPU cores for all ranks. Both ways alternate. Medians of "
-        f"{rounds} rounds of {steps} steps; in brackets the interquartile range of all rounds. Command: "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores for all ranks. The two reductions alternate. Medians "
+        f"of {rounds} rounds of {steps} steps; in brackets the interquartile range of all rounds. Command: "
         f"`python benchmarks/hierarchical_reduction.py --rounds {rounds} --steps {steps}`.",
         "",
         "| bandwidth per host | backend | way | MB sent per host and step | step | time relative to the first way |",
@@ -69,12 +69,11 @@ def main(output: Path, rates: list[str], backends: list[str], ranks: int, rounds
     for key, measured in found.items():
         rate, backend = key.split(", ")
         seconds, megabytes = measured["seconds"], measured["megabytes"]
-        for way in (PLAIN, HIERARCHICAL):
-            relative = "1" if way == PLAIN else ratio(seconds[way], seconds[PLAIN])
-            step = f"{statistics.median(seconds[way]) * 1000:.1f} ms"
-            lines.append(
-                f"| {rate} | {backend} | {way} | {statistics.median(megabytes[way]):.1f} | {step} | {relative} |"
-            )
+        for reduction in (PLAIN, HIERARCHICAL):
+            relative = "1" if reduction == PLAIN else ratio(seconds[reduction], seconds[PLAIN])
+            step = f"{statistics.median(seconds[reduction]) * 1000:.1f} ms"
+            sent = f"{statistics.median(megabytes[reduction]):.1f}"
+            lines.append(f"| {rate} | {backend} | {reduction} | {sent} | {step} | {relative} |")
     save_results(lines, "hierarchical_reduction", output, **found)
 
 

@@ -1,4 +1,4 @@
-"""Time steps with a plain and a hierarchical allreduce, in turns. See hierarchical_reduction.py."""
+"""Measure step times with a plain and a hierarchical allreduce, in turns. See hierarchical_reduction.py."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ def sent_bytes() -> int:
 
 
 def main(rounds: int, steps: int) -> None:
-    """Print the seconds per step and the megabytes that the first host sends per step, by way and round."""
+    """Print the seconds per step and the megabytes that the first host sends per step, by reduction and round."""
     with unitrain.init(device="cpu") as backend:
         models: dict[str, nn.Module] = {}
         optimizers = {}
-        for way in (PLAIN, HIERARCHICAL):
+        for reduction in (PLAIN, HIERARCHICAL):
             torch.manual_seed(1)
             model = network(HIDDEN)
-            os.environ["UNITRAIN_HIERARCHICAL_ALLREDUCE"] = str(int(way == HIERARCHICAL))
-            models[way] = distributed = backend.distributed_model(model)
-            optimizers[way] = backend.distributed_optimizer(sgd(model), distributed)
+            os.environ["UNITRAIN_HIERARCHICAL_ALLREDUCE"] = str(int(reduction == HIERARCHICAL))
+            models[reduction] = distributed = backend.distributed_model(model)
+            optimizers[reduction] = backend.distributed_optimizer(sgd(model), distributed)
         inputs, targets = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
 
-        def run(way: str, count: int) -> None:
+        def train(reduction: str, count: int) -> None:
             for _ in range(count):
-                cross_entropy(models[way](inputs), targets).backward()
-                optimizers[way].step()
-                optimizers[way].zero_grad()
+                cross_entropy(models[reduction](inputs), targets).backward()
+                optimizers[reduction].step()
+                optimizers[reduction].zero_grad()
 
-        seconds: dict[str, list[float]] = {way: [] for way in models}
-        megabytes: dict[str, list[float]] = {way: [] for way in models}
+        seconds: dict[str, list[float]] = {reduction: [] for reduction in models}
+        megabytes: dict[str, list[float]] = {reduction: [] for reduction in models}
         order = random.Random(0)
-        for turn in range(rounds + 1):  # the first turn is a warm-up
-            for way in order.sample(list(models), len(models)):
+        for round_number in range(rounds + 1):  # the first round warms up
+            for reduction in order.sample(list(models), len(models)):
                 backend.barrier()
                 sent, start = sent_bytes(), time.perf_counter()
-                run(way, steps)
+                train(reduction, steps)
                 backend.barrier()
-                if turn:
-                    seconds[way].append((time.perf_counter() - start) / steps)
-                    megabytes[way].append((sent_bytes() - sent) / steps / 1e6)
+                if round_number:
+                    seconds[reduction].append((time.perf_counter() - start) / steps)
+                    megabytes[reduction].append((sent_bytes() - sent) / steps / 1e6)
         weights = [next(iter(backend.unwrap(model).parameters())).detach() for model in models.values()]
         torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
         if backend.rank == 0:

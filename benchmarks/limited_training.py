@@ -34,8 +34,11 @@ class TextClassifier(nn.Module):
         return scores
 
 
-def peak_bytes(backend: Backend, shard: ShardingMode, checkpoints: bool, blocks: int, batch: int) -> int:
-    """Train for STEPS steps. Return the peak memory in bytes, minus the memory of the process before."""
+def measure_peak_bytes(backend: Backend, shard: ShardingMode, is_checkpointed: bool, blocks: int, batch: int) -> int:
+    """Train for STEPS steps. Return the peak memory in bytes, minus the memory that the process used before.
+
+    `is_checkpointed` is whether the activations of the blocks are checkpointed.
+    """
     # Each large tensor gets its own mapping, so that its memory is returned to the system immediately.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD_OPTION, 65536)
     _train(backend, TextClassifier(1, vocabulary=8), "none", 1)  # import modules and start threads
@@ -44,7 +47,7 @@ def peak_bytes(backend: Backend, shard: ShardingMode, checkpoints: bool, blocks:
     before = memory.current()
     torch.manual_seed(0)
     model = TextClassifier(blocks)
-    if checkpoints:
+    if is_checkpointed:
         unitrain.checkpoint_activations(model, nn.TransformerEncoderLayer)
     _train(backend, model, shard, batch)
     return memory.peak() - before

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from logical_rank_turns import AGAINST, take_turn
+from logical_rank_turns import BASELINES, take_turn
 from tables import columns, header_lines, options, rows, save_results
 from turns import measure
 
@@ -21,14 +21,14 @@ from turns import measure
 @options(rounds=20)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    results = {backend: measure(backend, models, list(AGAINST), take_turn, rounds, ranks) for backend in backends}
+    results = {backend: measure(backend, models, list(BASELINES), take_turn, rounds, ranks) for backend in backends}
     quoted = (
         "Time of a step with logical ranks, divided by that of the ordinary reduction with the same micro-batches, in "
         "the same round."
     )
     header = ["reduction", *columns(results)]
     lines = header_lines("Logical ranks", quoted, "python benchmarks/logical_ranks.py", ranks, header)
-    lines += rows(results, AGAINST)
+    lines += rows(results, BASELINES)
     save_results(lines, "logical_ranks", output, ranks=ranks, seconds_per_step=results)
 
 

@@ -41,25 +41,25 @@ def pin_to_core(backend: Backend) -> int:
     return os.getpid()
 
 
-def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train one epoch in one of the WAYS and return the seconds per step, measured between barriers. All ranks must
-    call this function."""
+def take_turn(backend: Backend, loop: str, model: str, round_number: int) -> float:
+    """Train one epoch with `loop`, a key of LOOPS. Return the seconds per step, measured between barriers. All ranks
+    must call this function."""
     steps = MODELS[model][1]
-    if (way, model) not in _prepared:
-        _prepared[way, model] = _prepare(backend, way, model)
+    if (loop, model) not in _prepared:
+        _prepared[loop, model] = _prepare(backend, loop, model)
     backend.barrier()
     started = time.perf_counter()
-    _prepared[way, model](number)
+    _prepared[loop, model](round_number)
     backend.barrier()
     return (time.perf_counter() - started) / steps
 
 
-def _prepare(backend: Backend, way: str, model: str) -> Turn:
+def _prepare(backend: Backend, loop: str, model: str) -> Turn:
     hidden, steps = MODELS[model]
     torch.manual_seed(1)
     samples = steps * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
-    return WAYS[way](backend, network(hidden), data)
+    return LOOPS[loop](backend, network(hidden), data)
 
 
 def network(hidden: list[int]) -> nn.Sequential:
@@ -76,8 +76,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset, backend: Backend, mean: Any) -> Turn:
-    """Return a function that runs a plain loop over this rank's shard of the data, and returns the mean loss over
-    ranks."""
+    """Return a function that runs a plain loop over this rank's shard of the data. The function returns the sum of the
+    losses of all steps, as the mean over ranks."""
     inputs, targets = data.tensors
 
     def turn(epoch: int) -> float:
@@ -131,7 +131,7 @@ def _trainer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     return turn
 
 
-WAYS = {
+LOOPS = {
     "DistributedDataParallel": _distributed_data_parallel,
     "hvd.DistributedOptimizer": _distributed_optimizer,
     "own loop": _own_loop,

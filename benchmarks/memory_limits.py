@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 import click
 import torch
-from limited_training import LENGTH, TextClassifier, peak_bytes
+from limited_training import LENGTH, TextClassifier, measure_peak_bytes
 from tables import RESULTS, save_results
 
 from unitrain.backends.base import ShardingMode
@@ -33,11 +33,11 @@ _SHARDS: tuple[str, ...] = get_args(ShardingMode)
 _ACTIVATIONS = ("none", "blocks")
 
 
-def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> int:
+def find_largest(peak: Callable[[int], int], limit: int, first_size: int, step: int) -> int:
     """Return the largest multiple of `step` whose peak is at most `limit`, or 0. The peak grows about linearly.
 
-    The search starts with the sizes `first` and 2 * `first`. It continues with linear interpolation, at most to twice
-    the size, and ends when a size fits and the next size does not.
+    The search starts with the sizes `first_size` and 2 * `first_size`. It continues with linear interpolation, or with
+    extrapolation to at most twice the largest size so far, and ends when a size fits and the next size does not.
     """
     known: dict[int, int] = {}
 
@@ -46,8 +46,8 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
             known[size] = peak(size)
         return known[size] <= limit
 
-    fits(first)
-    fits(2 * first)
+    fits(first_size)
+    fits(2 * first_size)
     low, high = 0, 0  # the largest size that fits, and the smallest size that does not fit
     while True:
         low = max((size for size, used in known.items() if used <= limit), default=0)
@@ -61,19 +61,19 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
         fits(min(max(guess, low + step), high - step if high else 2 * max(known)))
 
 
-def measure(backend: str, shard: str, checkpoints: bool, ranks: int, limit: int) -> dict[str, Any]:
+def measure(backend: str, shard: str, is_checkpointed: bool, ranks: int, limit: int) -> dict[str, Any]:
     """Return a row with the largest batch, the largest number of blocks and the number of parameters of this model."""
 
     def peak(blocks: int, batch: int) -> int:
         with RankGroup(backend, ranks) as group:
-            peaks: list[int] = group.run(peak_bytes, shard, checkpoints, blocks, batch, timeout_seconds=200)
-        click.echo(f"{shard}, {checkpoints=}, {blocks=}, {batch=}: {max(peaks) / MB:.0f} MB", err=True)
+            peaks: list[int] = group.run(measure_peak_bytes, shard, is_checkpointed, blocks, batch, timeout_seconds=200)
+        click.echo(f"{shard}, {is_checkpointed=}, {blocks=}, {batch=}: {max(peaks) / MB:.0f} MB", err=True)
         return max(peaks)
 
-    batch = largest(lambda batch: peak(BLOCKS, batch), limit, 32, 4)
-    blocks = largest(lambda blocks: peak(blocks, BATCH), limit, 16, 1)
-    parameters = sum(one.numel() for one in TextClassifier(blocks).parameters())
-    row = {"shard": shard, "checkpoint_activations": checkpoints, "batch": batch, "blocks": blocks}
+    batch = find_largest(lambda batch: peak(BLOCKS, batch), limit, 32, 4)
+    blocks = find_largest(lambda blocks: peak(blocks, BATCH), limit, 16, 1)
+    parameters = sum(parameter.numel() for parameter in TextClassifier(blocks).parameters())
+    row = {"shard": shard, "checkpoint_activations": is_checkpointed, "batch": batch, "blocks": blocks}
     return {**row, "parameters": parameters}
 
 
@@ -81,7 +81,7 @@ def table(rows: list[dict[str, Any]], backend: str, ranks: int, limit: int) -> l
     """Return the table in Markdown."""
     rows = sorted(rows, key=lambda row: (_SHARDS.index(row["shard"]), row["checkpoint_activations"]))
     base = rows[0]
-    small = sum(one.numel() for one in TextClassifier(BLOCKS).parameters())
+    small = sum(parameter.numel() for parameter in TextClassifier(BLOCKS).parameters())
     lines = [
         "# The largest batch and the largest model under a memory limit",
         "",
@@ -118,9 +118,9 @@ def main(output: Path, ranks: int, limit_mb: int, shards: list[str], checkpointe
     saved = output / "memory_limits.json"
     earlier = json.loads(saved.read_text()) if saved.exists() else {}
     rows = earlier["rows"] if settings.items() <= earlier.items() else []
-    for shard, checkpoints in product(shards, [name == "blocks" for name in checkpointed]):
-        rows = [row for row in rows if (row["shard"], row["checkpoint_activations"]) != (shard, checkpoints)]
-        rows.append(measure(backend, shard, checkpoints, ranks, limit))
+    for shard, is_checkpointed in product(shards, [name == "blocks" for name in checkpointed]):
+        rows = [row for row in rows if (row["shard"], row["checkpoint_activations"]) != (shard, is_checkpointed)]
+        rows.append(measure(backend, shard, is_checkpointed, ranks, limit))
         save_results(table(rows, backend, ranks, limit), "memory_limits", output, **settings, rows=rows)
 
 

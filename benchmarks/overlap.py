@@ -1,8 +1,8 @@
 """Overlap of gradient reduction with the backward pass: allreduce time per bucket, and the saved time.
 
-Two kinds of backward passes of the 25M model take turns: one reduces buckets as soon as they are full, and the other
-one reduces the same buckets after all gradients are computed. In addition to the table, the timeline of one step on
-every rank is saved. It can be opened in https://ui.perfetto.dev or chrome://tracing.
+Two variants of the backward pass take turns: one reduces buckets as soon as they are full, and the other one reduces
+the same buckets after all gradients are computed. In addition to the table, the timeline of one step on every rank is
+saved. It can be opened in https://ui.perfetto.dev or chrome://tracing.
 
     python benchmarks/overlap.py            # starts its own ranks; writes benchmarks/results/overlap.*
 """
@@ -26,7 +26,7 @@ from tables import BACKENDS, RESULTS, ratio, save_results
 
 from unitrain.testing import RankGroup
 
-_WARM_UP = 3  # steps; DDP rebuilds its buckets after the first step
+_WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step
 
 
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
@@ -35,13 +35,13 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
     steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(pin_to_core)
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP_STEPS):
             group.run(take_turn, OVERLAPPED, model)
-        for number in track(range(rounds + 1), backend):
-            for way in shuffled.sample(list(steps), len(steps)):
-                turn_steps = group.run(take_turn, way, model)
-                if number:
-                    steps[way].append(turn_steps)
+        for round_number in track(range(rounds + 1), backend):  # the first round warms up
+            for reduction in shuffled.sample(list(steps), len(steps)):
+                turn_steps = group.run(take_turn, reduction, model)
+                if round_number:
+                    steps[reduction].append(turn_steps)
     return steps
 
 
@@ -64,10 +64,10 @@ def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: in
     ]
     for backend, steps in results.items():
         low, middle, high = statistics.quantiles([step.hidden for ranks in steps[OVERLAPPED] for step in ranks], n=4)
-        whole = {way: [max(step.whole for step in ranks) for ranks in steps[way]] for way in steps}
+        times = {reduction: [max(step.reduced for step in ranks) for ranks in steps[reduction]] for reduction in steps}
         lines.append(
             f"| {backend} | {len(steps[OVERLAPPED][0][0].buckets)} | **{middle:.0%}** [{low:.0%}, {high:.0%}] "
-            f"| {ratio(whole[SEQUENTIAL], whole[OVERLAPPED])} | {statistics.median(whole[OVERLAPPED]) * 1000:.1f} |"
+            f"| {ratio(times[SEQUENTIAL], times[OVERLAPPED])} | {statistics.median(times[OVERLAPPED]) * 1000:.1f} |"
         )
     return lines
 
@@ -78,12 +78,12 @@ def timeline(steps: list[Step]) -> dict[str, Any]:
     for rank, step in enumerate(steps):
         spans = [("backward", "compute", 0.0, step.computed)]
         spans += [
-            (f"allreduce, {size / 2**20:.1f} MiB", f"bucket {number}", begin, end)
-            for number, (begin, end, size) in enumerate(step.buckets)
+            (f"allreduce, {size / 2**20:.1f} MiB", f"bucket {index}", begin, end)
+            for index, (begin, end, size) in enumerate(step.buckets)
         ]
         events += [
-            {"ph": "X", "name": name, "pid": f"rank {rank}", "tid": row, "ts": at * 1e6, "dur": (to - at) * 1e6}
-            for name, row, at, to in spans
+            {"ph": "X", "name": name, "pid": f"rank {rank}", "tid": row, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            for name, row, start, end in spans
         ]
     return {"traceEvents": events}
 
@@ -98,7 +98,9 @@ def main(backends: list[str], model: str, rounds: int, ranks: int, output: Path)
     """Measure, print the table, and save it with the timelines."""
     results = {backend: measure(backend, model, rounds, ranks) for backend in backends}
     seconds = {
-        backend: {way: [max(step.whole for step in ranks) for ranks in rounds] for way, rounds in steps.items()}
+        backend: {
+            reduction: [max(step.reduced for step in ranks) for ranks in rounds] for reduction, rounds in steps.items()
+        }
         for backend, steps in results.items()
     }
     save_results(table(results, model, ranks), "overlap", output, ranks=ranks, seconds_per_backward=seconds)

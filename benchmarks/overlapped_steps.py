@@ -22,11 +22,11 @@ OVERLAPPED, SEQUENTIAL = "overlapped", "sequential"
 
 @dataclass(frozen=True)
 class Step:
-    """Times on one rank in seconds since the start of the backward pass: `computed` (local gradients computed), `whole`
-    (all gradients reduced), and for each bucket the start and end of the allreduce and the bytes."""
+    """Times on one rank in seconds since the start of the backward pass: `computed` (local gradients computed) and
+    `reduced` (all gradients reduced). `buckets` contains the start, end and bytes of each bucket's allreduce."""
 
     computed: float
-    whole: float
+    reduced: float
     buckets: tuple[tuple[float, float, int], ...]
 
     @property
@@ -36,7 +36,7 @@ class Step:
         busy = [
             (begin, end)
             for begin, end in pairwise(moments)
-            if any(one <= begin and end <= other for one, other, _ in self.buckets)
+            if any(start <= begin and end <= stop for start, stop, _ in self.buckets)
         ]
         return sum(end - begin for begin, end in busy if end <= self.computed) / sum(end - begin for begin, end in busy)
 
@@ -44,12 +44,12 @@ class Step:
 _steppers: dict[str, _Stepper] = {}
 
 
-def take_turn(backend: Backend, way: str, model: str) -> Step:
+def take_turn(backend: Backend, reduction: str, model: str) -> Step:
     """Run one forward and backward pass of `model`, and return the times of the backward pass on this rank. All ranks
     must call this function."""
     if model not in _steppers:
         _steppers[model] = _Stepper(backend, MODELS[model][0])
-    return _steppers[model].step(way)
+    return _steppers[model].step(reduction)
 
 
 class _Stepper:
@@ -58,23 +58,23 @@ class _Stepper:
         self._backend, self._model = backend, loops.network(hidden)
         self._samples = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
         self._wrapped = backend.distributed_model(self._model)
-        self._sent: list[tuple[float, dist.Work, Tensor]] = []
-        self._arrived: dict[int, float] = {}
+        self._allreduces: list[tuple[float, dist.Work, Tensor]] = []
+        self._end_times: dict[int, float] = {}
         self._options: Any = None
         self._computed = 0.0
-        first = next(self._model.parameters())  # the last computed gradient
+        first = next(self._model.parameters())  # its gradient is computed last
         first.register_post_accumulate_grad_hook(self._record_computed)
         # The process group in which DDP's reducer reduces the buckets, on both backends.
         group: Any = self._wrapped._reducer_group
         self._allreduce: Callable[..., dist.Work] = group.allreduce
         group.allreduce = self._send
 
-    def step(self, way: str) -> Step:
+    def step(self, reduction: str) -> Step:
         self._model.zero_grad(set_to_none=False)
-        tensors = [tensor for _, _, tensor in self._sent]
-        self._sent, self._arrived = [], {}
+        tensors = [tensor for _, _, tensor in self._allreduces]
+        self._allreduces, self._end_times = [], {}
         inputs, targets = self._samples
-        if way == OVERLAPPED:
+        if reduction == OVERLAPPED:
             loss = cross_entropy(self._wrapped(inputs), targets)
             self._backend.barrier()
             began = time.perf_counter()
@@ -88,20 +88,20 @@ class _Stepper:
             for work in [self._send([tensor], self._options) for tensor in tensors]:
                 work.wait()
         ended = time.perf_counter()
-        while len(self._arrived) < len(self._sent):  # another thread records the end of each allreduce
+        while len(self._end_times) < len(self._allreduces):  # another thread records the end of each allreduce
             time.sleep(0.0001)
         buckets = tuple(
-            (at - began, self._arrived[place] - began, tensor.nbytes)
-            for place, (at, _, tensor) in enumerate(self._sent)
+            (start - began, self._end_times[index] - began, tensor.nbytes)
+            for index, (start, _, tensor) in enumerate(self._allreduces)
         )
         return Step(self._computed - began, ended - began, buckets)
 
     def _send(self, tensors: list[Tensor], options: Any) -> dist.Work:
         self._options = options
-        place, at = len(self._sent), time.perf_counter()
+        index, start = len(self._allreduces), time.perf_counter()
         work = self._allreduce(tensors, options)
-        self._sent.append((at, work, tensors[0]))
-        work.get_future().add_done_callback(lambda _: self._arrived.setdefault(place, time.perf_counter()))
+        self._allreduces.append((start, work, tensors[0]))
+        work.get_future().add_done_callback(lambda _: self._end_times.setdefault(index, time.perf_counter()))
         return work
 
     def _record_computed(self, _: Tensor) -> None:

@@ -20,7 +20,7 @@ from unitrain.backends.base import Backend
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochResult:
     """The mean loss of an epoch. `seconds` is set if the loop measures the time itself, to exclude the start-up of the
     library."""
 
@@ -28,37 +28,37 @@ class Epoch:
     seconds: float | None = None
 
 
-Turn = Callable[[int], Epoch]
+Turn = Callable[[int], EpochResult]
 _prepared: dict[tuple[str, str], Turn] = {}
 
 
-def take_turn(backend: Backend, way: str, model: str, number: int) -> tuple[float, float]:
-    """Train one epoch in one of WAYS. Return the seconds per step, measured between barriers, and the mean loss over
-    ranks.
+def take_turn(backend: Backend, loop: str, model: str, round_number: int) -> tuple[float, float]:
+    """Train one epoch with `loop`, a key of PEER_LOOPS or `loops.LOOPS`. Return the seconds per step, measured between
+    barriers, and the mean loss over all steps and ranks.
 
-    All ranks must call this function. All ways use the same samples in each step, except unitrain's Trainer, which has
+    All ranks must call this function. All loops use the same samples in each step, except unitrain's Trainer, which has
     a different sample order.
     """
-    if (way, model) not in _prepared:
-        _prepared[way, model] = _prepare(backend, way, model)
+    if (loop, model) not in _prepared:
+        _prepared[loop, model] = _prepare(backend, loop, model)
     backend.barrier()
     started = time.perf_counter()
-    epoch = _prepared[way, model](number)
+    result = _prepared[loop, model](round_number)
     backend.barrier()
-    seconds = time.perf_counter() - started if epoch.seconds is None else epoch.seconds
-    return seconds / loops.MODELS[model][1], epoch.loss
+    seconds = time.perf_counter() - started if result.seconds is None else result.seconds
+    return seconds / loops.MODELS[model][1], result.loss
 
 
-def _prepare(backend: Backend, way: str, model: str) -> Turn:
+def _prepare(backend: Backend, loop: str, model: str) -> Turn:
     hidden, steps = loops.MODELS[model]
     torch.manual_seed(1)
     samples = steps * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, loops.FEATURES), torch.randint(0, loops.CLASSES, (samples,)))
-    if way in loops.WAYS:
-        own = loops.WAYS[way](backend, loops.network(hidden), data)
-        counted = 1 if way == "Trainer" else steps  # the Trainer returns the mean, the other loops return a sum
-        return lambda number: Epoch(own(number) / counted)
-    return WAYS[way](backend, loops.network(hidden), data)
+    if loop in loops.LOOPS:
+        own = loops.LOOPS[loop](backend, loops.network(hidden), data)
+        num_losses = 1 if loop == "Trainer" else steps  # the Trainer returns the mean, the other loops return a sum
+        return lambda round_number: EpochResult(own(round_number) / num_losses)
+    return PEER_LOOPS[loop](backend, loops.network(hidden), data)
 
 
 class Batches:
@@ -79,8 +79,8 @@ class Batches:
 
 
 def _loop(batches: Batches, model: Any, optimizer: Any, backward: Callable[[Tensor], Any], mean: Any) -> Turn:
-    def turn(number: int) -> Epoch:
-        batches.epoch = number
+    def turn(round_number: int) -> EpochResult:
+        batches.epoch = round_number
         total = torch.zeros(())
         for inputs, targets in batches:
             loss = cross_entropy(model(inputs), targets)
@@ -88,7 +88,7 @@ def _loop(batches: Batches, model: Any, optimizer: Any, backward: Callable[[Tens
             optimizer.step()
             optimizer.zero_grad()
             total += loss.detach()
-        return Epoch(float(mean(total)) / len(batches))
+        return EpochResult(float(mean(total)) / len(batches))
 
     return turn
 
@@ -154,13 +154,13 @@ def _lightning(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     )
     batches = Batches(backend, data)
 
-    def turn(number: int) -> Epoch:
-        batches.epoch = number
+    def turn(round_number: int) -> EpochResult:
+        batches.epoch = round_number
         trainer.fit_loop.max_epochs += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.fit(module, batches)
-        return Epoch(module.mean / len(batches), module.seconds)
+        return EpochResult(module.mean / len(batches), module.seconds)
 
     return turn
 
@@ -200,16 +200,16 @@ def _ignite(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
 
     batches = Batches(backend, data)
 
-    def turn(number: int) -> Epoch:
-        batches.epoch = number
+    def turn(round_number: int) -> EpochResult:
+        batches.epoch = round_number
         total.zero_()
         trainer.run(batches, max_epochs=1)
-        return Epoch(float(idist.all_reduce(total.clone())) / backend.size / len(batches))
+        return EpochResult(float(idist.all_reduce(total.clone())) / backend.size / len(batches))
 
     return turn
 
 
-WAYS: dict[str, Callable[[Backend, nn.Module, TensorDataset], Turn]] = {
+PEER_LOOPS: dict[str, Callable[[Backend, nn.Module, TensorDataset], Turn]] = {
     "Lightning Fabric": _fabric,
     "Lightning Trainer": _lightning,
     "Accelerate": _accelerate,

@@ -1,10 +1,10 @@
 """Step time of unitrain and of comparable libraries.
 
 All libraries train the same model on the same samples, with the same optimizer and number of ranks. Each library runs
-in separate processes, to isolate its settings. The libraries take turns, in a new order in every round. All other
-processes are suspended. All libraries must reach the same loss, except the Trainer, which uses a different sample
-order. The table shows the step time relative to unitrain's Trainer on the same backend in the same round. Above 1, the
-Trainer is faster.
+in separate processes, to isolate its settings. The libraries take turns, in a new order in every round. During a turn,
+all other processes are suspended. All libraries must reach the same loss, except the Trainer, which uses a different
+sample order. The table shows the step time relative to unitrain's Trainer on the same backend in the same round. Above
+1, the Trainer is faster.
 
     pip install '.[peers]'
     python benchmarks/peers.py            # starts the ranks; writes benchmarks/results/peers.*
@@ -31,7 +31,7 @@ from unitrain.testing import RankGroup
 
 TRAINER = "Trainer"
 # The package that provides each loop on each backend, or "by hand". Loops of the same package share their processes.
-OWNERS: dict[str, dict[str, str]] = {
+PACKAGES: dict[str, dict[str, str]] = {
     "ddp": {
         "DistributedDataParallel": "by hand",
         "Lightning Fabric": "lightning",
@@ -52,33 +52,33 @@ OWNERS: dict[str, dict[str, str]] = {
 _TOLERANCE = 1e-3
 
 
-def is_installed(owner: str) -> bool:
-    """Return whether the package that provides a loop is installed."""
-    return owner == "by hand" or importlib.util.find_spec(owner) is not None
+def is_installed(package: str) -> bool:
+    """Return whether `package`, a value in PACKAGES, is installed."""
+    return package == "by hand" or importlib.util.find_spec(package) is not None
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
     """For each model, return the seconds per step in each round, for each loop whose package is installed."""
-    ways = {way: owner for way, owner in OWNERS[backend].items() if is_installed(owner)}
+    package_by_loop = {loop: package for loop, package in PACKAGES[backend].items() if is_installed(package)}
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
     with ExitStack() as stack:
         contestants: dict[str, SuspendedRanks] = {}
-        for owner in dict.fromkeys(ways.values()):
-            variables = {} if owner == "unitrain" else HOROVOD_DEFAULTS
-            contestants[owner] = SuspendedRanks(
+        for package in dict.fromkeys(package_by_loop.values()):
+            variables = {} if package == "unitrain" else HOROVOD_DEFAULTS
+            contestants[package] = SuspendedRanks(
                 stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
             )
-            stack.callback(contestants[owner].resume)
+            stack.callback(contestants[package].resume)
         for model in models:
-            seconds: Seconds = {way: [] for way in ways}
-            for number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
+            seconds: Seconds = {loop: [] for loop in package_by_loop}
+            for round_number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
                 losses = {}
-                for way in shuffled.sample(list(ways), len(ways)):
-                    turn_results = contestants[ways[way]].call(take_turn, way, model, number)
-                    losses[way] = turn_results[0][1]
-                    if number:
-                        seconds[way].append(max(taken for taken, _ in turn_results))
+                for loop in shuffled.sample(list(package_by_loop), len(package_by_loop)):
+                    turn_results = contestants[package_by_loop[loop]].call(take_turn, loop, model, round_number)
+                    losses[loop] = turn_results[0][1]
+                    if round_number:
+                        seconds[loop].append(max(taken for taken, _ in turn_results))
                 _require_equal_losses(losses)
             results[model] = seconds
     return results
@@ -87,7 +87,7 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
 def _require_equal_losses(losses: dict[str, float]) -> None:
     """Raise RuntimeError if the losses of the loops differ, because then the computations differ. The Trainer is not
     compared, because it has a different sample order."""
-    compared = {way: loss for way, loss in losses.items() if way != TRAINER}
+    compared = {loop: loss for loop, loss in losses.items() if loop != TRAINER}
     least, most = min(compared.values()), max(compared.values())
     if not math.isclose(least, most, rel_tol=_TOLERANCE):
         raise RuntimeError(f"Not all loops have the same loss: {compared}.")
@@ -107,16 +107,16 @@ def table(results: Results, ranks: int) -> list[str]:
     ]
     lines = header_lines("Time of a step in other libraries", quoted, "python benchmarks/peers.py", ranks, header)
     for backend, measured in results.items():
-        for way, owner in OWNERS[backend].items():
-            name = f"unitrain, {way}" if owner == "unitrain" else way
+        for loop, package in PACKAGES[backend].items():
+            name = f"unitrain, {loop}" if package == "unitrain" else loop
             cells = []
             for model in models:
                 seconds = measured[model]
-                if way not in seconds:
+                if loop not in seconds:
                     cells += ["not installed", ""]
                     continue
-                against = "1" if way == TRAINER else ratio(seconds[way], seconds[TRAINER])
-                cells += [f"{statistics.median(seconds[way]) * 1000:.2f}", against]
+                against = "1" if loop == TRAINER else ratio(seconds[loop], seconds[TRAINER])
+                cells += [f"{statistics.median(seconds[loop]) * 1000:.2f}", against]
             lines.append(f"| {' | '.join([backend, name, *cells])} |")
     return lines
 
@@ -128,16 +128,21 @@ def main(backends: list[str], models: list[str], rounds: int, ranks: int, output
     # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
-    versions = {owner: _version(owner) for ways in OWNERS.values() for owner in ways.values() if owner != "by hand"}
+    versions = {
+        package: _version(package)
+        for packages in PACKAGES.values()
+        for package in packages.values()
+        if package != "by hand"
+    }
     lines = table(results, ranks)
-    lines += ["", ", ".join(f"{owner} {version}" for owner, version in versions.items()) + "."]
+    lines += ["", ", ".join(f"{package} {version}" for package, version in versions.items()) + "."]
     save_results(lines, "peers", output, ranks=ranks, versions=versions, seconds_per_step=results)
 
 
-def _version(owner: str) -> str:
-    if not is_installed(owner):
+def _version(package: str) -> str:
+    if not is_installed(package):
         return "not installed"
-    return str(importlib.import_module(owner).__version__)
+    return str(importlib.import_module(package).__version__)
 
 
 if __name__ == "__main__":

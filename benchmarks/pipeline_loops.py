@@ -31,7 +31,7 @@ class TrainingVariant:
 
 
 ONE_PROCESS = "one process"
-WAYS = {
+VARIANTS = {
     ONE_PROCESS: TrainingVariant(),
     "one process, 4 micro-batches": TrainingVariant(micro_batches=4),
     "one process, checkpointing": TrainingVariant(checkpointed=True),
@@ -111,11 +111,11 @@ def resident_bytes(key: str) -> int:
     return int(found[1]) * 1024
 
 
-def peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[int, list[int]]:
+def measure_peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[int, list[int]]:
     """Return the peak resident memory during two training steps, minus the resident memory before the model is built,
     and the number of blocks per stage."""
     if variant.stages:
-        importlib.import_module("torch.distributed.pipelining")  # memory that does not depend on the model
+        importlib.import_module("torch.distributed.pipelining")  # so that its memory is not counted
     nn.Conv2d(3, 16, 3)(torch.randn(2, 3, 8, 8)).sum().backward()
     backend.barrier()
     before = resident_bytes("VmRSS")
@@ -129,7 +129,7 @@ def peak_bytes(backend: Backend, model: str, variant: TrainingVariant) -> tuple[
 _steps: dict[tuple[str, TrainingVariant], Callable[[], Any]] = {}
 
 
-def step_seconds(backend: Backend, model: str, variant: TrainingVariant) -> float:
+def measure_step_seconds(backend: Backend, model: str, variant: TrainingVariant) -> float:
     """Return the seconds of one training step. If `variant` uses one process, rank 0 trains and the other rank
     waits."""
     if (model, variant) not in _steps:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 import torch
-from checkpoint_turns import FULL, LAYERS, SHARDED, WAYS, take_turn
+from checkpoint_turns import FORMATS, FULL, LAYERS, SHARDED, take_turn
 from tables import BACKENDS, RESULTS, ratio, save_results
 from turns import measure
 
@@ -32,7 +32,7 @@ def main(backends: list[str], sizes: list[str], ranks: int, rounds: int, output:
     saved = output / "sharded_checkpoints.json"
     earlier = json.loads(saved.read_text()) if saved.exists() else {}
     results = earlier["seconds"] if earlier.get("ranks") == ranks else {}
-    results |= {backend: measure(backend, sizes, WAYS, take_turn, rounds, ranks) for backend in backends}
+    results |= {backend: measure(backend, sizes, FORMATS, take_turn, rounds, ranks) for backend in backends}
     lines = [
         "# Saving a sharded checkpoint",
         "",
@@ -46,7 +46,9 @@ def main(backends: list[str], sizes: list[str], ranks: int, rounds: int, output:
     ]
     for backend, by_size in results.items():
         for size, seconds in by_size.items():
-            medians = " | ".join(f"{statistics.median(seconds[way]):.2f} s" for way in WAYS)
+            medians = " | ".join(
+                f"{statistics.median(seconds[checkpoint_format]):.2f} s" for checkpoint_format in FORMATS
+            )
             lines.append(f"| {backend}, {size} | {medians} | {ratio(seconds[SHARDED], seconds[FULL])} |")
     save_results(lines, "sharded_checkpoints", output, ranks=ranks, seconds=results)
 

@@ -22,16 +22,16 @@ SHARDS: dict[str, ShardingMode] = {
     "gradients": "gradients",
     "parameters": "parameters",
 }
-WAYS = (*SHARDS, ZERO, FULLY_SHARD)
+METHODS = (*SHARDS, ZERO, FULLY_SHARD)
 
 _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
-def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train some steps in one of WAYS and return the seconds per step, measured between barriers. All ranks must call
-    this function."""
-    distributed, optimizer = _prepare(backend, way, model)
-    generator = torch.Generator().manual_seed(number * backend.size + backend.rank)
+def take_turn(backend: Backend, method: str, model: str, round_number: int) -> float:
+    """Train some steps with `method`, a value in METHODS. Return the seconds per step, measured between barriers. All
+    ranks must call this function."""
+    distributed, optimizer = _prepare(backend, method, model)
+    generator = torch.Generator().manual_seed(round_number * backend.size + backend.rank)
     inputs = torch.randn(BATCH, FEATURES, generator=generator)
     targets = torch.randint(CLASSES, (BATCH,), generator=generator)
     steps = MODELS[model][1]
@@ -45,12 +45,12 @@ def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def persistent_bytes(backend: Backend, way: str, model: str) -> tuple[float, float]:
+def measure_persistent_bytes(backend: Backend, method: str, model: str) -> tuple[float, float]:
     """Return the bytes per parameter of weights, gradients and optimizer state on this rank, and the expected value.
 
-    The function trains one step and keeps the gradients. For a view, the complete underlying storage counts.
+    The function trains one step and keeps the gradients. For a view, the complete underlying storage is counted.
     """
-    distributed, optimizer = _prepare(backend, way, model)
+    distributed, optimizer = _prepare(backend, method, model)
     count = sum(parameter.numel() for parameter in distributed.parameters())
     distributed(torch.randn(BATCH, FEATURES)).sum().backward()
     optimizer.step()
@@ -60,40 +60,46 @@ def persistent_bytes(backend: Backend, way: str, model: str) -> tuple[float, flo
     total = sum(_storages(chain(distributed.parameters(), gradients, states)).values())
     optimizer.zero_grad()
     _prepared.clear()
-    return total / count, formula_bytes(way, backend.size)
+    return total / count, formula_bytes(method, backend.size)
 
 
-def formula_bytes(way: str, size: int) -> float:
+def formula_bytes(method: str, size: int) -> float:
     """Return the bytes per parameter of weights, gradients and Adam's state in float32 (ZeRO, section 3)."""
-    sharded = {REPLICATED: 0, "state": 8, ZERO: 8, "gradients": 12, "parameters": 16, FULLY_SHARD: 16}[way]
+    sharded = {REPLICATED: 0, "state": 8, ZERO: 8, "gradients": 12, "parameters": 16, FULLY_SHARD: 16}[method]
     return 16 - sharded + sharded / size
 
 
-def _prepare(backend: Backend, way: str, model: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if (way, model) not in _prepared:
+def _prepare(backend: Backend, method: str, model: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if (method, model) not in _prepared:
         torch.manual_seed(1)
-        own = network(MODELS[model][0])
-        if way == FULLY_SHARD:
+        local_model = network(MODELS[model][0])
+        if method == FULLY_SHARD:
             from torch.distributed.fsdp import fully_shard
 
-            for module in [*own.modules()][::-1]:
-                if isinstance(module, nn.Linear) or module is own:
+            for module in [*local_model.modules()][::-1]:
+                if isinstance(module, nn.Linear) or module is local_model:
                     fully_shard(module)
                     module.set_force_sum_reduction_for_comms(True)  # Gloo does not support AVG
-            _prepared[way, model] = own, torch.optim.Adam(own.parameters(), lr=1e-4)
-        elif way == ZERO:
-            distributed = backend.distributed_model(own)
-            _prepared[way, model] = distributed, ZeroRedundancyOptimizer(own.parameters(), torch.optim.Adam, lr=1e-4)
+            _prepared[method, model] = local_model, torch.optim.Adam(local_model.parameters(), lr=1e-4)
+        elif method == ZERO:
+            distributed = backend.distributed_model(local_model)
+            _prepared[method, model] = (
+                distributed,
+                ZeroRedundancyOptimizer(local_model.parameters(), torch.optim.Adam, lr=1e-4),
+            )
         else:
-            shard, blocks = SHARDS[way], (nn.Linear,) if way == "parameters" else ()
-            distributed = backend.distributed_model(own, shard=shard, shard_blocks=blocks)
-            optimizer = torch.optim.Adam(own.parameters(), lr=1e-4)
-            _prepared[way, model] = distributed, backend.distributed_optimizer(optimizer, distributed, shard=shard)
-    return _prepared[way, model]
+            shard, blocks = SHARDS[method], (nn.Linear,) if method == "parameters" else ()
+            distributed = backend.distributed_model(local_model, shard=shard, shard_blocks=blocks)
+            optimizer = torch.optim.Adam(local_model.parameters(), lr=1e-4)
+            _prepared[method, model] = distributed, backend.distributed_optimizer(optimizer, distributed, shard=shard)
+    return _prepared[method, model]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of the storages of `tensors` by address, without duplicates."""
-    local = (one.local if isinstance(one, ShardedGradient) else getattr(one, "_local_tensor", one) for one in tensors)
+    local = (
+        tensor.local if isinstance(tensor, ShardedGradient) else getattr(tensor, "_local_tensor", tensor)
+        for tensor in tensors
+    )
     storages = (tensor.untyped_storage() for tensor in local)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

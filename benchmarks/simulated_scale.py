@@ -213,7 +213,7 @@ def table(results: Mapping[int, Sequence[Mapping[str, float]]], processes: int) 
 def main(sizes: list[int], processes: int, rounds: int, output: Path) -> None:
     """Simulate jobs of several sizes, print the table and save it."""
     # torch looks up the host name of each connection. If many threads do so at once, some lookups are sent to the name
-    # server, and without one they take 5 s by default, more than the start-up.
+    # server. Without a name server, these lookups take 5 s by default, longer than the start-up.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     torch.set_num_threads(1)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,9 +3,9 @@
 Three loops take turns, in a new order in every round: a hand-written loop with a library (torch's
 DistributedDataParallel or Horovod's DistributedOptimizer, with default settings), a hand-written loop on unitrain's
 backend, and the Trainer. The loop without unitrain runs in separate processes, to isolate it from unitrain's settings.
-All other processes are suspended. All loops index the same tensors in the same way, so they differ only by unitrain's
-overhead and savings. The table shows the ratio of the step times without and with unitrain in the same round. Above 1,
-unitrain is faster.
+During a turn, the ranks that do not take part in it are suspended. All loops index the same tensors in the same way, so
+they differ only by unitrain's overhead and savings. The table shows the ratio of the step times without and with
+unitrain in the same round. Above 1, unitrain is faster.
 
     python benchmarks/step_overhead.py            # starts its own ranks; writes benchmarks/results/step_overhead.*
 """

@@ -16,7 +16,7 @@ from loops import BATCH, MEASURED, MODELS
 
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("ddp", "horovod")
-# Seconds by way and round, and the same by backend and model.
+# Seconds by variant (such as a loop or a method) and round, and the same by backend and model.
 Seconds = dict[str, list[float]]
 Results = Mapping[str, Mapping[str, Seconds]]
 
@@ -70,16 +70,18 @@ def columns(results: Results) -> dict[str, Seconds]:
     return {f"{backend}, {model}": seconds for backend, models in results.items() for model, seconds in models.items()}
 
 
-def rows(results: Results, against: Mapping[str, str]) -> list[str]:
-    """Return a line for each way in `against`, which maps ways to their baselines. The line contains ratios of times,
-    or milliseconds if a way is its own baseline."""
+def rows(results: Results, baselines: Mapping[str, str]) -> list[str]:
+    """Return a line for each variant in `baselines`, which maps variants to their baselines. The line contains ratios
+    of times, or milliseconds if a variant is its own baseline."""
     lines = []
-    for way, base in against.items():
+    for variant, baseline in baselines.items():
         shown = [
-            f"{statistics.median(seconds[way]) * 1000:.2f} ms" if way == base else ratio(seconds[way], seconds[base])
+            f"{statistics.median(seconds[variant]) * 1000:.2f} ms"
+            if variant == baseline
+            else ratio(seconds[variant], seconds[baseline])
             for seconds in columns(results).values()
         ]
-        lines.append(f"| {' | '.join([way, *shown])} |")
+        lines.append(f"| {' | '.join([variant, *shown])} |")
     return lines
 
 

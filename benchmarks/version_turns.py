@@ -1,6 +1,6 @@
 """A rank of `versions.py`: runs the loops of `loops.py` with unitrain from one checkout, in turns.
 
-For each turn, the program reads a line "WAY|MODEL|NUMBER" from standard input, and writes the seconds per step to
+For each turn, the program reads a line "LOOP|MODEL|ROUND" from standard input, and writes the seconds per step to
 standard output. `PYTHONPATH` selects the checkout. The program uses only the public interface of unitrain, which older
 checkouts also have.
 """
@@ -19,8 +19,8 @@ def main() -> None:
     with unitrain.init(sys.argv[1], device="cpu") as backend:
         print(pin_to_core(backend), unitrain.__file__, flush=True)
         for line in sys.stdin:
-            way, model, number = line.strip().split("|")
-            print(take_turn(backend, way, model, int(number)), flush=True)
+            loop, model, round_number = line.strip().split("|")
+            print(take_turn(backend, loop, model, int(round_number)), flush=True)
 
 
 if __name__ == "__main__":

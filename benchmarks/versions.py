@@ -1,8 +1,9 @@
 """Step time of this checkout, compared with another checkout, for example a git worktree of an earlier commit.
 
-The same loops run in turns with both versions, in separate processes on the same cores. The processes of the other
-version are suspended. The table shows the ratio of the step times of the two versions in the same round. Below 1, this
-checkout is faster. A hand-written loop without unitrain, which is identical for both checkouts, shows the noise.
+The same loops run in turns with both versions, in separate processes on the same cores. During a turn, the
+processes of the other version are suspended. The table shows the ratio of the step times of the two versions in the
+same round. Below 1, this checkout is faster. A hand-written loop without unitrain, which is identical for both
+checkouts, shows the noise.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/versions.py /tmp/before     # starts its own ranks; writes benchmarks/results/versions.*
@@ -28,10 +29,10 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import find_free_port
 
 OWN_LOOP = "own loop"
-HERE = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-class Version:
+class CheckoutRanks:
     """Ranks that run the loops with unitrain from `checkout`. They are suspended except during their turns."""
 
     def __init__(self, checkout: Path, backend: str, ranks: int) -> None:
@@ -72,12 +73,12 @@ class Version:
         for process in self._processes:
             process.wait(60)
 
-    def turn(self, way: str, model: str, number: int) -> float:
+    def take_turn(self, loop: str, model: str, round_number: int) -> float:
         """Return the seconds per step of the slowest rank."""
         self._signal(signal.SIGCONT)
         for process in self._processes:
             assert process.stdin is not None
-            print(f"{way}|{model}|{number}", file=process.stdin, flush=True)
+            print(f"{loop}|{model}|{round_number}", file=process.stdin, flush=True)
         seconds = max(map(float, self._read_results()))
         self._signal(signal.SIGSTOP)
         return seconds
@@ -96,16 +97,16 @@ class Version:
 def measure(other: Path, backend: str, models: list[str], rounds: int, ranks: int) -> dict[str, Seconds]:
     """For each model, return the seconds per step of each loop with each version in each round."""
     results: dict[str, Seconds] = {}
-    with Version(HERE, backend, ranks) as this, Version(other, backend, ranks) as before:
-        versions = {"this": this, "other": before}
+    with CheckoutRanks(REPOSITORY, backend, ranks) as own, CheckoutRanks(other, backend, ranks) as others:
+        versions = {"this": own, "other": others}
         for model in models:
-            ways = [(version, way) for way in (OWN_LOOP, BY_HAND[backend]) for version in versions]
-            seconds: Seconds = {f"{version}, {way}": [] for version, way in ways}
-            for number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
-                for version, way in ways if number % 2 else reversed(ways):
-                    taken = versions[version].turn(way, model, number)
-                    if number:
-                        seconds[f"{version}, {way}"].append(taken)
+            turns = [(version, loop) for loop in (OWN_LOOP, BY_HAND[backend]) for version in versions]
+            seconds: Seconds = {f"{version}, {loop}": [] for version, loop in turns}
+            for round_number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
+                for version, loop in turns if round_number % 2 else reversed(turns):
+                    taken = versions[version].take_turn(loop, model, round_number)
+                    if round_number:
+                        seconds[f"{version}, {loop}"].append(taken)
             results[model] = seconds
     return results
 
@@ -120,7 +121,9 @@ def table(results: Results, versions: list[str], ranks: int) -> list[str]:
     lines = header_lines("Time of a training step in two versions", quoted, command, ranks, header)
     for backend, models in results.items():
         for model, seconds in models.items():
-            shown = [ratio(seconds[f"this, {way}"], seconds[f"other, {way}"]) for way in (OWN_LOOP, BY_HAND[backend])]
+            shown = [
+                ratio(seconds[f"this, {loop}"], seconds[f"other, {loop}"]) for loop in (OWN_LOOP, BY_HAND[backend])
+            ]
             own = seconds[f"this, {OWN_LOOP}"]
             lines.append(
                 f"| {backend} | {model} | {' | '.join(shown)} | {statistics.median(own) * 1000:.2f} | {len(own)} |"
@@ -128,7 +131,7 @@ def table(results: Results, versions: list[str], ranks: int) -> list[str]:
     return lines
 
 
-def commit(checkout: Path) -> str:
+def describe_commit(checkout: Path) -> str:
     """Return the abbreviated commit of a checkout."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -140,7 +143,7 @@ def commit(checkout: Path) -> str:
 def main(other: Path, backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, and print and save the table. OTHER is the folder of the other checkout."""
     results = {backend: measure(other, backend, models, rounds, ranks) for backend in backends}
-    versions = [commit(HERE), commit(other)]
+    versions = [describe_commit(REPOSITORY), describe_commit(other)]
     save_results(table(results, versions, ranks), "versions", output, ranks=ranks, versions=versions, seconds=results)
 
 

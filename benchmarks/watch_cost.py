@@ -1,7 +1,7 @@
 """Overhead of failure detection and of asynchronous checkpoints.
 
 Two ranks measure the time of the flight recorder, the failure monitor and the check for signals in a step of 5 ms.
-Reductions with and without the watchdog take turns. Then a model of 100 MB is saved in the background, while training
+Reductions with and without monitoring take turns. Then a model of 100 MB is saved in the background, while training
 waits only for a copy in memory. The time until `save` returns is compared with the time of a plain copy of the same
 state, also in turns.
 
@@ -25,7 +25,7 @@ from loops import pin_to_core
 from rich.progress import track
 from tables import BACKENDS, RESULTS, Seconds, ratio, save_results
 from torch import nn
-from watched_steps import MEASURED, STEP_SECONDS, microseconds
+from watched_steps import MEASURED, STEP_SECONDS, measure_microseconds
 
 import unitrain
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
@@ -38,30 +38,32 @@ def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
     """Return the microseconds per step of each of MEASURED in each round, as the mean over ranks."""
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(pin_to_core)
-        costs_by_rank = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
+        costs_by_round = [
+            group.run(measure_microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)
+        ]
     # The first round warms up.
-    return {part: [statistics.fmean(rank[part] for rank in one) for one in costs_by_rank[1:]] for part in MEASURED}
+    return {part: [statistics.fmean(rank[part] for rank in ranks) for ranks in costs_by_round[1:]] for part in MEASURED}
 
 
-def save(rounds: int) -> Seconds:
+def measure_save(rounds: int) -> Seconds:
     """Return the seconds until `save` returns, and the seconds of a plain copy of the same state, in each round."""
     model = nn.Linear(_MODEL_BYTES // 4 // 5000, 5000, bias=False)
     seconds: Seconds = {"save": [], "copy": []}
     shuffled = random.Random(0)
     with unitrain.init("local") as backend, tempfile.TemporaryDirectory() as folder:
         writer = CheckpointWriter(Path(folder), backend, Retention(1, None, None, "min"), asynchronous=True)
-        ways: dict[str, Callable[[int], object]] = {
-            "save": lambda number: writer.save(number, model, {}, {"step": number}),
-            "copy": lambda number: {name: value.clone() for name, value in model.state_dict().items()},
+        actions: dict[str, Callable[[int], object]] = {
+            "save": lambda step: writer.save(step, model, {}, {"step": step}),
+            "copy": lambda step: {name: value.clone() for name, value in model.state_dict().items()},
         }
-        for number in track(range(rounds + 1), "checkpoints"):
-            for way in shuffled.sample(list(ways), len(ways)):
+        for round_number in track(range(rounds + 1), "checkpoints"):
+            for name in shuffled.sample(list(actions), len(actions)):
                 started = time.perf_counter()
-                kept = ways[way](number)
-                seconds[way].append(time.perf_counter() - started)
+                kept = actions[name](round_number)
+                seconds[name].append(time.perf_counter() - started)
                 del kept
                 writer.wait()
-    return {way: rounds[1:] for way, rounds in seconds.items()}
+    return {name: rounds[1:] for name, rounds in seconds.items()}
 
 
 def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) -> list[str]:
@@ -83,7 +85,7 @@ def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) 
             f"| **{total / STEP_SECONDS / 1e6:.2%}** |"
         )
     size = f"{_MODEL_BYTES // 1_000_000} MB"
-    milliseconds = {way: f"{statistics.median(rounds) * 1000:.1f} ms" for way, rounds in saved.items()}
+    milliseconds = {name: f"{statistics.median(rounds) * 1000:.1f} ms" for name, rounds in saved.items()}
     return [
         *lines,
         "",
@@ -105,7 +107,7 @@ def _spread(values: list[float]) -> str:
 def main(backends: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
     costs = {backend: measure(backend, rounds, ranks) for backend in backends}
-    saved = save(rounds)
+    saved = measure_save(rounds)
     save_results(table(costs, saved, ranks), "watch_cost", output, ranks=ranks, microseconds=costs, save_seconds=saved)
 
 

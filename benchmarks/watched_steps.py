@@ -27,8 +27,9 @@ _STEPS, _CALLS = 300, 5000
 _models: list[nn.Module] = []
 
 
-def microseconds(backend: Backend) -> dict[str, float]:
-    """Return the overhead of MEASURED per step of STEP_SECONDS in one round. All ranks must call this function.
+def measure_microseconds(backend: Backend) -> dict[str, float]:
+    """Return the overhead of each of MEASURED in microseconds per step of STEP_SECONDS. All ranks must call this
+    function.
 
     - gradients: the median difference between adjacent steps with and without the monitored group for buckets.
     - flight recorder: recording one collective. A step of the Trainer calls less than one collective on average.
@@ -36,7 +37,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
     - signals: checking whether a sync point is due in each step, and a sync point every two seconds.
     """
     if not _models:
-        _models.extend([_wrapped(backend, watched=False), _wrapped(backend, watched=True)])
+        _models.extend([_wrap_model(backend, watched=False), _wrap_model(backend, watched=True)])
     backend.barrier()
     taken = []
     for number in range(_STEPS):
@@ -58,7 +59,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
     return {part: cost * 1e6 for part, cost in costs.items()}
 
 
-def _wrapped(backend: Backend, *, watched: bool) -> nn.Module:
+def _wrap_model(backend: Backend, *, watched: bool) -> nn.Module:
     torch.manual_seed(1)
     kept = DistributedModel._ddp_init_helper
     if not watched:
