@@ -11,6 +11,6 @@ the launcher exits with an error, and checks the outcome with `oracle.py`. `repo
 import sys
 from pathlib import Path
 
-# pytest also adds this folder (pyproject.toml).
+# In pytest, `pythonpath` in pyproject.toml already adds tests/support.
 if (_support := str(Path(__file__).parents[1] / "support")) not in sys.path:
     sys.path.insert(0, _support)

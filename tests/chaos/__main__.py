@@ -24,12 +24,12 @@ from . import report, runner, trials
 def main() -> int:
     """Run the trials of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description="Disturb training jobs by random faults."
+        prog="python -m tests.chaos", description="Disturb training jobs with random faults."
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="the number of one trial")
-    what.add_argument("--trial", help="one trial as JSON")
-    what.add_argument("--trials", type=int, help="how many trials to run")
+    selection = parser.add_mutually_exclusive_group(required=True)
+    selection.add_argument("--seed", type=int, help="the seed of one trial")
+    selection.add_argument("--trial", help="one trial as JSON")
+    selection.add_argument("--trials", type=int, help="how many trials to run")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of many trials (default 0)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="do not start trials after this time")
     parser.add_argument("--jobs", type=int, default=2, help="trials that run at the same time (default 2)")
@@ -41,8 +41,8 @@ def main() -> int:
     elif arguments.seed is not None:
         chosen = [(arguments.seed, trials.draw_trial(arguments.seed))]
     else:
-        numbers = range(arguments.first, arguments.first + arguments.trials)
-        chosen = [(number, trials.draw_trial(number)) for number in numbers]
+        seeds = range(arguments.first, arguments.first + arguments.trials)
+        chosen = [(seed, trials.draw_trial(seed)) for seed in seeds]
     chosen = [(seed, trial) for seed, trial in chosen if arguments.hosts in (None, trial.num_hosts)]
     if not runner.can_mount() and (skipped := [seed for seed, trial in chosen if trial.needs_mount]):
         reason = "because trials on two hosts or with a full disk need root and namespaces"
@@ -71,9 +71,9 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="unitrain-chaos-") as temporary:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
-        preloaded({})  # compute the references before threads use them
+        preloaded({})  # start the server of preloaded processes before threads use it
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for future in [pool.submit(run, *one) for one in chosen]:
+            for future in [pool.submit(run, seed, trial) for seed, trial in chosen]:
                 future.result()
         tempfile.tempdir = None
     failed = sum(bool(outcome.wrong) for outcome in outcomes)

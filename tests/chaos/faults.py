@@ -28,7 +28,7 @@ class Faults:
     """Injects the faults of a trial in `folder` when its incidents happen. The faults affect the processes that
     `find_processes` returns.
 
-    Call `update` often. `pending` is the number of faults that have not started or not ended.
+    Call `update` often. `pending` is the number of faults that have not started or have not ended.
     """
 
     def __init__(self, trial: Trial, folder: Path, hosts: list[Host], find_processes: Callable[[], list[int]]) -> None:
@@ -113,7 +113,9 @@ class Faults:
     def _stop(self, pids: list[int], seconds: float) -> None:
         self._signal(pids, signal.SIGSTOP)
         # nsenter stops itself when its command is stopped.
-        self._schedule(seconds, lambda: self._signal([*pids, *self._matching(("nsenter ",))], signal.SIGCONT))
+        self._schedule(
+            seconds, lambda: self._signal([*pids, *self._find_by_command_line(("nsenter ",))], signal.SIGCONT)
+        )
 
     def _fill_disk(self) -> None:
         """Fill the small file system of the output folder."""
@@ -140,45 +142,50 @@ class Faults:
         command = ["nsenter", "-t", str(host.first), "--net", "tc", "qdisc", operation, "dev", "eth0", "root"]
         subprocess.run([*command, *discipline], capture_output=True, check=bool(discipline), timeout=20)
 
-    def _rank_pids(self, number: int) -> list[int]:
-        """Return the process ID on this machine of a rank of the newest attempt, if it is running."""
+    def _rank_pids(self, rank: int) -> list[int]:
+        """Return the process ID on this machine of `rank`, modulo the number of ranks, in the newest attempt. Return an
+        empty list if it is not running."""
         rows = {int(path.name): path.read_text().split() for path in (self._folder / "ranks").iterdir()}
         sizes = [int(words[2]) for words in rows.values() if len(words) == 3]
-        words = rows.get(number % max(sizes), []) if sizes else []
+        words = rows.get(rank % max(sizes), []) if sizes else []
         return self._find_pids(json.dumps([words[0], int(words[1])])) if len(words) == 3 else []
 
     def _find_pids(self, text: str) -> list[int]:
-        """Return the process ID on this machine of a process, given its host name and its ID on that host."""
+        """Return the process ID on this machine of the process that `text` names by its host name and its ID on that
+        host. Return an empty list if it is not running."""
         name, pid = json.loads(text)
         running = self._find_processes()
         if not self._hosts:
             return [pid] if pid in running else []
         host = next(host for host in self._hosts if host.name == name)
-        own = host.find_processes()
-        return [one for one in running if one in own and _namespace_ids(one)[-1:] == [str(pid)]]
+        on_host = host.find_processes()
+        return [found for found in running if found in on_host and _namespace_ids(found)[-1:] == [str(pid)]]
 
     def _command_pids(self) -> list[int]:
-        return self._matching((_COMMAND,))
+        return self._find_by_command_line((_COMMAND,))
 
     def _launcher_pids(self) -> list[int]:
-        return self._matching(_LAUNCHERS)
+        return self._find_by_command_line(_LAUNCHERS)
 
-    def _matching(self, words: Iterable[str]) -> list[int]:
-        """Return the processes whose command line contains one of the words. The command line of `unitrain launch` also
-        contains the words of launchers, and the command line of nsenter contains the words of its command."""
+    def _find_by_command_line(self, words: Iterable[str]) -> list[int]:
+        """Return the processes whose command line contains one of the words.
+
+        The command line of `unitrain launch` also contains the words of launchers, and the command line of nsenter
+        contains the words of its command. Therefore, these programs match only their own words.
+        """
         found = []
         for pid in self._find_processes():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                kind = next((word for word in ("nsenter ", _COMMAND) if word in line), "")
-                if any(word in line for word in words) and kind in (*words, ""):
+                own_word = next((word for word in ("nsenter ", _COMMAND) if word in line), "")
+                if any(word in line for word in words) and own_word in (*words, ""):
                     found.append(pid)
         return found
 
-    def _signal(self, pids: Iterable[int], number: signal.Signals) -> None:
+    def _signal(self, pids: Iterable[int], signum: signal.Signals) -> None:
         for pid in pids:
             with contextlib.suppress(OSError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
 
 
 def _namespace_ids(pid: int) -> list[str]:

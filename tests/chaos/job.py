@@ -29,12 +29,12 @@ class Job:
     """The processes of a trial in `folder` on the given hosts, or on this machine if there are no hosts. The processes
     have a mark in their environment."""
 
-    def __init__(self, trial: Trial, folder: Path, both: list[Host]) -> None:
-        self.folder, self._trial, self._hosts = folder, trial, both
+    def __init__(self, trial: Trial, folder: Path, hosts: list[Host]) -> None:
+        self.folder, self._trial, self._hosts = folder, trial, hosts
         self._name, self._value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
         self._log = folder / "output.txt"
         self._last_start, self._has_agents = 0, False
-        self.faults = Faults(trial, folder, both, self.find_processes)
+        self.faults = Faults(trial, folder, hosts, self.find_processes)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
@@ -43,11 +43,11 @@ class Job:
         """Return the output since the latest start."""
         return self.output()[self._last_start :]
 
-    def start(self, start: Start, deadline: float) -> int:
-        """Run `unitrain launch` until it exits, and return its exit code. Raises TimeoutError.
+    def run(self, start: Start, deadline: float) -> int:
+        """Run `unitrain launch` until it exits, and return its exit code. Raises TimeoutError at `deadline`.
 
         Under torchrun on two hosts, `unitrain launch` for an elastic job only prints the commands of torchrun's agents.
-        This method runs the commands on both hosts, restarts an agent that exits on the second host, and returns the
+        This method runs the commands on both hosts, restarts an agent that fails on the second host, and returns the
         exit code of the first host.
         """
         (self.folder / "slots").write_text(f"{start.ranks[0]}\n")
@@ -63,12 +63,12 @@ class Job:
         self._log_text("\n".join(agents))
         first, second = (self._popen(["sh", "-c", agent], number) for number, agent in enumerate(agents))
 
-        def keep_second_agent() -> None:
+        def restart_failed_agent() -> None:
             nonlocal second
             if second.poll() not in (None, 0) and self.faults.pending == 0:
                 second = self._popen(["sh", "-c", agents[1]], 1)
 
-        code = self._wait(first, deadline, keep_second_agent)
+        code = self._wait(first, deadline, restart_failed_agent)
         if code != 0:  # a user would end the other agent before a restart
             self._hosts[1].kill_all()
         return code
@@ -97,12 +97,14 @@ class Job:
                 start_new_session=True,
             )  # fmt: skip
 
-    def _wait(self, process: subprocess.Popen[bytes], deadline: float, poll: Callable[[], None] = lambda: None) -> int:
+    def _wait(
+        self, process: subprocess.Popen[bytes], deadline: float, on_poll: Callable[[], None] = lambda: None
+    ) -> int:
         while process.poll() is None:
             self.faults.update()
-            poll()
+            on_poll()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"start is still running after {TRIAL_SECONDS:g} s: {self._describe()}")
+                raise TimeoutError(f"the job is still running after {TRIAL_SECONDS:g} s: {self._describe()}")
             time.sleep(_POLL_SECONDS)
         self.faults.update()
         return process.returncode
@@ -112,17 +114,17 @@ class Job:
         options = ["--backend", start.backend, "--launcher", start.launcher]
         if trial.max_restarts:
             options += ["--max-restarts", str(trial.max_restarts)]
-        placed = ["-np", str(start.ranks[0])]
+        host_options = ["-np", str(start.ranks[0])]
         if trial.num_hosts == 2:
-            placed = ["-H", ",".join(f"h{number}:{count}" for number, count in enumerate(start.ranks, 1))]
+            host_options = ["-H", ",".join(f"h{number}:{count}" for number, count in enumerate(start.ranks, 1))]
         if trial.is_elastic:
             options += ["--elastic", "1:2"] if self._uses_agents(start) else ["--elastic", "1:3"]
             options += ["--elastic-timeout", "60"]
             if trial.num_hosts == 1:
-                placed = ["--host-discovery-script", str(self.folder / "discover")]
+                host_options = ["--host-discovery-script", str(self.folder / "discover")]
         if trial.standby and trial.max_restarts and not self._uses_agents(start):
             options.append("--standby")
-        return [sys.executable, "-m", "unitrain", "launch", *options, *placed, str(SCRIPT), str(self.folder)]
+        return [sys.executable, "-m", "unitrain", "launch", *options, *host_options, str(SCRIPT), str(self.folder)]
 
     def find_processes(self) -> list[int]:
         """Return the process IDs on this machine of the processes of this trial."""

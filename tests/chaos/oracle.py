@@ -1,4 +1,4 @@
-"""Checks of a finished trial: the final state, the samples of the effective steps, and the remaining files."""
+"""Checks of a finished trial: the final state, the samples of each epoch, and the remaining files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_result(folder: Path, expected: dict[str, Any]) -> list[str]:
 
 
 def check_samples(folder: Path) -> list[str]:
-    """Return the samples that were lost or repeated in the effective steps.
+    """Return errors about samples that were lost or repeated within an epoch.
 
-    An attempt replaces all later steps of previous attempts. The gradients of a step are reduced after all ranks have
-    recorded the samples of the step.
+    Steps that a later attempt repeats are ignored: an attempt replaces all steps after the step from which it starts.
+    The gradients of a step are reduced after all ranks have recorded the samples of the step.
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for path in (folder / "samples").iterdir():
@@ -43,7 +43,7 @@ def check_samples(folder: Path) -> list[str]:
             return [f"samples: the ranks of attempt {number} start from the steps {sorted(starts)}"]
         (start,) = starts
         if missing := set(range(1, start + 1)) - kept.keys():
-            return [f"samples: attempt {number} starts from step {start}, but nothing trained steps {sorted(missing)}"]
+            return [f"samples: attempt {number} starts from step {start}, but steps {sorted(missing)} were not trained"]
         kept = {step: samples for step, samples in kept.items() if step <= start}
         for row in rows:
             if "step" in row:
@@ -57,7 +57,7 @@ def check_samples(folder: Path) -> list[str]:
         if lost or repeated:
             wrong.append(f"samples: in epoch {epoch + 1}, lost {lost}, repeated {sorted(repeated)}")
     if extra := [step for step in kept if step > STEPS]:
-        wrong.append(f"samples: steps {extra} after the last one")
+        wrong.append(f"samples: steps {extra} follow the last step")
     return wrong
 
 
@@ -68,7 +68,7 @@ def check_files(folder: Path) -> list[str]:
     checkpoints = files.list_checkpoints(run)
     if [path.name for path in checkpoints[:1]] != [files.checkpoint_path(run, STEPS).name]:
         wrong.append(f"checkpoints: {[path.name for path in checkpoints]}")
-    damages = [(path.name, files.find_corruption(path)) for path in checkpoints]
-    wrong += [f"checkpoint {name}: {damage}" for name, damage in damages if damage is not None]
+    damage_by_name = [(path.name, files.find_corruption(path)) for path in checkpoints]
+    wrong += [f"checkpoint {name}: {damage}" for name, damage in damage_by_name if damage is not None]
     names = [path.name for path in (folder / "tmp").iterdir() if "unitrain" in path.name]
     return wrong + [f"left behind in TMPDIR: {name}" for name in names]

@@ -28,21 +28,21 @@ def append(path: Path, seed: int | None, trial: Trial, outcome: Outcome) -> None
 
 
 def write_table(path: Path) -> None:
-    """Write a Markdown table of all outcomes in `path` to a file next to `path`. Of each seed, the latest outcome
-    counts."""
+    """Write a Markdown table of all outcomes in `path` to a file next to `path`. Only the latest outcome of each
+    seed counts."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     latest = {row["seed"]: row for row in rows}
     earlier = sorted({row["seed"] for row in rows if row["wrong"] and row is not latest[row["seed"]]}, key=str)
-    lines = table(list(latest.values()))
+    lines = format_tables(list(latest.values()))
     if earlier:
         lines[4] += f" Earlier failures of the seeds {', '.join(map(str, earlier))} were fixed."
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of the tables."""
+def format_tables(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the summary and of the tables."""
     seeds = [row["seed"] for row in rows if row["seed"] is not None]
-    wrong = Counter(kind for row in rows for kind in row["wrong"])
+    wrong = Counter(error for row in rows for error in row["wrong"])
     faults = sum(len(row["faults"]) for row in rows)
     several = sum(len(row["faults"]) > 1 for row in rows)
     seconds = sorted(row["seconds"] for row in rows)
@@ -56,7 +56,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         f"{sum(row['starts'] for row in rows)} times, and `unitrain launch` restarted them "
         f"{sum(row['restarts'] for row in rows)} times. A trial took {seconds[len(seconds) // 2]:.0f} s (median; at "
         f"most {seconds[-1]:.0f} s). **{sum(bool(row['wrong']) for row in rows)} trials failed**"
-        + (": " + ", ".join(f"{kind} ({count})" for kind, count in wrong.items()) if wrong else "")
+        + (": " + ", ".join(f"{error} ({count})" for error, count in wrong.items()) if wrong else "")
         + ".",
         "",
         "| backend | launcher | hosts | trials | failed |",
@@ -73,7 +73,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     counts = Counter((fault, phase) for row in rows for fault, phase in row["faults"])
     lines += [
         "",
-        "The faults by the phase of the job in which they began; with their delays, many occur in a later phase.",
+        "Faults by the phase of the incident that caused them. Because of their delays, many faults start in a later "
+        "phase.",
         "",
         f"| fault | {' | '.join(PHASES)} | total |",
         "|---|" + "---|" * (len(PHASES) + 1),

@@ -47,15 +47,15 @@ class Outcome:
 
 
 class References:
-    """The results of undisturbed runs, which are computed on demand."""
+    """The results of undisturbed runs. A run is started when its result is first requested."""
 
     def __init__(self) -> None:
         self._found: dict[Any, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def get(self, trial: Trial) -> dict[str, Any]:
-        """Return the result of the undisturbed run of `trial`. With logical ranks, it runs in one process. Raises
-        RuntimeError if it fails."""
+        """Return the result of the undisturbed run of `trial`. With logical ranks, this run has one process. Raises
+        RuntimeError if the run fails."""
         first = trial.starts[0]
         start = Start("ddp", "torchrun", (1,)) if trial.is_logical else replace(first, ranks=(sum(first.ranks),))
         key = (start.backend, start.ranks, trial.shard, trial.is_logical)
@@ -65,7 +65,7 @@ class References:
                 with _trial_folder(plain) as folder:
                     job = Job(plain, folder, [])
                     try:
-                        if (code := job.start(start, time.monotonic() + TRIAL_SECONDS)) != 0:
+                        if (code := job.run(start, time.monotonic() + TRIAL_SECONDS)) != 0:
                             raise RuntimeError(f"the undisturbed run ended with exit code {code}:\n{job.output()}")
                         self._found[key] = json.loads((folder / "result.json").read_text())[1]
                     finally:
@@ -78,11 +78,11 @@ def run_trial(trial: Trial, references: References) -> Outcome:
     expected = references.get(trial)
     began, outcome = time.monotonic(), Outcome()
     with _trial_folder(trial) as folder, contextlib.ExitStack() as cleanup:
-        both: list[Host] = []
+        hosts: list[Host] = []
         if trial.num_hosts == 2:
             (folder / "hosts").mkdir()
-            both = cleanup.enter_context(namespaces.hosts(2, folder / "hosts"))
-        job = Job(trial, folder, both)
+            hosts = cleanup.enter_context(namespaces.hosts(2, folder / "hosts"))
+        job = Job(trial, folder, hosts)
         try:
             outcome.wrong += _run_job(job, trial, outcome)
             job.faults.finish()
@@ -108,7 +108,7 @@ def _run_job(job: Job, trial: Trial, outcome: Outcome) -> list[str]:
         num_injected, is_clean = len(job.faults.injected), job.faults.pending == 0
         outcome.num_starts += 1
         try:
-            code = job.start(start, deadline)
+            code = job.run(start, deadline)
         except TimeoutError as error:
             return [f"hang: {error}"]
         if code == 0:

@@ -2,7 +2,7 @@
 
 FOLDER/trial.json contains the trial. FOLDER/disk/run is the output folder. The script writes
 
-    samples/HOST-PID.jsonl  the attempt and the step from which it starts, then, before each step, its samples
+    samples/HOST-PID.jsonl  the attempt and the step from which it starts; then, for each step, its samples
     ranks/N                 host name and process ID of rank N, and the number of ranks
     incidents/N             created when incident N happens
     result.json             digests of the final state and of the history, and the number of ranks
@@ -40,7 +40,7 @@ _FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shuti
 
 
 class Incidents:
-    """Injects the faults of this rank when the rank reaches their phases."""
+    """Starts the incidents of this rank when the rank reaches their phases, and injects the faults inside the rank."""
 
     def __init__(self, folder: Path, trial: Trial) -> None:
         self._folder, self._trial = folder, trial
@@ -51,7 +51,7 @@ class Incidents:
         self._num_operations = 0
 
     def reach(self, phase: str, number: int) -> None:
-        """Inject the faults of this phase whose number is at most `number`."""
+        """Start the incidents of this rank in `phase` whose number is at most `number`."""
         for index, incident in enumerate(self._trial.incidents):
             is_due = number >= incident.number or phase == "fit end"
             if incident.phase != phase or not is_due or incident.rank % self.size != self.rank % self.size:
@@ -70,7 +70,7 @@ class Incidents:
                 raise RuntimeError(f"incident {index} of this trial")
 
     def watch_files(self, output_folder: Path) -> None:
-        """Count the file operations in the output folder."""
+        """Count the file operations in the output folder, which trigger the incidents in the phase "checkpoint"."""
         name = str(output_folder)
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -134,7 +134,7 @@ def create_data(count: int, seed: int) -> TensorDataset:
 
 
 def digest(*tensors: Tensor) -> str:
-    parts = [one.detach().to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
+    parts = [tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
     content = b"".join(part.double().numpy().tobytes() for part in parts)
     return hashlib.sha256(content).hexdigest()[:16]
 

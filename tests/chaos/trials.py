@@ -11,9 +11,9 @@ LOGICAL_RANKS = 4
 EPOCHS, STEPS_PER_EPOCH, CHECKPOINT_EVERY = 3, 8, 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-# Phases in which a rank injects a fault. The number of an incident counts starts of the rank for the first three
-# phases, steps for the next two, epochs for "validation" and "epoch end", and file operations in the output folder for
-# "checkpoint". "fit end" ignores the number.
+# Phases in which an incident can happen. The number of an incident counts starts of the rank for "start" and "init",
+# steps for "forward" and "optimizer step", epochs for "validation" and "epoch end", and file operations in the output
+# folder for "checkpoint". "resume" and "fit end" ignore the number.
 PHASES = (
     "start", "init", "resume", "forward", "optimizer step", "validation", "epoch end", "checkpoint", "fit end"
 )  # fmt: skip
@@ -25,7 +25,7 @@ FAULTS = (
     "stop the command", "stop the launcher", "full disk",
 )  # fmt: skip
 NETWORK_FAULTS = ("cut the link", "slow link", "lose a host")
-# Faults of elastic jobs on one host.
+# The runner injects this fault only into elastic jobs on one host.
 SLOTS_FAULT = "change the slots"
 
 
@@ -66,8 +66,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Trial:
-    """A job and its faults. The job is started with each element of `starts` in turn until it succeeds. After the last
-    element, the job is restarted with this element."""
+    """A job and its faults. The job is started with each element of `starts` in turn until it succeeds. If it does not
+    succeed, further starts use the last element."""
 
     starts: tuple[Start, ...]
     incidents: tuple[Incident, ...]
@@ -111,12 +111,12 @@ def to_json(trial: Trial) -> str:
 
 
 def parse_trial(text: str) -> Trial:
-    """Return the trial for the text that `to_json` returned."""
+    """Return the trial that `to_json` has converted to `text`."""
     found: dict[str, Any] = json.loads(text)
-    starts = tuple(Start(one["backend"], one["launcher"], tuple(one["ranks"])) for one in found.pop("starts"))
+    starts = tuple(Start(row["backend"], row["launcher"], tuple(row["ranks"])) for row in found.pop("starts"))
     incidents = tuple(
-        Incident(**{**one, "faults": tuple(Fault(**fault) for fault in one["faults"])})
-        for one in found.pop("incidents")
+        Incident(**{**row, "faults": tuple(Fault(**fault) for fault in row["faults"])})
+        for row in found.pop("incidents")
     )
     return Trial(starts, incidents, **found)
 
@@ -129,11 +129,11 @@ def draw_trial(seed: int) -> Trial:
     is_elastic = is_logical and rng.random() < 0.35
     # Without logical ranks, the results of three ranks depend on the order of gradients in DDP's buckets, which differs
     # in the first step after a restart.
-    most_ranks = 3 if is_logical else 2
-    starts = [_draw_start(rng, num_hosts, most_ranks, is_elastic=is_elastic)]
+    max_ranks = 3 if is_logical else 2
+    starts = [_draw_start(rng, num_hosts, max_ranks, is_elastic=is_elastic)]
     for _ in range(2):
         # Without logical ranks, the exact results depend on the backend and on the number of ranks.
-        starts.append(_draw_start(rng, num_hosts, most_ranks, is_elastic=is_elastic) if is_logical else starts[0])
+        starts.append(_draw_start(rng, num_hosts, max_ranks, is_elastic=is_elastic) if is_logical else starts[0])
     shard = "none" if is_logical else rng.choice(["none", "none", "state", "gradients", "parameters"])
     incidents = tuple(_draw_incident(rng, num_hosts, is_elastic=is_elastic) for _ in range(rng.randint(1, 4)))
     return Trial(
@@ -149,7 +149,7 @@ def draw_trial(seed: int) -> Trial:
     )
 
 
-def _draw_start(rng: random.Random, num_hosts: int, most_ranks: int, *, is_elastic: bool) -> Start:
+def _draw_start(rng: random.Random, num_hosts: int, max_ranks: int, *, is_elastic: bool) -> Start:
     backend = rng.choice(["ddp", "horovod"])
     launchers = ["torchrun", "torchrun", "horovodrun", "horovodrun", "mpirun"]
     if num_hosts == 2 and is_elastic:
@@ -157,7 +157,7 @@ def _draw_start(rng: random.Random, num_hosts: int, most_ranks: int, *, is_elast
     launcher = rng.choice(launchers)
     if launcher == "horovodrun" and backend == "ddp" and rng.random() < 0.7:
         backend = "horovod"
-    ranks = (1, rng.randint(1, most_ranks - 1)) if num_hosts == 2 else (rng.choice([1, 2, 2, most_ranks]),)
+    ranks = (1, rng.randint(1, max_ranks - 1)) if num_hosts == 2 else (rng.choice([1, 2, 2, max_ranks]),)
     if num_hosts == 2 and is_elastic and (backend, launcher) == ("ddp", "mpirun"):
         return Start("ddp", "torchrun", (1, 1))  # torchrun's agents need equal numbers of slots
     return Start(backend, launcher, ranks)

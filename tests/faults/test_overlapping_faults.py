@@ -89,7 +89,7 @@ def test_oracle_accepts_repeated_steps_and_reports_lost_and_repeated_samples(tmp
         "samples: in epoch 3, lost [42, 43, 44, 45, 46, 47], repeated [36, 37, 38, 39, 40, 41]"
     ]
     write_samples(tmp_path, 2, 12, range(13, 25))
-    assert oracle.check_samples(tmp_path) == ["samples: attempt 2 starts from step 12, but nothing trained steps [12]"]
+    assert oracle.check_samples(tmp_path) == ["samples: attempt 2 starts from step 12, but steps [12] were not trained"]
 
 
 def test_oracle_reports_different_parameters_and_history(tmp_path: Path) -> None:
