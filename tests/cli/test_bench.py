@@ -45,8 +45,8 @@ def run(launch: list[str]) -> str:
     return output
 
 
-@pytest.mark.parametrize("number", [*ci(signal.SIGINT), *nightly(signal.SIGTERM)])
-def test_signal_terminates_all_ranks_including_suspended_ranks(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [*ci(signal.SIGINT), *nightly(signal.SIGTERM)])
+def test_signal_terminates_all_ranks_including_suspended_ranks(signum: signal.Signals, tmp_path: Path) -> None:
     """The signal is sent during the measurement, when the ranks of other backends are suspended."""
     options = ["collectives", "-np", "2", "--seconds", "300", "--json", str(tmp_path / "result.json")]
     with running_launcher([*BENCH, *options], {"TMPDIR": str(tmp_path)}) as job:
@@ -55,13 +55,13 @@ def test_signal_terminates_all_ranks_including_suspended_ranks(number: signal.Si
         while "round 1" not in (line := job.process.stdout.readline()):
             assert line, "".join(lines)
             lines.append(line)
-        job.process.send_signal(number)
+        job.process.send_signal(signum)
         lines.append(job.output())
         job.wait_until_all_exited(30)
     output = "".join(lines)
-    assert job.process.returncode == 128 + number, output
+    assert job.process.returncode == 128 + signum, output
     assert "Traceback" not in output
-    assert output.endswith("unitrain: interrupted\n") == (number == signal.SIGINT), output
+    assert output.endswith("unitrain: interrupted\n") == (signum == signal.SIGINT), output
     assert not list(tmp_path.iterdir())
 
 

@@ -58,7 +58,7 @@ class Data(TensorDataset):
         time.sleep(0.02)
         return [self[index] for index in indices]
 
-def make():
+def trainer_arguments():
     model = Model(4, 2)
     return {
         "model": model, "optimizer": Slow(model.parameters(), lr=0.1), "loss_fn": nn.MSELoss(),
@@ -70,7 +70,7 @@ def make():
         "scheduler": torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, 3),
     }
 
-def empty():
+def no_arguments():
     return {}
 """
 
@@ -79,7 +79,7 @@ def empty():
 def slow(tmp_path: Path) -> str:
     path = tmp_path / "slow.py"
     path.write_text(SLOW)
-    return f"{path}:make"
+    return f"{path}:trainer_arguments"
 
 
 def check_phases(phases: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
@@ -254,8 +254,8 @@ def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, messag
     assert message in " ".join(result.output.split())
 
 
-def test_error_in_the_user_function_is_reported_once(slow: str) -> None:
-    target = slow.replace(":make", ":empty")
+def test_error_in_the_user_function_is_reported(slow: str) -> None:
+    target = slow.replace(":trainer_arguments", ":no_arguments")
     result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 1
     message = result.output.splitlines()[-1]

@@ -54,43 +54,44 @@ def ckpt(*arguments: str | Path) -> Result:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run_folder(tmp_path: Path) -> Path:
     build_trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(build_dataset(), build_dataset())
     return tmp_path / "run"
 
 
-def test_checkpoints_are_listed_with_their_results(run: Path) -> None:
-    done = ckpt("ls", run)
+def test_checkpoints_are_listed_with_their_results(run_folder: Path) -> None:
+    done = ckpt("ls", run_folder)
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.output.splitlines() if line.strip().startswith("step-")]
-    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in (run_folder / "history.jsonl").read_text().splitlines()]
     assert [row[:3] for row in rows] == [
         [f"step-{step:09d}", str(epoch), str(step)] for epoch, step in ((1, 4), (2, 8), (3, 12))
     ]
     assert [float(row[4]) for row in rows] == pytest.approx([one["val_loss"] for one in history], rel=1e-3)
     sizes = [
-        sum(file.stat().st_size for file in (run / row[0]).iterdir() if file.name != "manifest.json") for row in rows
+        sum(file.stat().st_size for file in (run_folder / row[0]).iterdir() if file.name != "manifest.json")
+        for row in rows
     ]
     assert [" ".join(row[5:]) for row in rows] == [decimal(size) for size in sizes]
-    (*_, last) = [json.loads(line) for line in ckpt("ls", run, "--json").output.splitlines()]
+    (*_, last) = [json.loads(line) for line in ckpt("ls", run_folder, "--json").output.splitlines()]
     assert last["results"]["val_loss"] == history[-1]["val_loss"]
 
 
-def test_damaged_checkpoint_is_reported(run: Path) -> None:
-    assert ckpt("verify", run).output == "".join(f"step-{step:09d}  valid\n" for step in (4, 8, 12))
-    file = run / "step-000000008" / "model.safetensors"
+def test_damaged_checkpoint_is_reported(run_folder: Path) -> None:
+    assert ckpt("verify", run_folder).output == "".join(f"step-{step:09d}  valid\n" for step in (4, 8, 12))
+    file = run_folder / "step-000000008" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    done = ckpt("verify", run)
+    done = ckpt("verify", run_folder)
     assert done.exit_code == 1
     assert "step-000000008  DAMAGED: the content of model.safetensors has changed since it was written\n" in done.output
     assert "Damaged checkpoints: 1 of 3." in done.output
-    assert ckpt("verify", run / "step-000000012").exit_code == 0
+    assert ckpt("verify", run_folder / "step-000000012").exit_code == 0
 
 
-def test_show_prints_the_manifest_and_the_tensors(run: Path) -> None:
-    done = ckpt("show", run)
+def test_show_prints_the_manifest_and_the_tensors(run_folder: Path) -> None:
+    done = ckpt("show", run_folder)
     assert done.exit_code == 0, done.output
-    assert '"checkpoint": "' + str(run / "step-000000012") in done.output
+    assert '"checkpoint": "' + str(run_folder / "step-000000012") in done.output
     assert "0.weight  F32 [16, 6]\n" in done.output
 
 
@@ -245,10 +246,10 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def test_sharded_checkpoints_are_listed_verified_and_shown(run: Path, sharded: Path) -> None:
+def test_sharded_checkpoints_are_listed_verified_and_shown(run_folder: Path, sharded: Path) -> None:
     assert ckpt("ls", sharded).output.count("step-") == 2
     assert ckpt("verify", sharded).output == "step-000000004  valid\nstep-000000008  valid\n"
-    tensors = [line for line in ckpt("show", run).output.splitlines() if "  F32 [" in line]
+    tensors = [line for line in ckpt("show", run_folder).output.splitlines() if "  F32 [" in line]
     assert tensors == [line for line in ckpt("show", sharded).output.splitlines() if "  F32 [" in line]
     assert len(tensors) == 4
     for name in ("model", "optimizer", "average"):
@@ -264,7 +265,7 @@ def test_sharded_checkpoints_are_listed_verified_and_shown(run: Path, sharded: P
     assert ckpt("verify", sharded).exit_code == 0
 
 
-def test_model_and_averaged_model_are_consolidated_to_one_file(run: Path, sharded: Path, tmp_path: Path) -> None:
+def test_model_and_averaged_model_are_consolidated_to_one_file(run_folder: Path, sharded: Path, tmp_path: Path) -> None:
     full = build_trainer(network(), max_epochs=2, output_dir=tmp_path / "full", ema_decay=0.5)
     full.fit(build_dataset(), build_dataset())
     assert full.averaged_model is not None
@@ -283,10 +284,10 @@ def test_model_and_averaged_model_are_consolidated_to_one_file(run: Path, sharde
                 assert torch.equal(loaded.state_dict()[key], value)
     again = ckpt("consolidate", sharded, tmp_path / "full-m.safetensors")
     assert (again.exit_code, "already exists. Use another file name." in again.output) == (1, True)
-    without_average = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
+    without_average = ckpt("consolidate", run_folder, tmp_path / "x.safetensors", "--average")
     assert without_average.exit_code == 1
     assert "has no averaged weights, because its run had no ema_decay." in without_average.output
-    missing = ckpt("consolidate", run, tmp_path / "nowhere" / "x.safetensors")
+    missing = ckpt("consolidate", run_folder, tmp_path / "nowhere" / "x.safetensors")
     assert (missing.exit_code, "cannot be written: No such file or directory." in missing.output) == (1, True)
     assert not list(tmp_path.glob(".*"))
 

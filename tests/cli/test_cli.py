@@ -123,20 +123,23 @@ def option_names(command: click.Command, context: click.Context) -> set[str]:
     return words
 
 
-def commands(command: click.Command, name: str = "unitrain", above: click.Context | None = None) -> dict[str, set[str]]:
+def options_by_command(
+    command: click.Command, name: str = "unitrain", parent: click.Context | None = None
+) -> dict[str, set[str]]:
+    """Return the options and arguments of a command and of its subcommands, by the path of the command."""
     command._help_option = None  # click caches the option of the first context
-    context = click.Context(command, parent=above, info_name=name, **command.context_settings)
+    context = click.Context(command, parent=parent, info_name=name, **command.context_settings)
     found = {context.command_path: option_names(command, context)}
     if isinstance(command, click.Group):
-        for below in command.list_commands(context):
-            known = command.get_command(context, below)
+        for subcommand in command.list_commands(context):
+            known = command.get_command(context, subcommand)
             assert known is not None
-            found |= commands(known, below, context)
+            found |= options_by_command(known, subcommand, context)
     return found
 
 
 def test_options_are_frozen() -> None:
-    found = {path: words - {"--help", "-h"} for path, words in commands(unitrain).items()}
+    found = {path: words - {"--help", "-h"} for path, words in options_by_command(unitrain).items()}
     assert found == OPTIONS
     for path in OPTIONS:
         for option in ("-h", "--help"):

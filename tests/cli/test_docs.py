@@ -108,7 +108,7 @@ def test_documented_command_is_accepted(line: str) -> None:
     command.make_context(command.name, [word for word in words if word != "..."])
 
 
-def owner_of(function: ast.expr) -> Any:
+def find_public_object(function: ast.expr) -> Any:
     """Return the public object that a call such as unitrain.X(...), backend.x(...) or trainer.x(...) refers to."""
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
         return None
@@ -119,7 +119,7 @@ def owner_of(function: ast.expr) -> Any:
 
 def check_call(call: ast.Call) -> None:
     """Raise TypeError if the function does not accept a keyword, and ConfigError if a value is invalid."""
-    function = owner_of(call.func)
+    function = find_public_object(call.func)
     if function is None or function is unitrain.Trainer.log:  # Trainer.log accepts any keyword
         return
     keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
@@ -141,7 +141,7 @@ def test_documented_code_uses_existing_names(block: Block) -> None:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "unitrain":
             assert node.attr in unitrain.__all__, node.attr
         elif isinstance(node, ast.ClassDef):
-            for base in filter(None, map(owner_of, node.bases)):
+            for base in filter(None, map(find_public_object, node.bases)):
                 methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
                 assert all(hasattr(base, name) for name in methods), methods
         elif isinstance(node, ast.Call):

@@ -88,7 +88,7 @@ def long_options(words: list[str]) -> Iterator[str]:
 
 
 def unknown_command_or_option(text: str) -> str:
-    """Return the first part of a `unitrain COMMAND --option` that does not exist, or "" if all parts exist."""
+    """Return `text` if it calls an unknown command, or its first unknown option, or "" if all parts exist."""
     words = text.split()
     if words[0] == "srun":
         words = words[words.index("unitrain") :] if "unitrain" in words else []
@@ -102,7 +102,7 @@ def unknown_command_or_option(text: str) -> str:
 
 
 def unknown_option(text: str) -> str:
-    """Return `text` if it is an option of neither unitrain nor another documented program, otherwise ""."""
+    """Return the option at the start of `text` if no documented program has it, otherwise ""."""
     words = text.split()
     name = words[0].split("=")[0]
     is_option = re.fullmatch(r"--[a-z][a-z0-9-]*", name) is not None

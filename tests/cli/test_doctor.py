@@ -45,15 +45,18 @@ VALID = Facts(
 REACHABLE = PeerCheckResults(address="10.0.0.1", unreachable={}, clock_offset_seconds=0.0, shares_folder=True)
 
 
-def ranks(*changes: dict[str, Any], **of_second: Any) -> list[RankReport]:
+def create_reports(*changes: dict[str, Any], **second_peer_checks: Any) -> list[RankReport]:
     """Return reports of two ranks on two hosts. The reports are valid except for the given values.
 
-    `changes` contains facts of the first and of the second rank. `of_second` contains peer checks of the second rank.
+    `changes` contains facts of the first and of the second rank. `second_peer_checks` contains peer checks of the
+    second rank.
     """
     first, second = ({"host": "a"} | changes[0], {"host": "b", "machine": "m2"} | (changes[1] if changes[1:] else {}))
     return [
         RankReport(replace(VALID, **first), REACHABLE),
-        RankReport(replace(VALID, **{"rank": 1, **second}), replace(REACHABLE, address="10.0.0.2", **of_second)),
+        RankReport(
+            replace(VALID, **{"rank": 1, **second}), replace(REACHABLE, address="10.0.0.2", **second_peer_checks)
+        ),
     ]
 
 
@@ -63,107 +66,117 @@ THREADS = {"OMP_NUM_THREADS": "8"}
 GPU = Gpu(name="H100", memory=80 * GIB, uuid="GPU-1")
 CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     "torch": (
-        lambda: ranks({}, {"torch": "2.8.0"}),
+        lambda: create_reports({}, {"torch": "2.8.0"}),
         r"error: torch differs between ranks: 2\.9\.0 on rank 0; 2\.8\.0 on rank 1\. "
         r'\$ pip install "torch==2\.9\.0" on every host',
     ),
     "python": (
-        lambda: ranks({}, {"python": "3.12.1"}),
+        lambda: create_reports({}, {"python": "3.12.1"}),
         r"error: Python differs between ranks: 3\.11 on rank 0; 3\.12 on",
     ),
     "ports": (
-        lambda: ranks({}, unreachable={"a": "10.0.0.1:4711: timed out"}),
+        lambda: create_reports({}, unreachable={"a": "10.0.0.1:4711: timed out"}),
         r"error: b cannot reach a at 10\.0\.0\.1:4711: timed out.* \$ sudo ufw allow from 10\.0\.0\.2  # on a",
     ),
     "one GPU": (
-        lambda: ranks({"gpus": (GPU,)}, {"gpus": (GPU,), "host": "a", "local_rank": 1, "machine": "m1"}),
+        lambda: create_reports({"gpus": (GPU,)}, {"gpus": (GPU,), "host": "a", "local_rank": 1, "machine": "m1"}),
         r"error: Ranks 0, 1 on a would use the same GPU, GPU-1\. \$ start one rank per GPU on that host, 1 in all",
     ),
     "no CUDA": (
-        lambda: ranks({"nvidia_driver": True}),
+        lambda: create_reports({"nvidia_driver": True}),
         r"error: a has an NVIDIA driver, but its torch 2\.9\.0 is built for the CPU",
     ),
     "hidden GPUs": (
-        lambda: ranks({"nvidia_driver": True, "torch_cuda": "13.0", "variables": {"CUDA_VISIBLE_DEVICES": ""}}),
+        lambda: create_reports(
+            {"nvidia_driver": True, "torch_cuda": "13.0", "variables": {"CUDA_VISIBLE_DEVICES": ""}}
+        ),
         r"error: a has an NVIDIA driver, but torch sees no GPU: CUDA_VISIBLE_DEVICES is ''\. "
         r"\$ unset CUDA_VISIBLE_DEVICES$",
     ),
     "old driver": (
-        lambda: ranks({"nvidia_driver": True, "torch_cuda": "13.0"}),
+        lambda: create_reports({"nvidia_driver": True, "torch_cuda": "13.0"}),
         r"error: a has an NVIDIA driver, but torch sees no GPU\. "
         r"\$ nvidia-smi  # the CUDA version of the driver must be at least torch's 13\.0$",
     ),
-    "no Horovod": (lambda: ranks({"horovod": None}, {"horovod": None}), r"note: Horovod is not installed"),
+    "no Horovod": (lambda: create_reports({"horovod": None}, {"horovod": None}), r"note: Horovod is not installed"),
     "Horovod on one": (
-        lambda: ranks({}, {"horovod": None}),
+        lambda: create_reports({}, {"horovod": None}),
         r"error: Horovod is installed on some hosts, but not on b\. \$ unitrain horovod build",
     ),
     "other Horovod": (
-        lambda: ranks({}, {"horovod": {**HOROVOD, "cpu_operations": ["gloo", "mpi"]}}),
+        lambda: create_reports({}, {"horovod": {**HOROVOD, "cpu_operations": ["gloo", "mpi"]}}),
         r"error: Horovod differs between hosts: 0\.28\.1, gloo on a; 0\.28\.1, gloo, mpi on b",
     ),
     "broken Horovod": (
-        lambda: ranks(
+        lambda: create_reports(
             {"horovod": {**HOROVOD, "problems": [{"what": "It was built for torch 1.", "fix": "F", "fatal": True}]}}
         ),
         r"error: Horovod on a: It was built for torch 1\. \$ F",
     ),
     "loopback": (
-        lambda: ranks({"name_addresses": ("127.0.1.1",)}),
+        lambda: create_reports({"name_addresses": ("127.0.1.1",)}),
         r'warning: The name a resolves to 127\.0\.1\.1 on that host.*\$ sudo sed .*; echo "10\.0\.0\.1 a" \| sudo tee',
     ),
-    "no name": (lambda: ranks({"name_addresses": ()}), r"warning: The name a does not resolve on a itself"),
+    "no name": (lambda: create_reports({"name_addresses": ()}), r"warning: The name a does not resolve on a itself"),
     "one name": (
-        lambda: ranks({}, {"host": "a"}),
+        lambda: create_reports({}, {"host": "a"}),
         r"error: 2 machines have the name a. Ranks of different machines",
     ),
     "interface": (
-        lambda: ranks({"variables": IB}, {"variables": IB, "interfaces": {"eth0": "10.0.0.2", "ib0": "10.1.0.2"}}),
+        lambda: create_reports(
+            {"variables": IB}, {"variables": IB, "interfaces": {"eth0": "10.0.0.2", "ib0": "10.1.0.2"}}
+        ),
         r"error: GLOO_SOCKET_IFNAME is 'eth0,ib0', but a has only lo, eth0\. \$ unset GLOO_SOCKET_IFNAME",
     ),
     "folder": (
-        lambda: ranks({}, shares_folder=False),
+        lambda: create_reports({}, shares_folder=False),
         r"warning: b: files that rank 0 creates in /work are not visible there",
     ),
     "read-only folder": (
         lambda: [
             replace(report, peer_checks=replace(report.peer_checks or REACHABLE, shares_folder=False))
-            for report in ranks({})
+            for report in create_reports({})
         ],
         r"warning: Rank 0 cannot create files in /work on a",
     ),
-    "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has only 0\.5 GiB of free space"),
+    "full disk": (
+        lambda: create_reports({}, {"folder_free": GIB // 2}),
+        r"warning: /work on b has only 0\.5 GiB of free space",
+    ),
     "shared memory": (
-        lambda: ranks({"shared_memory": 64 * 2**20}),
+        lambda: create_reports({"shared_memory": 64 * 2**20}),
         r"warning: /dev/shm on a has 64 MiB.*\$ docker run --shm-size=8g",
     ),
     "files": (
-        lambda: ranks({"open_files": 1024}),
+        lambda: create_reports({"open_files": 1024}),
         r"warning: A process on a may open only 1024 files.*\$ ulimit -n 65536",
     ),
     "locked memory": (
-        lambda: ranks({"infiniband": True, "locked_memory": 65536}),
+        lambda: create_reports({"infiniband": True, "locked_memory": 65536}),
         r"warning: a has InfiniBand, but the limit of locked memory is 64 KiB",
     ),
     "cores": (
-        lambda: ranks({"cores": (2,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (2,)}),
+        lambda: create_reports({"cores": (2,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (2,)}),
         r"warning: 2 ranks share 1 core on a and will wait for each other\. \$ -np 1",
     ),
     "threads": (
-        lambda: ranks({"variables": THREADS}, {"variables": THREADS, "cores": tuple(range(8))}),
+        lambda: create_reports({"variables": THREADS}, {"variables": THREADS, "cores": tuple(range(8))}),
         r"warning: 1 rank with 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",
     ),
-    "clock": (lambda: ranks({}, clock_offset_seconds=-7.25), r"warning: The clock of b is 7\.2 s behind rank 0's"),
+    "clock": (
+        lambda: create_reports({}, clock_offset_seconds=-7.25),
+        r"warning: The clock of b is 7\.2 s behind rank 0's",
+    ),
     "no key": (
-        lambda: ranks({"has_job_key": False}, {"has_job_key": False}),
+        lambda: create_reports({"has_job_key": False}, {"has_job_key": False}),
         r"warning: Ranks 0, 1 have no key to sign messages. Any program .* \$ unitrain launch \.\.\.",
     ),
     "listens on all interfaces": (
-        lambda: ranks({"launcher": "mpirun"}),
+        lambda: create_reports({"launcher": "mpirun"}),
         r"note: mpirun listens on all interfaces of a\. \$ unitrain launch --interface eth0 \.\.\.",
     ),
     "variables": (
-        lambda: ranks({"variables": {"NCCL_DEBUG": "INFO"}}),
+        lambda: create_reports({"variables": {"NCCL_DEBUG": "INFO"}}),
         r"warning: NCCL_DEBUG differs between ranks: 'INFO' on rank 0; unset on rank 1\. \$ unitrain launch -x NC",
     ),
 }
@@ -189,12 +202,15 @@ def describe_all_findings(reports: list[RankReport]) -> list[str]:
 
 
 def test_valid_job_has_no_findings() -> None:
-    assert describe_findings(ranks({})) == []
+    assert describe_findings(create_reports({})) == []
     alone = replace(VALID, name_addresses=("127.0.1.1",), variables={"CUDA_VISIBLE_DEVICES": "0"})
     assert describe_findings([RankReport(alone, None)]) == []
     # Two ranks on one host that are bound to different cores.
     assert (
-        describe_findings(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
+        describe_findings(
+            create_reports({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})
+        )
+        == []
     )
 
 
@@ -220,18 +236,18 @@ def test_folder_on_a_read_only_file_system_is_not_shared(monkeypatch: pytest.Mon
 
 
 def test_connections_without_authentication_are_reported_on_several_hosts() -> None:
-    assert describe_all_findings(ranks({})) == [OPEN_PORTS]
+    assert describe_all_findings(create_reports({})) == [OPEN_PORTS]
     with_horovodrun = {"variables": {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}}
-    (found,) = describe_all_findings(ranks(with_horovodrun, with_horovodrun))
+    (found,) = describe_all_findings(create_reports(with_horovodrun, with_horovodrun))
     assert found.startswith("note: torch's TCPStore and Horovod's rendezvous server on a and the data connections of")
     on_one_interface = {"launcher": "mpirun", "variables": {"OMPI_MCA_oob_tcp_if_include": "eth0"}}
-    assert describe_all_findings(ranks(on_one_interface, on_one_interface)) == [OPEN_PORTS]
+    assert describe_all_findings(create_reports(on_one_interface, on_one_interface)) == [OPEN_PORTS]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_problem_is_reported_exactly_once(case: str) -> None:
-    create_reports, expected = CASES[case]
-    found = describe_findings(create_reports())
+    create_case, expected = CASES[case]
+    found = describe_findings(create_case())
     assert re.match(expected, found[0]), found
     assert len(found) == 1, found
 
@@ -266,7 +282,7 @@ def test_fix_is_printed_below_its_problem(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_large_limit_of_locked_memory_is_sufficient() -> None:
-    assert describe_findings(ranks({"infiniband": True, "locked_memory": 64 * GIB})) == []
+    assert describe_findings(create_reports({"infiniband": True, "locked_memory": 64 * GIB})) == []
 
 
 @pytest.mark.parametrize("command", [["doctor", "--launch", "-np '2"], ["tune", "--launch", "-np '2", "train.py"]])
@@ -358,12 +374,12 @@ def test_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkeypa
 @needs_hosts
 @needs_mpi
 def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    with hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as (one, two):
-        assert two.run(["mount", "-o", "remount,size=64m", "/dev/shm"]).returncode == 0
+    with hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as (first, second):
+        assert second.run(["mount", "-o", "remount,size=64m", "/dev/shm"]).returncode == 0
         apart = tmp_path / "work"
         apart.mkdir()
-        assert two.run(["mount", "-t", "tmpfs", "tmpfs", str(apart)]).returncode == 0
-        report = run_doctor(one, apart, "-np 3 -H h1:2,h2:1 --launcher mpirun")
+        assert second.run(["mount", "-t", "tmpfs", "tmpfs", str(apart)]).returncode == 0
+        report = run_doctor(first, apart, "-np 3 -H h1:2,h2:1 --launcher mpirun")
         texts = [finding["what"] for finding in report["findings"]]
         assert [entry["facts"]["host"] for entry in report["ranks"]] == ["h1", "h1", "h2"]
         assert [entry["peer_checks"]["address"] for entry in report["ranks"]] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
@@ -373,7 +389,7 @@ def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFacto
             assert any(text.startswith(f"The name {name} resolves to 127.0.1.1") for text in texts)
         assert any(text.startswith("torch's TCPStore on h1 and the data connections of all hosts") for text in texts)
         assert "mpirun listens on all interfaces of h1." in texts
-        selected = run_doctor(one, tmp_path, "-np 2 -H h1:1,h2:1 --launcher mpirun --interface eth0")
+        selected = run_doctor(first, tmp_path, "-np 2 -H h1:1,h2:1 --launcher mpirun --interface eth0")
         assert not any("listens on all" in finding["what"] for finding in selected["findings"])
         assert all(entry["facts"]["has_job_key"] for entry in report["ranks"])
         assert not any("cannot reach" in text or "clock" in text for text in texts)

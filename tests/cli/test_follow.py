@@ -110,7 +110,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(unitrain, arguments)
 
 
-def states(result: Result) -> list[str]:
+def printed_states(result: Result) -> list[str]:
     return [line.removeprefix("unitrain: ") for line in result.stderr.splitlines() if line.startswith("unitrain: ")]
 
 
@@ -131,7 +131,7 @@ def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: py
     )
     result = run("submit", "--to", "kubernetes", "--follow", "--namespace", "team", "--image", "a", "train.py")
     assert result.exit_code == 1, result.output
-    assert states(result) == [
+    assert printed_states(result) == [
         "TrainJob train is pending (no pods yet)",
         "TrainJob train is pending (train-node-0-0: Unschedulable: no GPUs)",
         "the scheduler does not respond, retrying: error: connection refused",
@@ -202,7 +202,7 @@ def test_incomplete_last_line_is_printed_once(cluster: Path, monkeypatch: pytest
 def test_follow_of_a_completed_job_exits_with_0(kind: str, resource: str, succeeded: str, cluster: Path) -> None:
     set_responses(cluster, (conditions(Created="JobCreated", **{succeeded: "Done"}), []))
     result = run("follow", "--to", "kubernetes", "--kind", kind, "train")
-    assert (result.exit_code, states(result)) == (0, [f"{kind} train has completed"])
+    assert (result.exit_code, printed_states(result)) == (0, [f"{kind} train has completed"])
     assert f"get {resource} train --output json" in (cluster / "calls").read_text()
 
 
@@ -210,7 +210,7 @@ def test_follow_reports_a_deleted_job(cluster: Path) -> None:
     set_responses(cluster, ({}, []))
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 1
-    assert states(result)[-1] == "TrainJob train was deleted, so its exit code is unknown"
+    assert printed_states(result)[-1] == "TrainJob train was deleted, so its exit code is unknown"
 
 
 def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypat
     set_responses(cluster, *[("error: connection refused", [])] * 200)
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 1
-    assert states(result) == [
+    assert printed_states(result) == [
         "the scheduler does not respond, retrying: error: connection refused",
         "TrainJob train is no longer followed. Follow it again with: unitrain follow --to kubernetes train",
     ]
@@ -273,7 +273,7 @@ def test_follow_returns_the_exit_code_of_a_slurm_job(
     write_program(cluster, "scontrol", gone if is_removed else shown)
     write_program(cluster, "sacct", f"echo '{state} by 0|{code}'")
     result = run("follow", "--to", "slurm", "7")
-    assert (result.exit_code, states(result)) == (expected, [f"job 7 {text}"])
+    assert (result.exit_code, printed_states(result)) == (expected, [f"job 7 {text}"])
 
 
 @pytest.mark.parametrize(
@@ -293,29 +293,32 @@ def test_failed_call_of_sacct_is_retried_unless_accounting_is_disabled(
     is_retried = "disabled" not in error
     assert result.exit_code == (0 if is_retried else 1)
     retries = [f"the scheduler does not respond, retrying: {error}", "the scheduler responds again"]
-    found = states(result)
+    found = printed_states(result)
     assert found[:-1] == (retries if is_retried else [])
     assert found[-1].endswith(expected)
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo"])
-def test_log_that_is_not_a_regular_file_is_reported(kind: str, cluster: Path) -> None:
+@pytest.mark.parametrize("file_type", ["folder", "fifo"])
+def test_log_that_is_not_a_regular_file_is_reported(file_type: str, cluster: Path) -> None:
     log = cluster / "log.out"
-    if kind == "folder":
+    if file_type == "folder":
         log.mkdir()
     else:
         os.mkfifo(log)
     write_program(cluster, "scontrol", f"echo 'JobId=7 JobState=COMPLETED ExitCode=0:0'; echo '   StdOut={log}'")
     result = run("follow", "--to", "slurm", "7")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert states(result) == [f"{log} is not a regular file, so its content is not shown", "job 7 has completed"]
+    assert printed_states(result) == [
+        f"{log} is not a regular file, so its content is not shown",
+        "job 7 has completed",
+    ]
 
 
 def test_job_name_that_looks_like_a_state_is_ignored(cluster: Path) -> None:
     state = "JobState=FAILED Reason=None"
     write_program(cluster, "scontrol", f"echo 'JobId=7 JobName=a JobState=COMPLETED'; echo '   {state} ExitCode=3:0'")
     result = run("follow", "--to", "slurm", "7")
-    assert (result.exit_code, states(result)) == (3, ["job 7 has failed, with exit code 3"])
+    assert (result.exit_code, printed_states(result)) == (3, ["job 7 has failed, with exit code 3"])
 
 
 def test_follow_exits_even_if_the_log_of_a_completed_job_grows(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +344,7 @@ def test_query_is_repeated_if_the_output_of_the_client_is_invalid(cluster: Path)
     )
     (cluster / "2.pods.json").write_text(json.dumps({"items": []}))
     result = run("follow", "--to", "kubernetes", "train")
-    assert (result.exit_code, states(result)[-1]) == (0, "TrainJob train has completed")
+    assert (result.exit_code, printed_states(result)[-1]) == (0, "TrainJob train has completed")
     assert "kubectl printed no JSON object: '<html>proxy" in result.stderr
 
 

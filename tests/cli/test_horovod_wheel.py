@@ -30,11 +30,11 @@ from unitrain.horovod_wheel.patching import Patch, apply_patches, format_diff
 def original_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources of Horovod, downloaded by the download step of a build plan."""
     cache = tmp_path_factory.mktemp("cache")
-    decided = create_plan(replace_fields(python=sys.executable), cache=cache)
-    download = next(step for step in decided.build_steps if step.name == "download")
+    build_plan = create_plan(replace_fields(python=sys.executable), cache=cache)
+    download = next(step for step in build_plan.build_steps if step.name == "download")
     done = subprocess.run(download.argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    build.extract(decided.sdist, cache)
+    build.extract(build_plan.sdist, cache)
     return cache / f"horovod-{plan.HOROVOD}"
 
 
@@ -107,17 +107,17 @@ def with_steps(build_plan: plan.BuildPlan, *steps: plan.BuildStep) -> plan.Build
 
 
 def test_cached_wheel_is_rebuilt_only_with_force(tmp_path: Path) -> None:
-    decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("true",)))
-    decided.folder.mkdir()
-    decided.wheel.touch()
-    assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := RecordingReporter()) == decided.wheel
+    build_plan = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("true",)))
+    build_plan.folder.mkdir()
+    build_plan.wheel.touch()
+    assert build.run(build_plan, {"PATH": "/usr/bin:/bin"}, hit := RecordingReporter()) == build_plan.wheel
     assert hit.steps == []
-    build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := RecordingReporter(), force=True)
+    build.run(build_plan, {"PATH": "/usr/bin:/bin"}, forced := RecordingReporter(), force=True)
     assert forced.steps == ["wheel"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *nightly(signal.SIGTERM, signal.SIGHUP)])
-def test_signal_terminates_the_processes_of_the_build(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, *nightly(signal.SIGTERM, signal.SIGHUP)])
+def test_signal_terminates_the_processes_of_the_build(signum: signal.Signals, tmp_path: Path) -> None:
     """The signal arrives while pip waits for a server that does not respond."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
@@ -129,20 +129,20 @@ def test_signal_terminates_the_processes_of_the_build(number: signal.Signals, tm
             connection, _ = server.accept()
             with connection:
                 connection.settimeout(20)
-                process.send_signal(number)
-                assert process.wait(timeout=60) == 128 + number
+                process.send_signal(signum)
+                assert process.wait(timeout=60) == 128 + signum
                 while connection.recv(4096):
                     pass  # read the request of pip, until the exit of pip closes the connection
             assert process.stderr is not None
-            assert process.stderr.read() == (b"\nunitrain: interrupted\n" if number == signal.SIGINT else b"")
+            assert process.stderr.read() == (b"\nunitrain: interrupted\n" if signum == signal.SIGINT else b"")
         # A remaining wheel or archive would be used by the next build, which deletes other remaining files.
         assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".whl", ".gz")]
 
 
 def toolkit_step(folder: Path, script: str) -> plan.BuildStep:
     """Return the toolkit step of a build plan with a shell script as its command, so it does not need a network."""
-    decided = create_plan(cache=folder, cuda=True)
-    step = next(step for step in decided.build_steps if step.name == "toolkit")
+    build_plan = create_plan(cache=folder, cuda=True)
+    step = next(step for step in build_plan.build_steps if step.name == "toolkit")
     return dataclasses.replace(step, argv=("sh", "-c", script.replace("TOOLKIT", str(folder / "cuda-13.0"))))
 
 
@@ -151,13 +151,15 @@ FILL = "mkdir TOOLKIT/nvidia && echo new > TOOLKIT/nvidia/nvcc"
 
 @pytest.mark.parametrize("force", [False, True])
 def test_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, force: bool) -> None:
-    decided = create_plan(cache=tmp_path, cuda=True)
-    broken = with_steps(decided, toolkit_step(tmp_path, "mkdir TOOLKIT/nvidia && touch TOOLKIT/nvidia/old && exit 1"))
+    build_plan = create_plan(cache=tmp_path, cuda=True)
+    broken = with_steps(
+        build_plan, toolkit_step(tmp_path, "mkdir TOOLKIT/nvidia && touch TOOLKIT/nvidia/old && exit 1")
+    )
     with pytest.raises(HorovodBuildError, match="Step 'toolkit'"):
         build.run(broken, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
     files = tmp_path / "cuda-13.0" / "nvidia"
     assert files.is_dir()
-    plan_with_toolkit = with_steps(decided, toolkit_step(tmp_path, FILL))
+    plan_with_toolkit = with_steps(build_plan, toolkit_step(tmp_path, FILL))
     build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, RecordingReporter(), force=force)
     assert [file.name for file in files.iterdir()] == ["nvcc"]
     (files / "nvcc").write_text("used")
@@ -201,26 +203,26 @@ def test_failed_step_is_reported_with_the_error_a_fix_and_the_log(tmp_path: Path
     script = (
         "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
     )
-    decided = with_steps(
+    build_plan = with_steps(
         create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("sh", "-c", script))
     )
     with pytest.raises(HorovodBuildError) as caught:
-        build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := RecordingReporter())
+        build.run(build_plan, {"PATH": "/usr/bin:/bin"}, seen := RecordingReporter())
     message = str(caught.value)
     assert "Step 'wheel'" in message
     assert "exit status 3: x.cc:1: fatal error: No space left on device. The disk" in message
     assert "--cache-dir" in message
-    assert str(decided.log) in message
-    assert "[ 40%] Building" in decided.log.read_text()
+    assert str(build_plan.log) in message
+    assert "[ 40%] Building" in build_plan.log.read_text()
     assert seen.percents == [40]
 
 
 def test_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
-    decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="unpack", description=""))
-    decided.sdist.parent.mkdir()
-    decided.sdist.write_bytes(b"something else")
+    build_plan = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="unpack", description=""))
+    build_plan.sdist.parent.mkdir()
+    build_plan.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):
-        build.run(decided, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
+        build.run(build_plan, {"PATH": "/usr/bin:/bin"}, RecordingReporter())
 
 
 def test_archive_is_extracted_by_python_versions_without_extraction_filters(

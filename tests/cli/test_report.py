@@ -259,7 +259,7 @@ def test_page_of_an_unfinished_run_that_was_resumed_on_another_backend(run_folde
 
 
 @pytest.mark.parametrize("kept", ["run.jsonl", "history.jsonl", "steps.jsonl run.jsonl"])
-def test_run_without_epochs_has_a_report(run_folder: Path, tmp_path: Path, kept: str) -> None:
+def test_run_with_missing_files_has_a_report(run_folder: Path, tmp_path: Path, kept: str) -> None:
     for name in kept.split():
         (tmp_path / name).write_bytes((run_folder / name).read_bytes())
     shown = read_page(tmp_path)

@@ -35,7 +35,9 @@ _POLICY = {
 }
 
 
-def schema(version: str, kind: str, roles: tuple[str, str], replicas: str, own: dict[str, Any]) -> dict[str, Any]:
+def create_schema(
+    version: str, kind: str, roles: tuple[str, str], replicas: str, own: dict[str, Any]
+) -> dict[str, Any]:
     replica = {
         "type": "object",
         "properties": {
@@ -66,14 +68,14 @@ def schema(version: str, kind: str, roles: tuple[str, str], replicas: str, own: 
 
 
 SCHEMAS = {
-    "PyTorchJob": schema(
+    "PyTorchJob": create_schema(
         "kubeflow.org/v1",
         "PyTorchJob",
         ("Master", "Worker"),
         "pytorchReplicaSpecs",
         {"nprocPerNode": {"type": "string"}, "elasticPolicy": {"type": "object"}},
     ),
-    "MPIJob": schema(
+    "MPIJob": create_schema(
         "kubeflow.org/v2beta1",
         "MPIJob",
         ("Launcher", "Worker"),
@@ -175,10 +177,10 @@ def test_batch_script_for_slurm_contains_directives_and_the_srun_command(script:
 def test_directives_quote_values_with_spaces(script: Path) -> None:
     """Slurm splits a #SBATCH line at unquoted spaces."""
     text = print_job("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
-    submit_options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
-    assert "#SBATCH --job-name='a b'" in submit_options
-    assert "#SBATCH --output='my logs/%j.out'" in submit_options
-    assert [shlex.split(line)[-1] for line in submit_options if "comment" in line] == ["--comment=it's"]
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert "#SBATCH --job-name='a b'" in directives
+    assert "#SBATCH --output='my logs/%j.out'" in directives
+    assert [shlex.split(line)[-1] for line in directives if "comment" in line] == ["--comment=it's"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 75])
@@ -395,7 +397,7 @@ def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script:
 
 
 def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -> None:
-    def command(line: str, *options: str) -> str:
+    def translated_command(line: str, *options: str) -> str:
         result = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", *options, line])
         spec = yaml.safe_load(result.stdout)["spec"]
         assert "left out" not in result.stderr
@@ -405,9 +407,9 @@ def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -
         return " ".join(replica["template"]["spec"]["containers"][0]["command"])
 
     for options in ((), ("--kind", "PyTorchJob")):
-        assert command("torchrun --nproc-per-node 2 --tee 3 t.py", *options) == "torchrun --tee 3 t.py"
+        assert translated_command("torchrun --nproc-per-node 2 --tee 3 t.py", *options) == "torchrun --tee 3 t.py"
     line = "OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py"
-    assert command(line, "--kind", "MPIJob") == (
+    assert translated_command(line, "--kind", "MPIJob") == (
         "mpirun -np 2 -x OMPI_MCA_x -x PATH -x LD_LIBRARY_PATH --bind-to none --map-by slot "
         "-mca odls_base_sigkill_timeout 4 --report-bindings python t.py"
     )

@@ -203,7 +203,7 @@ def test_user_settings_and_autotune_override_the_defaults(
         assert group.run(horovod_settings) == [settings]
 
 
-def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
+def compute_gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # each layer has 1 MiB
     model = backend.distributed_model(nn.Sequential(*layers))
@@ -219,8 +219,8 @@ def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
 def test_bucket_settings_change_the_buckets_but_not_the_gradients(backend: str) -> None:
     settings = {"UNITRAIN_BUCKETS_MB": "1,1", "UNITRAIN_BUCKET_VIEW": "0"}
     with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=preloaded(settings)) as small:
-        (expected, few), _ = plain.run(gradients)
-        (found, many), _ = small.run(gradients)
+        (expected, few), _ = plain.run(compute_gradients)
+        (found, many), _ = small.run(compute_gradients)
     assert (few, many) == (2, 3)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

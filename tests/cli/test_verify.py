@@ -47,36 +47,36 @@ from torch import nn
 from torch.utils.data import TensorDataset
 import unitrain
 
-planted, *folder = sys.argv[1:]
+injected, *folder = sys.argv[1:]
 
 class Nudge(unitrain.Callback):
     def on_step_end(self, trainer):
-        if "nudge" in planted and trainer.backend.rank == 1 and trainer.progress.step == 3:
+        if "nudge" in injected and trainer.backend.rank == 1 and trainer.progress.step == 3:
             next(trainer.model.parameters()).data.add_(1e-3)
 
-with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backend:
-    if planted == "crash" and backend.size > 1:
-        raise RuntimeError("planted: not on this backend")
-    if planted == "hang" and backend.size > 1:
+with unitrain.init("ddp" if injected == "crash" else None, device="cpu") as backend:
+    if injected == "crash" and backend.size > 1:
+        raise RuntimeError("injected: not on this backend")
+    if injected == "hang" and backend.size > 1:
         open(f"{folder[0]}/{backend.rank}", "w").close()
         time.sleep(1000)
-    if planted == "hang":
+    if injected == "hang":
         sys.exit()
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator)
-    if "shuffle" in planted:
+    if "shuffle" in injected:
         generator.seed()
         order = backend.broadcast_object(torch.randperm(64, generator=generator))
         inputs, targets = inputs[order], targets[order]
     torch.manual_seed(0)
-    dropout = nn.Dropout(0.5 * (planted in ("dropout", "bits")))
+    dropout = nn.Dropout(0.5 * (injected in ("dropout", "bits")))
     model = nn.Sequential(nn.Linear(6, 8), dropout, nn.Tanh(), nn.Linear(8, 3))
-    if planted == "rounding" and backend.name == "ddp":
+    if injected == "rounding" and backend.name == "ddp":
         weight, bias = model[0].weight, model[0].bias
         model[0].forward = lambda x: (x[:, :3] @ weight[:, :3].T + bias) + x[:, 3:] @ weight[:, 3:].T
-    lr = 0.1 * (backend.size if planted == "rate" and backend.name == "horovod" else 1)
+    lr = 0.1 * (backend.size if injected == "rate" and backend.name == "horovod" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    logical_ranks = 4 if "bits" in planted else None
+    logical_ranks = 4 if "bits" in injected else None
     config = unitrain.TrainConfig(max_epochs=2, batch_size=8, progress="off", logical_ranks=logical_ranks)
     trainer = unitrain.Trainer(
         model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[Nudge()]
@@ -112,7 +112,7 @@ def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return launch.process.returncode, output, json.loads(report.read_text())
 
 
-def rows(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def rows_by_backend(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the rows of a report with one group, as a dictionary by (backend, transport)."""
     (group,) = report["groups"]
     return {(row["backend"], row["transport"]): row for row in group["rows"]}
@@ -123,7 +123,7 @@ def test_digits_has_the_same_results_on_every_backend_and_transport(tmp_path: Pa
     code, output, report = verify(tmp_path, str(DIGITS), "--output", str(tmp_path / "runs"))
     assert code == 0, output
     assert output.endswith("Verdict: the same results.\n")
-    found = rows(report)
+    found = rows_by_backend(report)
     assert {who: row["status"] for who, row in found.items()} == {
         ("local", "none"): "reference",
         ("ddp", "gloo"): "same results",
@@ -147,7 +147,7 @@ def test_digits_has_the_same_results_on_every_backend_and_transport(tmp_path: Pa
 def test_learning_rate_that_is_scaled_on_one_backend_is_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "4", "--backends", "ddp,horovod", script, "rate")
     assert code == 1
-    found = rows(report)
+    found = rows_by_backend(report)
     assert found["ddp", "gloo"]["status"] == "reference"
     row = found["horovod", "gloo"]
     assert row["status"] == "differs"
@@ -164,7 +164,7 @@ def test_rounding_difference_is_resolved_in_float64(script: str, tmp_path: Path)
     code, output, report = verify(tmp_path, *options, script, "rounding")
     assert code == 0, output
     assert "1 of 2 runs may differ by rounding only. Repeating them in float64:" in output
-    row = rows(report)["ddp", "gloo"]
+    row = rows_by_backend(report)["ddp", "gloo"]
     assert row["status"] == "same results"
     assert row["difference"]["parameters"]["delta"] > 1e-12
     assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
@@ -173,7 +173,7 @@ def test_rounding_difference_is_resolved_in_float64(script: str, tmp_path: Path)
 def test_unseeded_shuffle_and_diverging_rank_are_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "5", "--backends", "local,ddp", script, "shuffle and nudge")
     assert code == 1
-    row = rows(report)["ddp", "gloo"]
+    row = rows_by_backend(report)["ddp", "gloo"]
     assert row["difference"]["first_data_step"] == 1
     assert not row["replicas_bit_equal"]
     data, replica = row["reasons"]
@@ -186,11 +186,11 @@ def test_unseeded_shuffle_and_diverging_rank_are_named(script: str, tmp_path: Pa
 def test_output_of_a_failed_run_and_a_hard_coded_backend_are_reported(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "2", "--backends", "local,ddp", script, "crash")
     assert code == 1
-    found = rows(report)
+    found = rows_by_backend(report)
     (crashed,) = [row for row in found.values() if row["processes"] == 2]
     assert crashed["status"] == "failed"
     assert crashed["reasons"] == ["it ended with exit code 1"]
-    assert any(line.endswith("RuntimeError: planted: not on this backend") for line in crashed["output"])
+    assert any(line.endswith("RuntimeError: injected: not on this backend") for line in crashed["output"])
     assert "  | [rank" in output
     (local,) = [row for row in found.values() if row["processes"] == 1]
     assert local["status"] == "failed"
@@ -200,7 +200,7 @@ def test_output_of_a_failed_run_and_a_hard_coded_backend_are_reported(script: st
 def test_single_process_differs_by_design_from_several_ranks_with_dropout(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "6", script, "dropout")
     assert code == 0, output
-    found = rows(report)
+    found = rows_by_backend(report)
     assert found["ddp", "gloo"]["status"] == "reference"
     assert found["horovod", "gloo"]["status"] == "same results"
     assert found["horovod", "gloo"]["difference"]["parameters"]["delta"] == 0
@@ -246,17 +246,17 @@ def test_run_that_hangs_is_terminated_and_its_stacks_are_reported(script: str, t
     assert output.endswith("Verdict: not the same results. Of 2 runs, 2 failed.\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, *nightly(signal.SIGTERM)])
-def test_signal_to_verify_terminates_the_current_run(number: signal.Signals, script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGHUP, *nightly(signal.SIGTERM)])
+def test_signal_to_verify_terminates_the_current_run(signum: signal.Signals, script: str, tmp_path: Path) -> None:
     arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
     with running_launcher([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
         deadline = time.monotonic() + SECONDS
         while not (tmp_path / "1").exists() and launch.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(launch.find_processes()) >= 4
-        launch.process.send_signal(number)
+        launch.process.send_signal(signum)
         launch.wait_until_all_exited(28)  # torchrun sends SIGKILL after 30 s
-        assert launch.process.wait(15) == 128 + number
+        assert launch.process.wait(15) == 128 + signum
 
 
 @pytest.mark.ci
@@ -276,7 +276,7 @@ def test_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
     example = (str(EXAMPLES / "pipeline.py"), "--epochs", "1", "--batch-size", "500")
     code, output, report = verify(tmp_path, "--float64", "--backends", "local,ddp", *example)
     assert code == 0, output
-    found = rows(report)
+    found = rows_by_backend(report)
     assert found["local", "none"]["status"] == "reference"
     row = found["ddp", "gloo"]
     assert (row["status"], row["processes"], row["optimizer"], row["steps"]) == ("same results", 2, "AdamW", 3)
@@ -290,7 +290,7 @@ def test_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> None:
     target = f"{tmp_path / 'made.py'}:regression"
     code, output, report = verify(tmp_path, "-np", "3", "--float64", "--backends", "local,ddp", target)
     assert code == 0, output
-    row = rows(report)["ddp", "gloo"]
+    row = rows_by_backend(report)["ddp", "gloo"]
     assert row["status"] == "same results"
     assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "the difference must be as small as in float64"
     assert row["global_batch_sizes"][:3] == [24, 24, 16], "the last global batch must have 16 samples, sharded unevenly"
@@ -338,7 +338,7 @@ def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest
 # --- training on one rank in this process ---
 
 
-def samples(count: int = 24) -> TensorDataset:
+def create_samples(count: int = 24) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator))
 
@@ -353,7 +353,7 @@ def record_run(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    made: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    model_and_optimizer: tuple[nn.Module, torch.optim.Optimizer] | None = None,
     data: Dataset[Any] | DataLoader[Any] | None = None,
     loss_fn: Any = None,
     steps: int = 5,
@@ -366,7 +366,7 @@ def record_run(
     """Train on one rank as `unitrain verify` does, and return the record of the run."""
     folder.mkdir()
     RecordRequest(steps=steps, emulated_ranks=emulated_ranks, float64=float64, bits=bits).write(folder)
-    model, optimizer = made or build_model()
+    model, optimizer = model_and_optimizer or build_model()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(folder)))
@@ -375,7 +375,7 @@ def record_run(
             model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config, callbacks=callbacks
         )
         with pytest.raises(SystemExit) as ended:
-            trainer.fit(data or samples())
+            trainer.fit(data or create_samples())
         assert ended.value.code == 0
     finally:
         monkeypatch.delenv(OVERRIDES_VARIABLE)
@@ -400,7 +400,7 @@ def second_row(*records: Record) -> VerdictRow:
 def test_record_equals_a_loop_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = record_run(tmp_path / "a", monkeypatch, shuffle=False, steps=7, max_grad_norm=0.5)
     model, optimizer = build_model()
-    inputs, targets = samples().tensors
+    inputs, targets = create_samples().tensors
     losses = []
     for step in range(7):
         part = slice(step % 6 * 4, step % 6 * 4 + 4)
@@ -433,7 +433,7 @@ def test_one_process_can_train_with_the_global_batch_of_several_ranks(
     own = record_run(tmp_path / "a", monkeypatch, batch_size=12)
     as_three = record_run(tmp_path / "b", monkeypatch, emulated_ranks=3)
     fixed = record_run(tmp_path / "c", monkeypatch, emulated_ranks=3, batch_size=4, global_batch_size=12)
-    loader = DataLoader(samples(), batch_size=4, shuffle=True)
+    loader = DataLoader(create_samples(), batch_size=4, shuffle=True)
     loaded = record_run(tmp_path / "d", monkeypatch, emulated_ranks=3, data=loader, batch_size=None)
     for found in (as_three, fixed, loaded):
         assert found.global_batch_sizes() == own.global_batch_sizes() == [12] * 5
@@ -449,14 +449,20 @@ def test_one_process_can_normalize_over_the_same_samples_as_several_ranks(
 ) -> None:
     """Each rank normalizes over its own samples. With sync_batch_norm, it normalizes over the samples of all ranks."""
 
-    def make_normalized() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build_normalized_model() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    complete = record_run(tmp_path / "whole", monkeypatch, made=make_normalized(), batch_size=12)
-    synced = record_run(tmp_path / "all", monkeypatch, made=make_normalized(), emulated_ranks=3, sync_batch_norm=True)
-    own = record_run(tmp_path / "own", monkeypatch, made=make_normalized(), emulated_ranks=3)
+    complete = record_run(tmp_path / "whole", monkeypatch, model_and_optimizer=build_normalized_model(), batch_size=12)
+    synced = record_run(
+        tmp_path / "all",
+        monkeypatch,
+        model_and_optimizer=build_normalized_model(),
+        emulated_ranks=3,
+        sync_batch_norm=True,
+    )
+    own = record_run(tmp_path / "own", monkeypatch, model_and_optimizer=build_normalized_model(), emulated_ranks=3)
     assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
@@ -494,14 +500,14 @@ def test_each_cause_of_a_difference_is_named(tmp_path: Path, monkeypatch: pytest
     reference = record_run(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
         "seed": (
-            {"made": build_model(seed=1)},
+            {"model_and_optimizer": build_model(seed=1)},
             "0.weight has different initial values. Call torch.manual_seed(0) before",
         ),
         "model": (
-            {"made": build_model(width=5)},
+            {"model_and_optimizer": build_model(width=5)},
             "parameter 0.bias exists in only one of the runs, or has different shapes in them",
         ),
-        "rate": ({"made": build_model(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
+        "rate": ({"model_and_optimizer": build_model(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
         "order": ({"seed": 1}, "step 1 has different samples. Seed"),
         "batch": ({"batch_size": 5}, "step 1 has different samples (5 instead of 4). Seed"),
         "length": ({"max_epochs": None, "max_steps": 3}, "the run ended after 3 steps, the reference after 5"),
@@ -517,13 +523,16 @@ def test_each_cause_of_a_difference_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = record_run(tmp_path / "a", monkeypatch, log_every_n_steps=100, steps=3)
-    inputs, targets = samples().tensors
+    inputs, targets = create_samples().tensors
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # order of the first epoch
     broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
     nans = [
         record_run(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, steps=3) for name in ("b", "c")
     ]
-    unchanged = [record_run(tmp_path / name, monkeypatch, made=build_model(lr=0.0), steps=3) for name in ("d", "e")]
+    unchanged = [
+        record_run(tmp_path / name, monkeypatch, model_and_optimizer=build_model(lr=0.0), steps=3)
+        for name in ("d", "e")
+    ]
     for pair, reason in ((nans, "the loss of step 2 is nan"), (unchanged, "no parameter changed in 3 steps")):
         for outcomes in (pair, [reference, pair[0]]):
             row = second_row(*outcomes)
@@ -548,7 +557,7 @@ def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatc
                 record_run(
                     tmp_path / f"{rate} {float64} {number}",
                     monkeypatch,
-                    made=build_model(lr=rate),
+                    model_and_optimizer=build_model(lr=rate),
                     loss_fn=scaled(factor),
                     float64=float64,
                 )
@@ -565,8 +574,8 @@ def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatc
                     assert parameters.is_within_tolerance == same, rate
                 assert found.state.is_within_tolerance == same, (rate, float64, "the momentum depends on the gradients")
     state = compare(
-        record_run(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
-        record_run(tmp_path / "right", monkeypatch, made=adamw()),
+        record_run(tmp_path / "wrong", monkeypatch, model_and_optimizer=adamw(), loss_fn=scaled(10.0)),
+        record_run(tmp_path / "right", monkeypatch, model_and_optimizer=adamw()),
         1e-6,
         float64=False,
     ).state
@@ -574,12 +583,12 @@ def test_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatc
 
 
 def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def both(name: str, *, float64: bool, wrong: bool) -> Group:
+    def compare_two_runs(name: str, *, float64: bool, wrong: bool) -> Group:
         runs = [
             record_run(
                 tmp_path / f"{name} {number} {float64}",
                 monkeypatch,
-                made=build_model(lr=1e-3),
+                model_and_optimizer=build_model(lr=1e-3),
                 # The second run adds in another order, or has wrong gradients.
                 loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
                 if number
@@ -595,10 +604,10 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
         return compare_outcomes(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
 
     for wrong, status in ((False, "same results"), (True, "differs")):
-        first = both(f"{wrong}", float64=False, wrong=wrong)
+        first = compare_two_runs(f"{wrong}", float64=False, wrong=wrong)
         assert first.rows[1].status == "differs"
         assert first.rows[1].needs_float64
-        last = resolve_with_float64(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
+        last = resolve_with_float64(first, compare_two_runs(f"{wrong}", float64=True, wrong=wrong)).rows[1]
         assert last.status == status
         message = (
             "the difference is rounding: in float64"
@@ -613,7 +622,7 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
 ) -> None:
     one, two = (
         record_run(tmp_path / "a", monkeypatch),
-        record_run(tmp_path / "b", monkeypatch, made=build_model(lr=0.2)),
+        record_run(tmp_path / "b", monkeypatch, model_and_optimizer=build_model(lr=0.2)),
     )
     two_ranks = Record([replace(two.first, size=2)], two.folder)
     outcomes = [
@@ -659,14 +668,14 @@ def test_float64_converts_data_model_and_loss(tmp_path: Path, monkeypatch: pytes
 
 
 def test_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
-    inputs, targets = samples().tensors
+    inputs, targets = create_samples().tensors
     batch = {"b": [inputs, targets.bool()], "a": targets.to(torch.bfloat16), "names": [str(n) for n in range(24)]}
 
-    def part(of: slice | Tensor) -> int:
-        indices = torch.arange(24)[of]
+    def part(selection: slice | Tensor) -> int:
+        indices = torch.arange(24)[selection]
         cut = {
-            "b": [inputs[of], targets.bool()[of]],
-            "a": targets.to(torch.bfloat16)[of],
+            "b": [inputs[selection], targets.bool()[selection]],
+            "a": targets.to(torch.bfloat16)[selection],
             "names": [str(n) for n in indices.tolist()],
         }
         return digest_samples(cut, len(indices))
@@ -734,7 +743,7 @@ def test_first_step_and_tensor_with_different_bits_are_named(
     reference = record_run(tmp_path / "reference", monkeypatch, **settings)
     same = record_run(tmp_path / "same", monkeypatch, **settings)
     changed = record_run(tmp_path / "changed", monkeypatch, callbacks=[_Change(choose)], **settings)
-    other_start = record_run(tmp_path / "start", monkeypatch, made=build_model(seed=1), **settings)
+    other_start = record_run(tmp_path / "start", monkeypatch, model_and_optimizer=build_model(seed=1), **settings)
     shorter = record_run(tmp_path / "shorter", monkeypatch, steps=4, **settings)
     assert find_first_difference(same, reference) == ""
     assert find_first_difference(changed, reference) == difference

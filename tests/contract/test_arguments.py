@@ -32,18 +32,18 @@ class Parts:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
 
-    def trainer(self, *arguments: Any, **settings: Any) -> Trainer:
-        settings = {"backend": self.backend, "config": self.config(), **settings}
+    def make_trainer(self, *arguments: Any, **settings: Any) -> Trainer:
+        settings = {"backend": self.backend, "config": self.make_config(), **settings}
         return Trainer(*(arguments or (self.model, self.optimizer, nn.functional.mse_loss)), **settings)
 
-    def loader(self) -> unitrain.ShardedLoader:
+    def make_loader(self) -> unitrain.ShardedLoader:
         return unitrain.ShardedLoader(self.data, self.backend, batch_size=2)
 
-    def config(self, **settings: Any) -> TrainConfig:
+    def make_config(self, **settings: Any) -> TrainConfig:
         return TrainConfig(**{"max_epochs": 1, "batch_size": 2, "progress": "off", **settings})
 
     def fit(self, loss_fn: Any = nn.functional.mse_loss, data: Any = None, **settings: Any) -> dict[str, float]:
-        trainer = self.trainer(self.model, self.optimizer, loss_fn, config=self.config(**settings))
+        trainer = self.make_trainer(self.model, self.optimizer, loss_fn, config=self.make_config(**settings))
         return trainer.fit(self.data if data is None else data)
 
 
@@ -58,11 +58,11 @@ class DataParallel(Wrapped):
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """A class with the name of torch's optimizer, whose constructor requires a process group. `local` does not have
-    one."""
+    """A class with the name of torch's optimizer, whose constructor requires a process group. The local backend has
+    no process group."""
 
 
-def summed(tokens: Any) -> Callable[[Any, Any], Any]:
+def summed_loss(tokens: Any) -> Callable[[Any, Any], Any]:
     return lambda output, target: ((output - target).pow(2).sum(), tokens)
 
 
@@ -70,42 +70,46 @@ def metric(output: Any, target: Any) -> Any:
     return (output - target).mean()
 
 
-def lazy(parts: Parts) -> None:
+def make_trainer_with_lazy_model(parts: Parts) -> None:
     model = nn.LazyLinear(1)
-    parts.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+    parts.make_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
 
 
-def a_scheduler_of_another_optimizer(parts: Parts) -> None:
-    parts.trainer(scheduler=StepLR(torch.optim.Adam(nn.Linear(1, 1).parameters()), 1))
+def make_trainer_with_scheduler_of_another_optimizer(parts: Parts) -> None:
+    parts.make_trainer(scheduler=StepLR(torch.optim.Adam(nn.Linear(1, 1).parameters()), 1))
 
 
 BATCHES = [(torch.ones(4, 3), torch.ones(4, 1)) for _ in range(3)]
 
-# Each case: the call, a required text of the first sentence and one of the second sentence.
+# Each case: the call, and the texts that the first and the second sentence of the error must contain.
 CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     "model class": (
-        lambda p: p.trainer(nn.Linear, p.optimizer, nn.functional.mse_loss),
+        lambda p: p.make_trainer(nn.Linear, p.optimizer, nn.functional.mse_loss),
         "Trainer(model) must be a torch.nn.Module, got the class Linear.",
         "Pass the model itself",
     ),
     "model and optimizer swapped": (
-        lambda p: p.trainer(p.optimizer, p.model, nn.functional.mse_loss),
+        lambda p: p.make_trainer(p.optimizer, p.model, nn.functional.mse_loss),
         "Trainer(model) must be a torch.nn.Module, got an object of class SGD.",
         "Pass the model first and the optimizer second.",
     ),
     "wrapped model": (
-        lambda p: p.trainer(DataParallel(p.model), p.optimizer, nn.functional.mse_loss),
+        lambda p: p.make_trainer(DataParallel(p.model), p.optimizer, nn.functional.mse_loss),
         "Trainer(model) is wrapped in DataParallel",
         "model.module.",
     ),
-    "lazy model": (lazy, "LazyLinear has lazy parameters that have no shape yet: weight, bias.", "model(inputs)."),
+    "lazy model": (
+        make_trainer_with_lazy_model,
+        "LazyLinear has lazy parameters that have no shape yet: weight, bias.",
+        "model(inputs).",
+    ),
     "optimizer class": (
-        lambda p: p.trainer(p.model, torch.optim.Adam, nn.functional.mse_loss),
+        lambda p: p.make_trainer(p.model, torch.optim.Adam, nn.functional.mse_loss),
         "Trainer(optimizer) must be a torch.optim.Optimizer, got the class Adam.",
         "Adam(model.parameters(), lr=0.1).",
     ),
     "several optimizers": (
-        lambda p: p.trainer(p.model, [p.optimizer, p.optimizer], nn.functional.mse_loss),
+        lambda p: p.make_trainer(p.model, [p.optimizer, p.optimizer], nn.functional.mse_loss),
         "One optimizer was expected, got a list of 2.",
         "examples/gan.py",
     ),
@@ -115,102 +119,104 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "optimizer = backend.distributed_optimizer(optimizer, model).",
     ),
     "optimizer that shards its state": (
-        lambda p: p.trainer(p.model, ZeroRedundancyOptimizer(p.model.parameters(), lr=0.1), nn.functional.mse_loss),
+        lambda p: p.make_trainer(
+            p.model, ZeroRedundancyOptimizer(p.model.parameters(), lr=0.1), nn.functional.mse_loss
+        ),
         "ZeroRedundancyOptimizer shards its state over ranks",
         'shard="state"',
     ),
     "optimizer and loss swapped": (
-        lambda p: p.trainer(p.model, nn.MSELoss(), p.optimizer),
+        lambda p: p.make_trainer(p.model, nn.MSELoss(), p.optimizer),
         "Trainer(optimizer) must be a torch.optim.Optimizer, got an object of class MSELoss.",
         "Pass the model first",
     ),
     "LBFGS": (
-        lambda p: p.trainer(p.model, torch.optim.LBFGS(p.model.parameters()), nn.functional.mse_loss),
+        lambda p: p.make_trainer(p.model, torch.optim.LBFGS(p.model.parameters()), nn.functional.mse_loss),
         "LBFGS evaluates the loss several times per step",
         "torch.optim.AdamW",
     ),
     "loss class": (
-        lambda p: p.trainer(p.model, p.optimizer, nn.MSELoss),
+        lambda p: p.make_trainer(p.model, p.optimizer, nn.MSELoss),
         "Trainer(loss_fn) must be a function, got the class MSELoss.",
         "nn.CrossEntropyLoss()",
     ),
     "loss name": (
-        lambda p: p.trainer(p.model, p.optimizer, "mse"),
+        lambda p: p.make_trainer(p.model, p.optimizer, "mse"),
         "Trainer(loss_fn) must be a function, got 'mse'.",
         "nn.CrossEntropyLoss()",
     ),
     "config class": (
-        lambda p: p.trainer(config=TrainConfig),
+        lambda p: p.make_trainer(config=TrainConfig),
         "Trainer(config=...) must be a TrainConfig, got the class TrainConfig.",
         "Use TrainConfig(max_epochs=10).",
     ),
     "config dict": (
-        lambda p: p.trainer(config={"max_epochs": 1}),
+        lambda p: p.make_trainer(config={"max_epochs": 1}),
         "Trainer(config=...) must be a TrainConfig, got {'max_epochs': 1}.",
         "Use TrainConfig(max_epochs=10).",
     ),
     "backend name": (
-        lambda p: p.trainer(backend="ddp"),
+        lambda p: p.make_trainer(backend="ddp"),
         "Trainer(backend=...) must be a backend, got 'ddp'.",
         "with unitrain.init() as backend",
     ),
     "scheduler class": (
-        lambda p: p.trainer(scheduler=StepLR),
+        lambda p: p.make_trainer(scheduler=StepLR),
         "Trainer(scheduler=...) must be a learning rate scheduler, got the class StepLR.",
         "CosineAnnealingLR(optimizer, 100)",
     ),
     "scheduler of another optimizer": (
-        a_scheduler_of_another_optimizer,
+        make_trainer_with_scheduler_of_another_optimizer,
         "Trainer(scheduler=...), of class StepLR, was built on another optimizer, of class Adam",
         "StepLR(optimizer, ...).",
     ),
     "list of metrics": (
-        lambda p: p.trainer(metrics=[metric]),
+        lambda p: p.make_trainer(metrics=[metric]),
         "Trainer(metrics=...) must be a dictionary of functions, got an object of class list.",
         "Use metrics={",
     ),
     "metric function given as a name": (
-        lambda p: p.trainer(metrics={"accuracy": "accuracy"}),
+        lambda p: p.make_trainer(metrics={"accuracy": "accuracy"}),
         "Trainer(metrics={'accuracy': ...}) must be a function or a torchmetrics object, got 'accuracy'.",
         "Use metrics={",
     ),
     "metric without a name": (
-        lambda p: p.trainer(metrics={3: metric}),
+        lambda p: p.make_trainer(metrics={3: metric}),
         "A name in Trainer(metrics=...) must be a non-empty string, got 3.",
         "Use metrics={",
     ),
     "metric called loss": (
-        lambda p: p.trainer(metrics={"loss": metric}),
+        lambda p: p.make_trainer(metrics={"loss": metric}),
         "Trainer(metrics=...) has a result named 'loss'",
         "Give it another name",
     ),
     "forward class": (
-        lambda p: p.trainer(forward=nn.Linear),
+        lambda p: p.make_trainer(forward=nn.Linear),
         "Trainer(forward=...) takes a function, got <class",
         "Use forward=lambda model, batch",
     ),
-    "one callback": (
-        lambda p: p.trainer(callbacks=unitrain.EarlyStopping()),
+    "callback instead of a list": (
+        lambda p: p.make_trainer(callbacks=unitrain.EarlyStopping()),
         "Trainer(callbacks=...) must be a list, got an object of class EarlyStopping.",
         "Use callbacks=[unitrain.EarlyStopping()].",
     ),
     "callback class": (
-        lambda p: p.trainer(callbacks=[unitrain.EarlyStopping]),
+        lambda p: p.make_trainer(callbacks=[unitrain.EarlyStopping]),
         "A callback must be a unitrain.Callback, got <class",
         "Subclass unitrain.Callback",
     ),
-    "one logger": (
-        lambda p: p.trainer(loggers="csv"),
+    "logger name instead of a list": (
+        lambda p: p.make_trainer(loggers="csv"),
         "The Trainer's loggers must be a list, got 'csv'.",
         "loggers=['",
     ),
     "logger class": (
-        lambda p: p.trainer(loggers=[unitrain.CSVLogger]),
+        lambda p: p.make_trainer(loggers=[unitrain.CSVLogger]),
         "A logger must be a unitrain.Logger",
         "CSVLogger()",
     ),
     "logger folder": (
-        lambda p: p.trainer(loggers=[unitrain.CSVLogger(3)]),  # type: ignore[arg-type]
+        lambda p: p.make_trainer(loggers=[unitrain.CSVLogger(3)]),  # type: ignore[arg-type]
         "CSVLogger(folder) must be a non-empty path, got 3.",
         'Use CSVLogger(folder="runs/first").',
     ),
@@ -225,7 +231,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "TensorDataset(inputs, targets)",
     ),
     "class as validation data": (
-        lambda p: p.trainer().fit(p.data, {"clean": nn.Linear}),  # type: ignore[dict-item]
+        lambda p: p.make_trainer().fit(p.data, {"clean": nn.Linear}),  # type: ignore[dict-item]
         "Trainer.fit(val_data['clean']) must be a dataset or a DataLoader, got the class Linear.",
         "TensorDataset(inputs, targets)",
     ),
@@ -235,12 +241,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "DataLoader(data, batch_size=32).",
     ),
     "batches to evaluate": (
-        lambda p: p.trainer().evaluate(BATCHES),
+        lambda p: p.make_trainer().evaluate(BATCHES),
         "Trainer.evaluate(data) is a list of 3 sequences",
         "DataLoader(data, batch_size=32).",
     ),
     "None as data to predict": (
-        lambda p: p.trainer().predict(None),
+        lambda p: p.make_trainer().predict(None),
         "Trainer.predict(data) must be a dataset or a DataLoader, got None.",
         "TensorDataset(inputs, targets)",
     ),
@@ -255,22 +261,22 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "loss.mean()",
     ),
     "no tokens": (
-        lambda p: p.fit(summed(0)),
+        lambda p: p.fit(summed_loss(0)),
         "in a summed loss must be finite and above 0, or 0 if the sum is 0, got 0.",
         "Let",
     ),
     "negative number of tokens": (
-        lambda p: p.fit(summed(torch.tensor(-3))),
+        lambda p: p.fit(summed_loss(torch.tensor(-3))),
         "in a summed loss must be finite and above 0, or 0",
         "got -3. Let loss_fn",
     ),
     "nan tokens": (
-        lambda p: p.fit(summed(float("nan"))),
+        lambda p: p.fit(summed_loss(float("nan"))),
         "in a summed loss must be finite and above 0, or 0",
         "got nan. Let loss_fn",
     ),
     "boolean number of tokens": (
-        lambda p: p.fit(summed(True)),
+        lambda p: p.fit(summed_loss(True)),
         "in a summed loss must be finite and above 0, or 0",
         "got True. Let loss_fn",
     ),
@@ -280,7 +286,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Available: train_loss.",
     ),
     "stop without a reason": (
-        lambda p: p.trainer().stop(None),  # type: ignore[arg-type]
+        lambda p: p.make_trainer().stop(None),  # type: ignore[arg-type]
         "Trainer.stop(reason) must be a non-empty string, got None.",
         'Use trainer.stop("',
     ),
@@ -405,32 +411,32 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Use require_capability(backend, SupportsPowerSGD",
     ),
     "load_weights without a path": (
-        lambda p: p.trainer().load_weights(None),  # type: ignore[arg-type]
+        lambda p: p.make_trainer().load_weights(None),  # type: ignore[arg-type]
         "Trainer.load_weights(checkpoint) must be a non-empty path, got None.",
         'Use trainer.load_weights("best").',
     ),
     "ShardedLoader.epoch": (
-        lambda p: setattr(p.loader(), "epoch", -1),
+        lambda p: setattr(p.make_loader(), "epoch", -1),
         "ShardedLoader.epoch must be at least 0, got -1.",
         "Use loader.epoch = 0.",
     ),
     "state of another object": (
-        lambda p: p.loader().load_state_dict({}),
+        lambda p: p.make_loader().load_state_dict({}),
         "ShardedLoader.load_state_dict takes a state that state_dict() returned, got epoch=None.",
         "loader.state_dict().",
     ),
     "state of a loader with a negative position": (
-        lambda p: p.loader().load_state_dict({**p.loader().state_dict(), "position": -1}),
+        lambda p: p.make_loader().load_state_dict({**p.make_loader().state_dict(), "position": -1}),
         "ShardedLoader.load_state_dict takes a state that state_dict() returned, got position=-1.",
         "loader.state_dict().",
     ),
     "output folder with a NUL character": (
-        lambda p: p.config(output_dir=Path("runs/\0")),
+        lambda p: p.make_config(output_dir=Path("runs/\0")),
         "TrainConfig.output_dir must be a path, got 'runs/\\x00', which has a NUL character.",
         "Use output_dir=",
     ),
-    "preemption signals that are numbers": (
-        lambda p: p.config(preemption_signals=({},)),
+    "dictionary as a preemption signal": (
+        lambda p: p.make_config(preemption_signals=({},)),
         "TrainConfig.preemption_signals has {}, which is not a signal that a program can handle.",
         "Use preemption_signals=",
     ),
@@ -503,14 +509,14 @@ def test_ranks_communicate_after_an_argument_error(messages_by_rank_and_case: li
     assert [rank["still works"] for rank in messages_by_rank_and_case] == ["True"] * len(messages_by_rank_and_case)
 
 
-def train_on_a_list(backend: Backend) -> float:
+def train_on_a_dataloader_of_a_list(backend: Backend) -> float:
     parts = Parts(backend, "")
     return parts.fit(data=DataLoader(BATCHES[0:1] * 4, batch_size=2), batch_size=None)["train_loss"]
 
 
-def test_dataloader_accepts_a_list() -> None:
+def test_training_accepts_a_dataloader_of_a_list() -> None:
     with RankGroup("local", 1) as group:
-        assert group.run(train_on_a_list)[0] > 0
+        assert group.run(train_on_a_dataloader_of_a_list)[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -571,9 +577,9 @@ def test_run_rejects_invalid_arguments(arguments: dict[str, Any], message: str) 
     assert str(caught.value).startswith(message)
 
 
-def calls_after_shutdown(backend: Backend) -> dict[str, str]:
+def call_after_shutdown(backend: Backend) -> dict[str, str]:
     parts = Parts(backend, "")
-    trainer = parts.trainer()
+    trainer = parts.make_trainer()
     trainer.fit(parts.data)
     backend.shutdown()
     backend.shutdown()
@@ -584,7 +590,7 @@ def calls_after_shutdown(backend: Backend) -> dict[str, str]:
         "barrier": backend.barrier,
         "distributed_model": lambda: backend.distributed_model(nn.Linear(3, 1)),
         "distributed_optimizer": lambda: backend.distributed_optimizer(parts.optimizer, parts.model),
-        "Trainer": parts.trainer,
+        "Trainer": parts.make_trainer,
         "Trainer.fit": lambda: trainer.fit(parts.data),
         "Trainer.evaluate": lambda: trainer.evaluate(parts.data),
     }
@@ -605,7 +611,7 @@ def calls_after_shutdown(backend: Backend) -> dict[str, str]:
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
 def test_calls_after_shutdown_raise(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
-        for texts in group.run(calls_after_shutdown):
+        for texts in group.run(call_after_shutdown):
             for name, text in texts.items():
                 assert text.startswith(f"{name} was called after the backend was shut down. Call it inside the block")
 

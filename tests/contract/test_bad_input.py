@@ -43,7 +43,7 @@ def _loader(count: int = 8, **settings: Any) -> DataLoader[Any]:
     return DataLoader(_data(count), **{"batch_size": 2, **settings})
 
 
-def accumulate_0(backend: Backend, _: str) -> None:
+def zero_gradient_accumulation_steps(backend: Backend, _: str) -> None:
     _train(backend, gradient_accumulation_steps=0)
 
 
@@ -159,7 +159,7 @@ def a_sparse_parameter_on_one_rank(backend: Backend, _: str) -> None:
     _distribute(backend, model)
 
 
-def _train_with(
+def _train_model(
     backend: Backend,
     *,
     model: Any = None,
@@ -180,13 +180,13 @@ def _train_with(
 
 def a_model_on_meta_on_one_rank(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1, device="meta" if backend.rank else None)
-    _train_with(backend, model=model)
+    _train_model(backend, model=model)
 
 
 def different_parameter_order_in_the_optimizer_of_one_rank(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     parameters = list(model.parameters())
-    _train_with(
+    _train_model(
         backend, model=model, optimizer=torch.optim.SGD(parameters[::-1] if backend.rank else parameters, lr=0.1)
     )
 
@@ -196,7 +196,7 @@ def no_learning_rate_on_one_rank(backend: Backend, _: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if backend.rank:
         optimizer.param_groups[0]["lr"] = None
-    _train_with(backend, model=model, optimizer=optimizer)
+    _train_model(backend, model=model, optimizer=optimizer)
 
 
 def no_param_groups_on_one_rank(backend: Backend, _: str) -> None:
@@ -204,18 +204,18 @@ def no_param_groups_on_one_rank(backend: Backend, _: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if backend.rank:
         optimizer.param_groups.clear()
-    _train_with(backend, model=model, optimizer=optimizer)
+    _train_model(backend, model=model, optimizer=optimizer)
 
 
 def different_schedule_on_one_rank(backend: Backend, _: str) -> None:
     gamma = 0.9 if backend.rank else 0.5
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma)
-    _train_with(backend, scheduler=schedule, scheduler_interval="step")
+    _train_model(backend, scheduler=schedule, scheduler_interval="step")
 
 
 def a_schedule_on_one_rank(backend: Backend, _: str) -> None:
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1.0 / (1 + epoch))
-    _train_with(backend, scheduler=schedule if backend.rank else None)
+    _train_model(backend, scheduler=schedule if backend.rank else None)
 
 
 def a_wrong_interval_on_one_rank(backend: Backend, _: str) -> None:
@@ -224,7 +224,7 @@ def a_wrong_interval_on_one_rank(backend: Backend, _: str) -> None:
         if backend.rank
         else partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     )
-    _train_with(backend, scheduler=schedule, scheduler_interval="step")
+    _train_model(backend, scheduler=schedule, scheduler_interval="step")
 
 
 class ChangesLearningRate(unitrain.Callback):
@@ -233,7 +233,7 @@ class ChangesLearningRate(unitrain.Callback):
 
 
 def a_callback_that_changes_the_learning_rate_on_one_rank(backend: Backend, _: str) -> None:
-    _train_with(backend, callbacks=[ChangesLearningRate()])
+    _train_model(backend, callbacks=[ChangesLearningRate()])
 
 
 def different_order_of_metrics_on_one_rank(backend: Backend, _: str) -> None:
@@ -274,7 +274,7 @@ def resume_within_an_epoch_with_different_data(backend: Backend, folder: str) ->
     _train(backend, 10, max_epochs=None, max_steps=3, output_dir=folder, resume=True)
 
 
-def parameters_unused(backend: Backend, _: str) -> None:
+def unused_parameters(backend: Backend, _: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -282,7 +282,7 @@ def parameters_unused(backend: Backend, _: str) -> None:
     Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(_data(8))
 
 
-def parameters_unused_later(backend: Backend, _: str) -> None:
+def parameters_unused_in_the_second_step(backend: Backend, _: str) -> None:
     parts = nn.ModuleDict({"one": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     parts.forward = lambda x, names: sum(parts[name](x) for name in names)  # type: ignore[method-assign]
     model = backend.distributed_model(parts)
@@ -300,8 +300,8 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
 
 def different_optimizer_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    kind = torch.optim.SGD if backend.rank else torch.optim.Adam
-    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer_class = torch.optim.SGD if backend.rank else torch.optim.Adam
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
     backend.distributed_optimizer(optimizer, backend.distributed_model(model, shard=shard), shard=shard)
 
 
@@ -418,7 +418,7 @@ def fit_within_a_callback(backend: Backend, _: str) -> None:
 
 
 TWO_LOSSES = "loss_fn returned the mean over the batch for some batches and a pair (sum, number of tokens) for others."
-# Each case: the invalid call, and two required texts of the message, the invalid value and the fix.
+# Each case: the invalid call, and two texts that the message must contain: the invalid value and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (a_loss_sum_after_a_loss_mean_in_training, TWO_LOSSES, "Return the same kind of loss for every batch"),
     (
@@ -428,7 +428,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (a_loss_sum_in_evaluation_on_one_rank, TWO_LOSSES, "Return the same kind of loss for every batch, on every rank"),
     (
-        accumulate_0,
+        zero_gradient_accumulation_steps,
         "TrainConfig.gradient_accumulation_steps must be at least 1, got 0.",
         "Use 1 to step after every batch.",
     ),
@@ -513,7 +513,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Continue with the same data, seed and arguments. Or continue from a checkpoint",
     ),
     (
-        parameters_unused,
+        unused_parameters,
         "2 parameters received no gradient on every rank: spare.weight, spare.bias",
         "find_unused_parameters=True",
     ),
@@ -573,7 +573,11 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Trainer.fit was called with val_data",
         "Pass the same value on every rank",
     ),
-    (parameters_unused_later, "Some parameters received no gradient on this rank", "find_unused_parameters=True"),
+    (
+        parameters_unused_in_the_second_step,
+        "Some parameters received no gradient on this rank",
+        "find_unused_parameters=True",
+    ),
 ]
 
 
@@ -585,7 +589,7 @@ def raised_message(backend: Backend, case: Callable[[Backend, str], None], folde
     return "accepted"
 
 
-def still_works(backend: Backend) -> float:
+def allreduce_ones(backend: Backend) -> float:
     return backend.allreduce(torch.ones(1), "sum").item()
 
 
@@ -606,11 +610,11 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     assert fix in texts[0], texts[0]
     sentences = [part for part in texts[0].split(". ") if part]
     assert len(sentences) >= 2, f"the message must state a problem and a fix: {texts[0]}"
-    assert group.run(still_works) == [2.0, 2.0]
+    assert group.run(allreduce_ones) == [2.0, 2.0]
 
 
-def unfrozen_on_one_rank(backend: Backend) -> list[str]:
-    """Return the error of each rank. Rank 0 has a short timeout for each comparison."""
+def catch_timeouts_of_an_unfrozen_parameter(backend: Backend) -> list[str]:
+    """Unfreeze a parameter on rank 0 only. Return the timeout error of rank 0 for each sharding mode."""
     messages = []
     for shard in ("none", "gradients", "parameters"):
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -627,18 +631,18 @@ def unfrozen_on_one_rank(backend: Backend) -> list[str]:
 
 
 def test_the_timeout_error_names_the_parameter_that_is_unfrozen_on_one_rank(group: RankGroup) -> None:
-    messages, _ = group.run(unfrozen_on_one_rank)
+    messages, _ = group.run(catch_timeouts_of_an_unfrozen_parameter)
     assert len(messages) == 3
     for message in messages:
         assert "Missing: rank 1. Parameter '0.weight' was unfrozen on rank 0, but not on the missing ranks." in message
 
 
 def test_every_case_of_this_file_is_run() -> None:
-    takes_a_backend = {
+    case_names = {
         name
         for name, function in globals().items()
         if inspect.isfunction(function)
         and not name.startswith("_")
         and [*inspect.signature(function).parameters][:2] == ["backend", "_"]
     }
-    assert takes_a_backend == {case[0].__name__ for case in CASES if "_" in inspect.signature(case[0]).parameters}
+    assert case_names == {case[0].__name__ for case in CASES if "_" in inspect.signature(case[0]).parameters}

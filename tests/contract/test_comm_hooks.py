@@ -28,7 +28,7 @@ Register = Callable[[Any, Backend], None]
 
 
 class Network(nn.Module):
-    """A model with several gradient buckets, and with a layer that is frozen at first."""
+    """A model with several gradient buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def hierarchical_hook(backend: Backend) -> Any:
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
     from hierarchical import HierarchicalReduction
 
-    # With three ranks, simulates that the last rank is on another host.
+    # With three ranks, the last rank is on another (simulated) host.
     return HierarchicalReduction(backend, [0, 0, 1][: backend.size])
 
 
@@ -80,7 +80,7 @@ def train(backend: Backend, register: Register | None) -> list[Tensor]:
 
 @contextmanager
 def hierarchical_allreduce(backend: Backend) -> Iterator[None]:
-    """Context manager that enables the hierarchical allreduce. It simulates that the last rank runs on another host."""
+    """Enable the hierarchical allreduce, and simulate two hosts. Of three ranks, the last one is on the second host."""
     rendezvous: Any = vars(backend)["_rendezvous"]
     positions = [NodePosition(rank % 2, 2 - rank // 2, rank // 2, 2) for rank in range(backend.size)]
     with (
@@ -130,7 +130,7 @@ def reduce_two_models_in_different_orders(backend: Backend) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
-def compare_hooks(backend: Backend) -> dict[str, Any]:
+def train_with_each_hook(backend: Backend) -> dict[str, Any]:
     state: dict[str, int] = {}
     results = {
         "without": train(backend, None),
@@ -176,7 +176,7 @@ def register_invalid_hooks(backend: Backend) -> list[str]:
 def results(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     backend, size = request.param
     with RankGroup(backend, size) as group:
-        found = group.run(compare_hooks)
+        found = group.run(train_with_each_hook)
         for result, messages in zip(found, group.run(register_invalid_hooks), strict=True):
             result["messages"] = messages
         yield found

@@ -34,12 +34,12 @@ EXCHANGES = ("all_reduce", "all_gather_single", "broadcast", "isend")
 def ranks_exchanging_sums(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     """Yield ranks that exchange sums, like groups of more than MAX_GATHERING_RANKS ranks."""
     with RankGroup(*request.param) as group:
-        group.run(exchange_sums)
+        group.run(enable_sum_exchange)
         yield group
-        assert group.run(exchange_sums) == [0] * group.size  # the processes have not been replaced
+        assert group.run(enable_sum_exchange) == [0] * group.size  # the processes have not been replaced
 
 
-def exchange_sums(_: Backend) -> int:
+def enable_sum_exchange(_: Backend) -> int:
     """Make this process exchange sums. Return the previous maximum number of ranks that exchange rows."""
     before, consistency.MAX_GATHERING_RANKS = consistency.MAX_GATHERING_RANKS, 0
     return before
@@ -50,7 +50,7 @@ def test_sum_exchange_satisfies_the_contract(ranks_exchanging_sums: RankGroup, c
     ranks_exchanging_sums.run(case)
 
 
-def small_sums(backend: Backend) -> None:
+def check_small_sums(backend: Backend) -> None:
     size = backend.size
     for dtype, count in itertools.product((torch.float64, torch.float32, torch.float16), (0, 1, 128, 129)):
         own = torch.linspace(-3, 5, count).to(dtype) + backend.rank
@@ -65,11 +65,11 @@ def small_sums(backend: Backend) -> None:
     assert special[2] == size
 
 
-def test_sum_exchange_reduces_small_tensors_exactly(ranks_exchanging_sums: RankGroup) -> None:
-    ranks_exchanging_sums.run(small_sums)
+def test_sum_exchange_reduces_small_tensors(ranks_exchanging_sums: RankGroup) -> None:
+    ranks_exchanging_sums.run(check_small_sums)
 
 
-def objects_of_any_size(backend: Backend) -> None:
+def check_objects_of_any_size(backend: Backend) -> None:
     for length in (0, 1, 70_000):
         own = bytes([backend.rank]) * (length + backend.rank)
         assert backend.allgather_object(own) == [bytes([rank]) * (length + rank) for rank in range(backend.size)]
@@ -78,10 +78,10 @@ def objects_of_any_size(backend: Backend) -> None:
 
 
 def test_sum_exchange_supports_objects_of_any_size(ranks_exchanging_sums: RankGroup) -> None:
-    ranks_exchanging_sums.run(objects_of_any_size)
+    ranks_exchanging_sums.run(check_objects_of_any_size)
 
 
-def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
+def record_exchanges(backend: Backend) -> list[list[tuple[str, int]]]:
     """For each collective, return the exchanges as pairs (operation, bytes of this rank's tensor)."""
     exchanges: list[tuple[str, int]] = []
     originals = {name: getattr(dist, name) for name in EXCHANGES if hasattr(dist, name)}
@@ -116,23 +116,23 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
 def test_sum_exchange_sends_one_vector(ranks_exchanging_sums: RankGroup) -> None:
     vector = ("isend", 8 * (17 + 128))
     sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[ranks_exchanging_sums.size]  # number of sends per rank, by number of ranks
-    for count, exchanges in zip(sent, ranks_exchanging_sums.run(exchanges_of), strict=True):
+    for count, exchanges in zip(sent, ranks_exchanging_sums.run(record_exchanges), strict=True):
         sum_over_ranks = count * [vector]
         # Horovod starts the allreduce before the check, without torch.distributed.
         data = [] if ranks_exchanging_sums.backend == "horovod" else [("all_reduce", 40_000)]
         assert exchanges == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
 
 
-def test_sum_over_ranks_is_exact_for_any_number_of_ranks() -> None:
+def test_sum_exchange_of_four_and_five_ranks_has_equal_bits_on_all_ranks() -> None:
     for size in (4, 5):
         with RankGroup("ddp", size) as group:
-            group.run(exchange_sums)
-            group.run(small_sums)
-            bits = group.run(inexact_sum)
+            group.run(enable_sum_exchange)
+            group.run(check_small_sums)
+            bits = group.run(reduce_random_numbers)
             assert bits == [bits[0]] * size
 
 
-def inexact_sum(backend: Backend) -> list[str]:
+def reduce_random_numbers(backend: Backend) -> list[str]:
     generator = torch.Generator().manual_seed(backend.rank)
     own = torch.randn(100, dtype=torch.float64, generator=generator)
     total = sum(
@@ -144,9 +144,9 @@ def inexact_sum(backend: Backend) -> list[str]:
     return [value.hex() for value in summed.tolist()]
 
 
-def row_exchanges_of(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
-    """For each collective, return the exchanges through torch.distributed. Also return the bytes of each row that was
-    sent over direct connections."""
+def record_row_exchanges(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
+    """For each collective, return the exchanges through torch.distributed. Also return the number of bytes of each row
+    that was sent over direct connections."""
     direct: list[int] = []
     original = RowExchange.allgather
 
@@ -156,11 +156,11 @@ def row_exchanges_of(backend: Backend) -> tuple[list[list[tuple[str, int]]], lis
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowExchange, "allgather", record)
-        return exchanges_of(backend), direct
+        return record_exchanges(backend), direct
 
 
 def use_gloo_for_rows(backend: Backend) -> None:
-    """Exchange rows over Gloo, like groups of more than `row_exchange.MAX_RANKS` ranks."""
+    """Make this process exchange rows over Gloo, like groups of more than `row_exchange.MAX_RANKS` ranks."""
     assert isinstance(backend, ProcessGroupBackend)
     backend._check_consistency.row_exchange = None
 
@@ -172,7 +172,7 @@ def test_row_exchange_sends_one_row(*, is_direct: bool) -> None:
     with RankGroup("ddp", 2) as group:
         if not is_direct:
             group.run(use_gloo_for_rows)
-        results = group.run(row_exchanges_of)
+        results = group.run(record_row_exchanges)
     for exchanges, direct in results:
         assert exchanges == [row, row, row, [*row, ("all_reduce", 40_000)]]
         assert direct == (4 * [num_bytes] if is_direct else [])
@@ -198,8 +198,8 @@ def test_sum_exchange_names_the_ranks_that_differ(ranks_exchanging_sums: RankGro
 
 def test_fingerprints_are_equal_if_and_only_if_calls_match() -> None:
     float32 = torch.float32
-    one = CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3))
-    assert one.fingerprint == CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint
+    reference = CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3))
+    assert reference.fingerprint == CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint
     others = [
         CollectiveCall(4, "allreduce", "sum", -1, float32, (2, 3)),
         CollectiveCall(3, "reducescatter", "sum", -1, float32, (2, 3)),
@@ -210,7 +210,7 @@ def test_fingerprints_are_equal_if_and_only_if_calls_match() -> None:
         CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), is_rejected=True),
         CollectiveCall(3, "broadcast", "sum", 0, float32, (2, 3)),
     ]
-    found = {call.fingerprint for call in [one, *others]}
+    found = {call.fingerprint for call in [reference, *others]}
     assert len(found) == 1 + len(others)
     assert all(0 <= fingerprint < 2**63 for fingerprint in found)
     uneven = [CollectiveCall(0, "allgather", "", -1, float32, (rows, 3)) for rows in (0, 5)]

@@ -91,9 +91,9 @@ def test_ranks_that_share_a_gpu_raise() -> None:
     )
 
 
-def request_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
+def request_gpu(backend: Backend, gpus: int, horovod_has_gpu_operations: bool) -> str:
     backend.shutdown()
-    built = {"nccl_built": lambda: horovod_operations, "cuda_built": lambda: False}
+    built = {"nccl_built": lambda: horovod_has_gpu_operations, "cuda_built": lambda: False}
     with machine_with(gpus), mock.patch.multiple("horovod.torch", **built):
         try:
             unitrain.init(backend.name)

@@ -37,8 +37,8 @@ class Encoder(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """InfoNCE loss of two views of each sample, either over all samples or over this rank's samples compared with
-    all."""
+    """InfoNCE loss of two views of each sample, either of all samples, or of this rank's samples against all
+    samples."""
 
     def __init__(self, backend: Backend | None, form: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Contrastive(nn.Module):
         return cross_entropy(scores, targets, reduction="sum") * size / len(full_second)
 
 
-def views(step: int) -> Tensor:
+def create_views(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     samples = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
     return samples + 0.3 * torch.randn(2, SAMPLES, 8, generator=generator, dtype=torch.float64)
@@ -83,7 +83,7 @@ def train(backend: Backend | None, form: str, counts: list[int], micro_steps: in
     own = slice(first, first + counts[rank])
     for step in range(STEPS):
         for micro_step in range(micro_steps):
-            one, two = views(10 * step + micro_step)
+            one, two = create_views(10 * step + micro_step)
             if backend is not None and micro_step + 1 < micro_steps:
                 with backend.no_sync(wrapped):
                     wrapped(one[own], two[own], first).backward()
@@ -126,19 +126,19 @@ def test_contrastive_loss_equals_one_process_with_the_global_batch(ranks: RankGr
         assert largest_difference(lost, train(None, "own samples", [SAMPLES])) > 1e-4
 
 
-def gradients(backend: Backend) -> None:
+def check_gradients(backend: Backend) -> None:
     rank, size = backend.rank, backend.size
 
-    def tensor(of: int, rows: int) -> Tensor:
-        generator = torch.Generator().manual_seed(of)
+    def random_tensor(seed: int, rows: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
 
     counts = [2, 0, 3][:size] if size > 1 else [2]
-    parts = [tensor(one, rows).requires_grad_() for one, rows in enumerate(counts)]
+    parts = [random_tensor(other, rows).requires_grad_() for other, rows in enumerate(counts)]
     weights = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     # Each rank computes a different loss of all parts. The expected gradient is that of the sum of all losses.
     concatenated = torch.cat(parts)
-    total = sum(((one + 1) * concatenated**3 * weights).sum() for one in range(size))
+    total = sum(((other + 1) * concatenated**3 * weights).sum() for other in range(size))
     wanted = torch.autograd.grad(total, parts, create_graph=True)
     wanted_second = torch.autograd.grad(sum((one**2).sum() for one in wanted), parts)
 
@@ -197,7 +197,7 @@ def call_with_mismatched_arguments(backend: Backend) -> list[str]:
 
 
 def test_gradient_equals_the_gradient_of_the_sum_of_all_losses(ranks: RankGroup) -> None:
-    ranks.run(gradients)
+    ranks.run(check_gradients)
 
 
 def test_mismatched_ranks_raise_the_same_error(ranks: RankGroup) -> None:

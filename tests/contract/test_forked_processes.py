@@ -13,7 +13,7 @@ from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 
 
-def collectives_in_forked_process(backend: Backend) -> tuple[list[str], float]:
+def call_collectives_in_forked_process(backend: Backend) -> tuple[list[str], float]:
     """Return the errors in a process that is forked from the last rank, and the result of a later allreduce of the
     ranks."""
     texts = ""
@@ -48,7 +48,7 @@ def collectives_in_forked_process(backend: Backend) -> tuple[list[str], float]:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_collectives_of_a_forked_process_are_rejected_and_its_exit_is_ignored(backend: str) -> None:
     with RankGroup(backend, 2) as group:
-        (none, first_total), (texts, last_total) = group.run(collectives_in_forked_process)
+        (none, first_total), (texts, last_total) = group.run(call_collectives_in_forked_process)
     assert none == []
     assert first_total == last_total == 9.0
     operations = ["barrier", "allreduce", "allreduce", "distributed_model"]

@@ -19,7 +19,7 @@ from unitrain.testing import RankGroup
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 
-def state() -> dict[str, Any]:
+def create_state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(40, 30, generator=generator)
     return {
@@ -49,8 +49,9 @@ def assert_equal(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
-    """Broadcast a state from rank 0. Return the number of broadcasts, and on rank 0 the bytes of the pickled part."""
+def broadcast_state(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
+    """Broadcast a state from rank 0. Return the number of broadcasts, and the number of bytes of the pickled part (0 on
+    other ranks)."""
     from unitrain.backends import objects
 
     objects.CHUNK_BYTES = chunk_bytes
@@ -65,18 +66,18 @@ def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
 
     backend.broadcast = counted  # type: ignore[method-assign]
     try:
-        sent = state() if backend.rank == 0 else {"other": 1}
+        sent = create_state() if backend.rank == 0 else {"other": 1}
         received = objects.broadcast_with_tensors(backend, sent)
     finally:
         backend.broadcast = broadcast  # type: ignore[method-assign]
-    assert_equal(received, state())
+    assert_equal(received, create_state())
     if backend.rank == 0:
         assert received is sent
         pickled = len(pack(objects._extract_tensors(sent, []))[0])
     return broadcasts, pickled
 
 
-def resume(backend: Backend) -> None:
+def broadcast_adam_state(backend: Backend) -> None:
     """Load the state of Adam on rank 0 only, and assert that all ranks receive it."""
     from unitrain.backends import objects
 
@@ -105,17 +106,17 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize(("chunk_bytes", "least", "most"), [(2**26, 1, 1), (999, 8, 8)])
 def test_tensors_are_sent_in_chunks_and_not_pickled(ranks: RankGroup, chunk_bytes: int, least: int, most: int) -> None:
-    rank_results = ranks.run(send, chunk_bytes)
+    rank_results = ranks.run(broadcast_state, chunk_bytes)
     assert all(least <= broadcasts <= most for broadcasts, _ in rank_results)
     assert rank_results[0][1] < 2000  # the tensors have more than 7,000 bytes
 
 
 def test_all_ranks_receive_the_adam_state_of_rank_0(ranks: RankGroup) -> None:
-    ranks.run(resume)
+    ranks.run(broadcast_adam_state)
 
 
 def transfer_gibibytes(backend: Backend) -> None:
-    """Transfer more than 2 GiB, and more than 2^31 elements, in one call of each collective."""
+    """Transfer more than 2 GiB in one call of each collective. The broadcast also has more than 2^31 elements."""
     from unitrain.backends import objects
 
     count = 2**31 + 5

@@ -25,34 +25,34 @@ from unitrain.monitoring.flight_recorder import (
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
-ODD = 1  # the rank that calls a different operation
+ODD_RANK = 1  # the rank that calls a different operation
 
 
 def other_order(backend: Backend, model: torch.nn.Module) -> None:
-    if backend.rank == ODD:
+    if backend.rank == ODD_RANK:
         backend.allreduce(torch.ones(2))
     compute_loss(model(batch(backend.rank))).backward()
     backend.allreduce(torch.ones(2))
 
 
 def skipped_backward(backend: Backend, model: torch.nn.Module) -> None:
-    if backend.rank != ODD:
+    if backend.rank != ODD_RANK:
         compute_loss(model(batch(backend.rank))).backward()
     backend.barrier()
 
 
 def skipped_collective(backend: Backend, model: torch.nn.Module) -> None:
-    if backend.rank != ODD:
+    if backend.rank != ODD_RANK:
         backend.allreduce(torch.ones(2))
     backend.barrier()
 
 
 def other_shape(backend: Backend, model: torch.nn.Module) -> None:
-    backend.broadcast(torch.ones(2 if backend.rank != ODD else 3))
+    backend.broadcast(torch.ones(2 if backend.rank != ODD_RANK else 3))
 
 
 def other_dtype(backend: Backend, model: torch.nn.Module) -> None:
-    backend.reducescatter(torch.ones(6, dtype=torch.float32 if backend.rank != ODD else torch.float64))
+    backend.reducescatter(torch.ones(6, dtype=torch.float32 if backend.rank != ODD_RANK else torch.float64))
 
 
 # The calls of the odd rank and of the other ranks, as stated in the error.
@@ -87,7 +87,7 @@ def test_every_rank_reports_the_calls_of_all_ranks(backend: str) -> None:
     assert len(errors[0]) == len(MISMATCHES)
     for text, (odd, others) in zip(errors[0], MISMATCHES.values(), strict=True):
         assert text.startswith(f"The ranks called different collectives: ranks 0, 2 called {others}"), text
-        assert f"; rank {ODD} called {odd} (collective #" in text
+        assert f"; rank {ODD_RANK} called {odd} (collective #" in text
 
 
 PROGRAM = """\
@@ -166,7 +166,7 @@ def test_the_flight_recorder_records_the_lines_of_callers() -> None:
 
 def test_records_are_compared_at_equal_positions() -> None:
     def records(*keys: str, first: int = 0) -> list[FlightRecord]:
-        return [FlightRecord(first + at, key, f"{key}, at x.py:1") for at, key in enumerate(keys)]
+        return [FlightRecord(first + index, key, f"{key}, at x.py:1") for index, key in enumerate(keys)]
 
     equal = {0: records("a", "b", "c"), 1: records("a", "b"), 2: records("b", first=1)}
     assert describe_differences(equal) == []

@@ -66,7 +66,7 @@ def several_messages_with_one_tag(backend: Backend) -> list[Tensor]:
     return results
 
 
-def batches(backend: Backend) -> list[Tensor]:
+def batched_messages(backend: Backend) -> list[Tensor]:
     rank, size = backend.rank, backend.size
     received = [torch.zeros(3, dtype=torch.int64) for _ in range(size)]
     operations = []
@@ -158,7 +158,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     ring_of_all_dtypes,
     tags_in_another_order,
     several_messages_with_one_tag,
-    batches,
+    batched_messages,
     messages_from_any_rank,
     messages_in_a_subgroup,
     messages_during_collectives,

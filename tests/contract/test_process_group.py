@@ -69,7 +69,7 @@ def join_with_uneven_inputs(backend: Backend) -> list[Tensor]:
     return _result(model)
 
 
-def comm_hooks(backend: Backend) -> list[Tensor]:
+def power_sgd_hook(backend: Backend) -> list[Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
     model = DistributedDataParallel(build().float())
@@ -86,7 +86,7 @@ def post_local_sgd(backend: Backend) -> list[Tensor]:
     """Average gradients over all ranks at first, then within groups of two ranks. Then also average the models every 2
     steps."""
     ranks = [[rank for rank in (first, first + 1) if rank < backend.size] for first in range(0, backend.size, 2)]
-    groups = [dist.new_group(one) for one in ranks]
+    groups = [dist.new_group(members) for members in ranks]
     model = DistributedDataParallel(build(seed=backend.rank))
     state = PostLocalSGDState(None, groups[backend.rank // 2], start_localSGD_iter=2)
     model.register_comm_hook(state, post_localSGD_hook)
@@ -94,7 +94,7 @@ def post_local_sgd(backend: Backend) -> list[Tensor]:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), PeriodicModelAverager(period=2, warmup_steps=2)
     )
     results = []
-    for step in range(7):  # the models are not averaged after the last step
+    for step in range(7):  # models are averaged after steps 2, 4 and 6
         optimizer.zero_grad()
         compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
@@ -165,7 +165,7 @@ def uneven_exchange(backend: Backend) -> list[Tensor]:
 def a_second_group_of_all_ranks(backend: Backend) -> list[Tensor]:
     group = dist.new_group()
     results = []
-    for turn in range(40):  # more operations than there are names, on both groups at once
+    for turn in range(40):  # more operations than the names that Horovod reuses for a shape, on both groups at once
         first = torch.full((3,), float(backend.rank + turn))
         second = first * 2
         works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, group=group, async_op=True)]
@@ -206,7 +206,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     plain_ddp,
     zero_redundancy_optimizer,
     join_with_uneven_inputs,
-    comm_hooks,
+    power_sgd_hook,
     post_local_sgd,
     object_collectives,
     tensor_collectives,
@@ -229,7 +229,7 @@ def test_collectives_on_horovod_equal_those_on_gloo(groups, case) -> None:
     assert_equal(horovod.run(case), gloo.run(case))
 
 
-def views(backend: Backend) -> list[Tensor]:
+def reduce_views(backend: Backend) -> list[Tensor]:
     wide = torch.stack([torch.arange(4.0) + backend.rank] * 2, dim=1)
     dist.all_reduce(wide[:, 0])
     dist.broadcast(wide[:, 1], 1)
@@ -239,7 +239,7 @@ def views(backend: Backend) -> list[Tensor]:
 def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
     """Gloo reduces the memory of such views as if they were contiguous, so the results are not compared with Gloo."""
     with RankGroup("horovod", 2) as group:
-        for (wide,) in group.run(views):
+        for (wide,) in group.run(reduce_views):
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]
 
 
@@ -320,7 +320,7 @@ dist.destroy_process_group()
     ],
     ids=["torchrun", "horovodrun --gloo", "horovodrun --mpi", "mpirun with an address"],
 )
-def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path) -> None:
+def test_a_ddp_script_runs_on_the_horovod_process_group(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "plain_ddp.py"
     script.write_text(SCRIPT)
     with reserve_port() as reservation:

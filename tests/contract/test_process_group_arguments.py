@@ -20,7 +20,7 @@ SPAWN = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
 
-def train(rank, method, size):
+def run_rank(rank, method, size):
     unitrain.register_process_group()
     if method.startswith("store:"):
         store = dist.FileStore(method.removeprefix("store:"), size)
@@ -37,7 +37,7 @@ def train(rank, method, size):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(sys.argv[1], 3), nprocs=3)
+    mp.spawn(run_rank, args=(sys.argv[1], 3), nprocs=3)
     print("finished")
 """
 
@@ -47,7 +47,7 @@ REPEATED = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
 
-def train(rank, folder):
+def run_rank(rank, folder):
     unitrain.register_process_group()
     if rank == 3:
         return join(folder, "other7", rank, [3, 0])
@@ -85,7 +85,7 @@ def join(folder, name, rank, ranks):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(sys.argv[1],), nprocs=4)
+    mp.spawn(run_rank, args=(sys.argv[1],), nprocs=4)
     print("finished")
 """
 
@@ -94,7 +94,7 @@ ON_TWO_HOSTS = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
 
-def train(local_rank, first):
+def run_rank(local_rank, first):
     unitrain.register_process_group()
     number = first + local_rank
     groups = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0], [1, 2], [2, 3], [0, 1, 2, 3], [0])
@@ -119,7 +119,7 @@ def join(address, number, numbers):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(int(sys.argv[1]),), nprocs=2)
+    mp.spawn(run_rank, args=(int(sys.argv[1]),), nprocs=2)
     print("finished")
 """
 
@@ -152,7 +152,7 @@ import os, sys, threading, torch.distributed as dist, torch.multiprocessing as m
 import unitrain
 from unitrain.bootstrap.network import reserve_port
 
-def train(rank, ports):
+def run_rank(rank, ports):
     unitrain.register_process_group()
     if rank == 1:
         os.nice(15)
@@ -166,7 +166,7 @@ def train(rank, ports):
 
 if __name__ == "__main__":
     reservations = [reserve_port() for _ in range(20)]
-    mp.spawn(train, args=([reservation.getsockname()[1] for reservation in reservations],), nprocs=2)
+    mp.spawn(run_rank, args=([reservation.getsockname()[1] for reservation in reservations],), nprocs=2)
     print("finished")
 """
 
@@ -237,14 +237,14 @@ def test_the_rank_that_serves_the_store_can_destroy_a_group_immediately(tmp_path
 
 
 @needs_hosts
-@pytest.mark.parametrize("name_is_loopback", [True, *nightly(False)])
-def test_groups_can_be_initialized_repeatedly_on_two_hosts(name_is_loopback: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hostname_is_loopback", [True, *nightly(False)])
+def test_groups_can_be_initialized_repeatedly_on_two_hosts(hostname_is_loopback: bool, tmp_path: Path) -> None:
     """On a host installed by Debian's installer, the host name resolves to 127.0.1.1."""
     script = tmp_path / "on_two_hosts.py"
     script.write_text(ON_TWO_HOSTS)
     folder = tmp_path / "hosts"
     folder.mkdir()
-    with hosts(2, folder, hostname_is_loopback=name_is_loopback) as both:
+    with hosts(2, folder, hostname_is_loopback=hostname_is_loopback) as both:
         processes = [
             host.start([sys.executable, str(script), str(2 * number)], {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
             for number, host in enumerate(both)

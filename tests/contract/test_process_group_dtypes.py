@@ -48,8 +48,8 @@ LIMITS_AND_DTYPES = pytest.mark.parametrize(
 )
 
 
-def values(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
-    """Return a rank's input tensor. Its values reveal operations that compute in a too narrow dtype."""
+def create_input(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
+    """Return a rank's input tensor. Its values reveal operations that compute in a dtype that is too narrow."""
     generator = torch.Generator().manual_seed(11 * rank + 1)
     small = torch.randint(-3, 4, (2, count), generator=generator)
     if dtype == torch.bool:
@@ -65,7 +65,8 @@ def values(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
     chosen = torch.randint(0, 4, (count,), generator=generator).tolist()
     ends = [limits.max, limits.min, limits.max // 2 + 2]
     numbers = [
-        ends[kind] if kind < 3 else int(one) % (limits.max + 1) for kind, one in zip(chosen, small[0], strict=True)
+        ends[choice] if choice < 3 else int(one) % (limits.max + 1)
+        for choice, one in zip(chosen, small[0], strict=True)
     ]
     return torch.tensor([one - (1 << limits.bits) if one >= 1 << 63 else one for one in numbers]).to(dtype)
 
@@ -82,7 +83,7 @@ def from_numbers(numbers: list[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor([one - (1 << 64) if one >= 1 << 63 else one for one in wrapped], dtype=torch.int64).to(dtype)
 
 
-def expected(inputs: list[Tensor], op: str) -> Tensor | None:
+def compute_expected(inputs: list[Tensor], op: str) -> Tensor | None:
     """Return the reduction of the ranks' `inputs`, or None if it is undefined."""
     dtype = inputs[0].dtype
     if dtype == torch.bool:
@@ -124,12 +125,12 @@ def torch_op(op: str) -> Any:
     return dist._make_nccl_premul_sum(FACTOR) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
 
 
-def options(kind: Any, op: str, root: int | None = None) -> Any:
-    made = kind()
-    made.reduceOp = torch_op(op)
+def create_options(options_class: Any, op: str, root: int | None = None) -> Any:
+    options = options_class()
+    options.reduceOp = torch_op(op)
     if root is not None:
-        made.rootRank = root
-    return made
+        options.rootRank = root
+    return options
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -155,55 +156,58 @@ def limit_pieces(limit: int) -> None:
     tensors.MAX_PIECE_BYTES = limit
 
 
-def reductions(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> list[str]:
-    """Reduce each of `dtypes` with every operation in each collective, and return the error messages."""
+def run_reductions(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> list[str]:
+    """Reduce each of `dtypes` with OPS, or TYPICAL_DTYPES with TYPICAL_OPS, in each collective. Return the messages of
+    the errors that unsupported reductions raise."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
     unsupported_messages = []
     for dtype, op in itertools.product(dtypes, TYPICAL_OPS if dtypes == TYPICAL_DTYPES else OPS):
-        inputs = [values(one, dtype) for one in range(size)]
-        wanted = expected(inputs, op)
+        inputs = [create_input(one, dtype) for one in range(size)]
+        wanted = compute_expected(inputs, op)
         if wanted is None:
             own = inputs[rank].clone()
             try:
-                group.allreduce([own], options(dist.AllreduceOptions, op)).wait()
+                group.allreduce([own], create_options(dist.AllreduceOptions, op)).wait()
             except UnsupportedError as error:
                 unsupported_messages.append(str(error))
             else:
                 raise AssertionError(f"{dtype} by {op} raised no error, and became {own}")
             continue
         own = inputs[rank].clone()
-        work = group.allreduce([own], options(dist.AllreduceOptions, op))
+        work = group.allreduce([own], create_options(dist.AllreduceOptions, op))
         (from_future,) = work.get_future().wait()
         work.wait()
         assert_same(own, wanted, "allreduce", dtype, op)
         assert from_future.data_ptr() == own.data_ptr()
 
         both = [inputs[rank].clone(), inputs[rank][:0].clone()]
-        group.allreduce_coalesced(both, options(dist.AllreduceCoalescedOptions, op)).wait()
+        group.allreduce_coalesced(both, create_options(dist.AllreduceCoalescedOptions, op)).wait()
         assert_same(both[0], wanted, "allreduce_coalesced", dtype, op)
 
         own = inputs[rank].clone()
-        group.reduce([own], options(dist.ReduceOptions, op, size - 1)).wait()
+        group.reduce([own], create_options(dist.ReduceOptions, op, size - 1)).wait()
         assert_same(own, wanted if rank == size - 1 else inputs[rank], "reduce", dtype, op)
 
-        wholes = [torch.cat([values(one + part, dtype) for part in range(size)]) for one in range(size)]
-        full_expected = expected(wholes, op)
+        wholes = [torch.cat([create_input(one + part, dtype) for part in range(size)]) for one in range(size)]
+        full_expected = compute_expected(wholes, op)
         assert full_expected is not None
         part_wanted = full_expected.view(size, COUNT)[rank]
         part = torch.empty_like(inputs[rank])
-        group.reduce_scatter_tensor_coalesced([part], [wholes[rank]], options(dist.ReduceScatterOptions, op)).wait()
+        group.reduce_scatter_tensor_coalesced(
+            [part], [wholes[rank]], create_options(dist.ReduceScatterOptions, op)
+        ).wait()
         assert_same(part, part_wanted, "reduce_scatter_tensor_coalesced", dtype, op)
         part = torch.empty_like(inputs[rank])
         parts = [*wholes[rank].view(size, COUNT)]
-        group.reduce_scatter([part], [parts], options(dist.ReduceScatterOptions, op)).wait()
+        group.reduce_scatter([part], [parts], create_options(dist.ReduceScatterOptions, op)).wait()
         assert_same(part, part_wanted, "reduce_scatter", dtype, op)
         assert torch.equal(as_bytes(wholes[rank]), as_bytes(torch.cat(parts)))
     return unsupported_messages
 
 
-# Memory layouts. Each function returns a tensor with the values of a flat tensor of 24 elements, or some of them.
+# Memory layouts. Each function returns a tensor with the values of a flat tensor of 24 elements, or with some of them.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda flat: flat.clone(),
     "rows": lambda flat: flat.clone().view(6, 4),
@@ -216,11 +220,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def laid_out(layout: str, rank: int, dtype: torch.dtype) -> Tensor:
-    return LAYOUTS[layout](values(rank, dtype, 24))
+def create_input_in_layout(layout: str, rank: int, dtype: torch.dtype) -> Tensor:
+    return LAYOUTS[layout](create_input(rank, dtype, 24))
 
 
-def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layout: bool) -> None:
+def transfer_layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layout: bool) -> None:
     """Reduce and transfer tensors that are non-contiguous, empty or scalar."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
@@ -228,45 +232,48 @@ def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layou
     for layout, dtype in itertools.product(LAYOUTS, dtypes):
         if not every_layout and dtype not in TYPICAL_DTYPES and layout not in ("flat", "transposed"):
             continue
-        inputs = [laid_out(layout, one, dtype) for one in range(size)]
+        inputs = [create_input_in_layout(layout, one, dtype) for one in range(size)]
         for op in (
             ("SUM", "MAX", "BXOR") if dtype in (torch.float32, torch.complex64, torch.int16, torch.uint64) else ()
         ):
-            wanted = expected([one.reshape(-1) for one in inputs], op)
+            wanted = compute_expected([one.reshape(-1) for one in inputs], op)
             if wanted is None:
                 continue
-            own = laid_out(layout, rank, dtype)
-            group.allreduce([own], options(dist.AllreduceOptions, op)).wait()
+            own = create_input_in_layout(layout, rank, dtype)
+            group.allreduce([own], create_options(dist.AllreduceOptions, op)).wait()
             assert_same(own, wanted.view(own.shape), "allreduce", layout, dtype, op)
             if not inputs[0].dim():
                 continue
-            output = laid_out(layout, rank, dtype)
+            output = create_input_in_layout(layout, rank, dtype)
             full_input = torch.cat([inputs[rank]] * size)
-            group._reduce_scatter_base(output, full_input, options(dist.ReduceScatterOptions, op)).wait()
+            group._reduce_scatter_base(output, full_input, create_options(dist.ReduceScatterOptions, op)).wait()
             assert_same(output, wanted.view(own.shape), "reduce_scatter", layout, dtype, op)
 
-        own = laid_out(layout, rank, dtype)
+        own = create_input_in_layout(layout, rank, dtype)
         dist.broadcast(own, size - 1)
         assert torch.equal(as_bytes(own), as_bytes(inputs[-1])), ("broadcast", layout, dtype)
 
-        parts = [laid_out(layout, 5, dtype) for _ in range(size)]
+        parts = [create_input_in_layout(layout, 5, dtype) for _ in range(size)]
         dist.all_gather(parts, inputs[rank])
         for part, source in zip(parts, inputs, strict=True):
             assert torch.equal(as_bytes(part), as_bytes(source)), ("all_gather", layout, dtype)
 
-        at_root = [laid_out(layout, 5, dtype) for _ in range(size)]
+        at_root = [create_input_in_layout(layout, 5, dtype) for _ in range(size)]
         dist.gather(inputs[rank], at_root if rank == 0 else None, dst=0)
         for part, source in zip(at_root if rank == 0 else [], inputs, strict=False):
             assert torch.equal(as_bytes(part), as_bytes(source)), ("gather", layout, dtype)
 
-        own = laid_out(layout, 5, dtype)
+        own = create_input_in_layout(layout, 5, dtype)
         dist.scatter(own, inputs if rank == size - 1 else None, src=size - 1)
         assert torch.equal(as_bytes(own), as_bytes(inputs[rank])), ("scatter", layout, dtype)
 
-        received = [laid_out(layout, 5, dtype) for _ in range(size)]
-        dist.all_to_all(received, [laid_out(layout, rank + target, dtype) for target in range(size)])
+        received = [create_input_in_layout(layout, 5, dtype) for _ in range(size)]
+        dist.all_to_all(received, [create_input_in_layout(layout, rank + target, dtype) for target in range(size)])
         for source, part in enumerate(received):
-            assert torch.equal(as_bytes(part), as_bytes(laid_out(layout, source + rank, dtype))), (layout, dtype)
+            assert torch.equal(as_bytes(part), as_bytes(create_input_in_layout(layout, source + rank, dtype))), (
+                layout,
+                dtype,
+            )
 
         if not inputs[0].dim():
             continue
@@ -275,7 +282,8 @@ def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layou
         dist.all_gather_into_tensor(output, inputs[rank])
         assert torch.equal(as_bytes(output), as_bytes(gathered)), ("all_gather_into_tensor", layout, dtype)
         rows = [
-            torch.cat([laid_out(layout, source + target, dtype) for target in range(size)]) for source in range(size)
+            torch.cat([create_input_in_layout(layout, source + target, dtype) for target in range(size)])
+            for source in range(size)
         ]
         output = torch.zeros_like(rows[0])
         dist.all_to_all_single(output, rows[rank])
@@ -283,29 +291,29 @@ def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layou
         assert torch.equal(as_bytes(output), as_bytes(wanted)), ("all_to_all_single", layout, dtype)
 
 
-def conjugates(backend: Backend) -> None:
+def transfer_conjugates(backend: Backend) -> None:
     limit_pieces(LIMITS[0])
     group: Any = dist.group.WORLD
-    inputs = [values(rank, torch.complex64).conj() for rank in range(backend.size)]
+    inputs = [create_input(rank, torch.complex64).conj() for rank in range(backend.size)]
     parts = [torch.zeros(COUNT, dtype=torch.complex64) for _ in inputs]
     group.allgather([parts], [inputs[backend.rank]]).wait()
     for part, source in zip(parts, inputs, strict=True):
         assert torch.equal(part, source.resolve_conj())
-    received = values(backend.rank, torch.complex64).conj()
+    received = create_input(backend.rank, torch.complex64).conj()
     group.broadcast([received], dist.BroadcastOptions()).wait()
     assert torch.equal(received.resolve_conj(), inputs[0].resolve_conj())
 
 
-def coalesced(backend: Backend) -> None:
+def run_coalesced_operations(backend: Backend) -> None:
     """Reduce and gather several tensors in one call. The first, the last or all tensors may be empty."""
     limit_pieces(LIMITS[0])
     rank, size = backend.rank, backend.size
     group: Any = dist.group.WORLD
     for counts in ((3, 0), (0, 3), (0, 0), (2, 3, 4), (5,) * 12, (4_000_000, 0)):
         if rank == size - 1:
-            backend.barrier()  # delays this rank, so that a work that completes too early is detected
+            backend.barrier()  # delays this rank, so that a work object that completes too early is detected
         own = [torch.full((count,), rank + 1.0) for count in counts]
-        work = group.allreduce_coalesced(own, options(dist.AllreduceCoalescedOptions, "SUM"))
+        work = group.allreduce_coalesced(own, create_options(dist.AllreduceCoalescedOptions, "SUM"))
         if rank != size - 1:
             backend.barrier()
         found = work.get_future().wait()
@@ -318,7 +326,9 @@ def coalesced(backend: Backend) -> None:
 
         full_input = [torch.full((count * size,), rank + 1.0) for count in counts]
         outputs = [torch.zeros(count) for count in counts]
-        work = group.reduce_scatter_tensor_coalesced(outputs, full_input, options(dist.ReduceScatterOptions, "SUM"))
+        work = group.reduce_scatter_tensor_coalesced(
+            outputs, full_input, create_options(dist.ReduceScatterOptions, "SUM")
+        )
         work.wait()
         for one in outputs:
             assert torch.equal(one, torch.full_like(one, size * (size + 1) / 2)), counts
@@ -330,12 +340,16 @@ def coalesced(backend: Backend) -> None:
             assert torch.equal(one, torch.arange(1.0, size + 1).repeat_interleave(count)), counts
 
 
-def coalesced_gathers(backend: Backend) -> None:
+def run_coalesced_gathers(backend: Backend) -> None:
     """Gather lists of tensors of every dtype, including empty tensors."""
     limit_pieces(LIMITS[0])
 
     def tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
-        return [values(rank, dtype), values(rank + 5, dtype, 6).view(2, 3).t(), values(rank, dtype, 0)]
+        return [
+            create_input(rank, dtype),
+            create_input(rank + 5, dtype, 6).view(2, 3).t(),
+            create_input(rank, dtype, 0),
+        ]
 
     for dtype in DTYPES:
         outputs = [[torch.zeros_like(one) for one in tensors(0, dtype)] for _ in range(backend.size)]
@@ -345,7 +359,7 @@ def coalesced_gathers(backend: Backend) -> None:
                 assert torch.equal(as_bytes(one), as_bytes(wanted)), dtype
 
 
-def torch_coalescing(backend: Backend) -> None:
+def run_torch_coalescing(backend: Backend) -> None:
     many = [torch.full((3,), backend.rank + 1.0) for _ in range(40)]  # more than can be in flight
     dist.all_reduce_coalesced(many)
     assert all(torch.equal(one, torch.full((3,), backend.size * (backend.size + 1) / 2)) for one in many)
@@ -358,7 +372,7 @@ def torch_coalescing(backend: Backend) -> None:
 
 
 def count_pieces(backend: Backend) -> list[int]:
-    """Return the number of operations of collectives with 1,000 bytes."""
+    """Return the number of operations that each collective starts for tensors of 1,000 bytes."""
     limit_pieces(250)
     group: Any = dist.group.WORLD
     if hasattr(group, "_get_backend") and not hasattr(group, "_num_issued"):
@@ -379,7 +393,7 @@ def count_pieces(backend: Backend) -> list[int]:
     return counts
 
 
-def uneven_exchanges_beyond_the_limit(backend: Backend, ranks: list[int]) -> list[str]:
+def exchange_beyond_the_limit(backend: Backend, ranks: list[int]) -> list[str]:
     """Return the errors of exchanges and of sparse allreduces in which `ranks` send too many bytes."""
     from unitrain.backends.horovod import operations, sparse
 
@@ -417,7 +431,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 def test_every_dtype_and_operation_is_reduced_or_raises(
     ranks: RankGroup, limit: int, dtypes: list[torch.dtype]
 ) -> None:
-    rank_results = ranks.run(reductions, limit, dtypes)
+    rank_results = ranks.run(run_reductions, limit, dtypes)
     assert all(one == rank_results[0] for one in rank_results)
     text = "\n".join(rank_results[0])
     for dtype in (one for one in dtypes if one in INTEGERS and (len(rank_results) > 1 or one == torch.uint64)):
@@ -433,17 +447,17 @@ def test_every_dtype_and_operation_is_reduced_or_raises(
 def test_every_layout_is_reduced_and_transferred(
     ranks: RankGroup, limit: int, dtypes: list[torch.dtype], every_layout: bool
 ) -> None:
-    ranks.run(layouts, limit, dtypes, every_layout)
+    ranks.run(transfer_layouts, limit, dtypes, every_layout)
 
 
 def test_lazily_conjugated_tensors_are_transferred(ranks: RankGroup) -> None:
-    ranks.run(conjugates)
+    ranks.run(transfer_conjugates)
 
 
 def test_a_coalesced_operation_is_complete_when_all_its_tensors_are_complete(ranks: RankGroup) -> None:
-    ranks.run(coalesced)
-    ranks.run(torch_coalescing)
-    ranks.run(coalesced_gathers)
+    ranks.run(run_coalesced_operations)
+    ranks.run(run_torch_coalescing)
+    ranks.run(run_coalesced_gathers)
 
 
 def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
@@ -458,8 +472,8 @@ def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
 
 def test_an_exchange_that_is_too_large_on_some_ranks_raises_on_every_rank() -> None:
     with RankGroup("horovod", 3) as group:
-        for refusing in ([0], [2], [0, 1, 2]):
-            first, *others = group.run(uneven_exchanges_beyond_the_limit, refusing)
+        for large_ranks in ([0], [2], [0, 1, 2]):
+            first, *others = group.run(exchange_beyond_the_limit, large_ranks)
             assert others == [first] * 2
             alltoall, allreduce = first[:2]
             assert "alltoall with splits: Horovod supports at most 100. Exchange fewer rows" in alltoall

@@ -36,15 +36,15 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-def values(work: Any) -> Any:
+def future_values(work: Any) -> Any:
     """Return the value of a work's future, as lists."""
     future = work.get_future()
     future.wait()
     return [tensor.to_dense().tolist() for tensor in future.value()]
 
 
-def flat(numbers: Any) -> list[Any]:
-    return [number for one in numbers for number in flat(one)] if isinstance(numbers, list) else [numbers]
+def flatten(numbers: Any) -> list[Any]:
+    return [number for one in numbers for number in flatten(one)] if isinstance(numbers, list) else [numbers]
 
 
 def overloads(backend: Backend) -> list[Any]:
@@ -55,17 +55,17 @@ def overloads(backend: Backend) -> list[Any]:
         return [torch.zeros(2) for _ in range(size)]
 
     results = [
-        values(group.allreduce(own.clone())),
-        values(group.allreduce(own.clone(), dist.ReduceOp.MAX)),
-        values(group.allreduce(tensor=own.clone(), op=dist.ReduceOp.MIN, timeout=timedelta(seconds=30))),
-        values(group.allreduce([own.clone()], dist.ReduceOp.PRODUCT)),
-        values(group.broadcast(own.clone(), root=size - 1)),
-        values(group.broadcast(own.clone(), 0, timedelta(seconds=30))),
-        values(group.allgather(parts(), own)),
-        values(group.allgather([parts()], [own])),
-        values(group.all_gather_single(torch.zeros(2 * size), own)),
-        values(group.alltoall_base(torch.zeros(2 * size), own.repeat(size), [], [])),
-        values(group.all_to_all_single(torch.zeros(size), own[0].repeat(size), [1] * size, [1] * size)),
+        future_values(group.allreduce(own.clone())),
+        future_values(group.allreduce(own.clone(), dist.ReduceOp.MAX)),
+        future_values(group.allreduce(tensor=own.clone(), op=dist.ReduceOp.MIN, timeout=timedelta(seconds=30))),
+        future_values(group.allreduce([own.clone()], dist.ReduceOp.PRODUCT)),
+        future_values(group.broadcast(own.clone(), root=size - 1)),
+        future_values(group.broadcast(own.clone(), 0, timedelta(seconds=30))),
+        future_values(group.allgather(parts(), own)),
+        future_values(group.allgather([parts()], [own])),
+        future_values(group.all_gather_single(torch.zeros(2 * size), own)),
+        future_values(group.alltoall_base(torch.zeros(2 * size), own.repeat(size), [], [])),
+        future_values(group.all_to_all_single(torch.zeros(size), own[0].repeat(size), [1] * size, [1] * size)),
     ]
     reduced = own.clone()
     group.reduce(reduced, root=0, op=dist.ReduceOp.SUM).wait()
@@ -88,11 +88,11 @@ def several_tensors_of_each_rank(backend: Backend) -> list[Any]:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         tensors = [torch.tensor([2.0 * rank + 1, 3.0]), torch.tensor([2.0 * rank + 2, 4.0])]
-        results += [values(group.allreduce(tensors, options)), [one.tolist() for one in tensors]]
+        results += [future_values(group.allreduce(tensors, options)), [one.tolist() for one in tensors]]
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = size - 1, 1
     tensors = [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]
-    return [*results, values(group.broadcast(tensors, options)), [one.tolist() for one in tensors]]
+    return [*results, future_values(group.broadcast(tensors, options)), [one.tolist() for one in tensors]]
 
 
 def several_inputs_gathered(backend: Backend) -> list[Any]:
@@ -110,7 +110,7 @@ def one_tensor_twice(backend: Backend) -> list[Any]:
 
 
 def means_of_integers(backend: Backend) -> list[Any]:
-    """Compute means of integers. Gloo has no AVG, so the Gloo case uses SUM and a division."""
+    """Compute means of integers. Gloo has no AVG, so its ranks return the expected means."""
     results = []
     for dtype in (torch.int8, torch.int64):
         largest = torch.iinfo(dtype).max - 4 * backend.size
@@ -154,14 +154,14 @@ def sparse_tensors(backend: Backend) -> list[Any]:
         indices = torch.tensor([[rank, size - 1, size], [0, 1, 2]])
         own = torch.sparse_coo_tensor(indices, torch.arange(1.0, 4.0).to(dtype) + rank, (size + 1, 3))
         rows = torch.sparse_coo_tensor([[rank, 0]], torch.ones(2, 3, dtype=dtype) * rank, (size, 3))
-        none = torch.sparse_coo_tensor(torch.zeros(1, 0).long(), torch.zeros(0, dtype=dtype), (4,))
-        one = none if rank else torch.sparse_coo_tensor([[2]], torch.ones(1, dtype=dtype), (4,))
-        for tensor in (own, rows, none, one):
-            results.append(values(world().allreduce([tensor])))
+        empty = torch.sparse_coo_tensor(torch.zeros(1, 0).long(), torch.zeros(0, dtype=dtype), (4,))
+        on_rank_0 = empty if rank else torch.sparse_coo_tensor([[2]], torch.ones(1, dtype=dtype), (4,))
+        for tensor in (own, rows, empty, on_rank_0):
+            results.append(future_values(world().allreduce([tensor])))
             assert tensor.is_sparse
             results.append(tensor.to_dense().tolist())
     first, second = (torch.sparse_coo_tensor([[rank]], [1.0 + k], (size,)) for k in range(2))
-    results.append(values(world().allreduce([first, second])))
+    results.append(future_values(world().allreduce([first, second])))
     return results
 
 
@@ -204,11 +204,12 @@ def test_results_equal_the_results_of_gloo(groups: Any, case: Callable[[Backend]
     for found, expected in zip(horovod.run(case), gloo.run(case), strict=True):
         assert len(found) == len(expected)
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert flat(one) == pytest.approx(flat(other)), number
+            assert flatten(one) == pytest.approx(flatten(other)), number
 
 
-def invalid_arguments(backend: Backend) -> list[list[str]]:
-    """Return the errors of invalid calls. All ranks raise them before any communication."""
+def call_with_invalid_arguments(backend: Backend) -> list[list[str]]:
+    """Return the text that each error must contain, or the message if it does not contain the text. Also return these
+    texts. All ranks raise the errors before any communication."""
     rank, size, group = backend.rank, backend.size, world()
     one, two = torch.zeros(1), torch.zeros(2)
     wide, sparse = torch.zeros(1, dtype=torch.float64), torch.sparse_coo_tensor([[0]], [1.0], (1,))
@@ -245,30 +246,30 @@ def invalid_arguments(backend: Backend) -> list[list[str]]:
         ("requires empty input on non-root", lambda: group.scatter([one], [[one] * size], other_root)),
     ]
 
-    def root_options(kind: Any) -> Any:
-        options = kind()
+    def root_options(options_class: Any) -> Any:
+        options = options_class()
         options.rootRank = rank
         return options
 
-    words = []
+    found_texts = []
     for expected, call in calls:
         with pytest.raises(RuntimeError) as caught:
             call()
         message = str(caught.value)
         # torch's dispatcher rejects empty lists and sparse tensors before the call reaches Gloo.
         is_from_dispatcher = "no tensor arguments" in message or "Could not run" in message
-        words.append(expected if expected in message or is_from_dispatcher else message)
+        found_texts.append(expected if expected in message or is_from_dispatcher else message)
     group.allreduce(one).wait()  # the ranks can still communicate
-    return [words, [expected for expected, _ in calls]]
+    return [found_texts, [expected for expected, _ in calls]]
 
 
 def test_invalid_arguments_raise_the_errors_of_gloo(groups: Any) -> None:
     for group in groups:
-        for words, expected in group.run(invalid_arguments):
-            assert words == expected
+        for found_texts, expected in group.run(call_with_invalid_arguments):
+            assert found_texts == expected
 
 
-def indivisible_tensors(backend: Backend) -> list[str]:
+def call_with_invalid_tensors(backend: Backend) -> list[str]:
     size, group = backend.size, world()
     odd = torch.zeros(size + 1)
     messages = []
@@ -291,14 +292,14 @@ def indivisible_tensors(backend: Backend) -> list[str]:
     return messages
 
 
-def test_indivisible_tensors_raise_on_every_rank(groups: Any) -> None:
+def test_tensors_of_invalid_size_or_dtype_raise_on_every_rank(groups: Any) -> None:
     horovod, _ = groups
-    messages = horovod.run(indivisible_tensors)
+    messages = horovod.run(call_with_invalid_tensors)
     assert all(one == messages[0] for one in messages)
     assert "Horovod's reduce_scatter got input" in messages[0][0]
 
 
-def calls_of_a_forked_process(backend: Backend) -> list[str]:
+def call_in_forked_process(backend: Backend) -> list[str]:
     """Return the error of a collective in a process that is forked from a rank."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
@@ -317,7 +318,7 @@ def calls_of_a_forked_process(backend: Backend) -> list[str]:
 
 def test_collectives_in_a_forked_process_raise_immediately(groups: Any) -> None:
     horovod, _ = groups
-    for (message,) in horovod.run(calls_of_a_forked_process, timeout_seconds=20):
+    for (message,) in horovod.run(call_in_forked_process, timeout_seconds=20):
         assert message.startswith("A collective was called in a process that was forked from a rank")
 
 
@@ -546,7 +547,7 @@ def test_join_divides_by_the_number_of_ranks_with_data(backend: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
-def test_ranks_outside_the_group_are_rejected_as_peers(call: str) -> None:
+def test_invalid_peer_ranks_are_rejected(call: str) -> None:
     with RankGroup("horovod", 2) as group:
         for messages in group.run(invalid_peers, call):
             assert len(messages) == 3

@@ -28,8 +28,8 @@ from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
 
-def _collectives(group: dist.ProcessGroup, ranks: list[int]) -> list[Tensor]:
-    """Return the results of all collectives in `group`, which contains the global `ranks`."""
+def _run_collectives(group: dist.ProcessGroup, ranks: list[int]) -> list[Tensor]:
+    """Run collectives in `group`, which contains the global `ranks`, and return their results."""
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     own = torch.arange(2.0 * size) + 10 * dist.get_rank()
     results = []
@@ -78,7 +78,7 @@ def overlapping_groups(backend: Backend) -> list[Tensor]:
     for group, ranks in zip(groups, members, strict=True):
         if rank in ranks:
             assert dist.get_process_group_ranks(group) == ranks
-            results += _collectives(group, ranks)
+            results += _run_collectives(group, ranks)
     works = []
     for group, ranks in zip(groups, members, strict=True):
         if rank in ranks:
@@ -117,7 +117,7 @@ def two_groups_of_the_same_ranks(backend: Backend) -> list[Tensor]:
                 results.append(torch.full((3,), float(backend.rank + turn)))
                 dist.all_reduce(results[-1], group=group, async_op=True).wait()
         dist.destroy_process_group(first)
-        results += _collectives(second, ranks)
+        results += _run_collectives(second, ranks)
         dist.destroy_process_group(second)
     dist.barrier()
     return results
@@ -148,21 +148,21 @@ def one_group_per_thread(backend: Backend) -> list[Tensor]:
 
 
 def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
-    """Use overlapping groups and the default group in turn. Each rank pauses at different times, so that ranks wait for
-    other ranks at any time."""
+    """Use overlapping groups and the default group in turn. Each rank pauses at different times, so that every rank
+    sometimes waits for other ranks."""
     rank, size = backend.rank, backend.size
     members = [sorted({one, (one + 1) % size}) for one in range(size)] + [list(range(size))]
     groups = [dist.new_group(ranks) for ranks in members]
     order, pauses, results = random.Random(0), random.Random(rank), []
     for turn in range(150):
-        number = order.randrange(len(groups))
-        if rank in members[number]:
+        index = order.randrange(len(groups))
+        if rank in members[index]:
             time.sleep(pauses.choice((0, 0, 0, 0.001, 0.007)))
             results.append(torch.full((turn % 5 + 1,), float(rank + turn)))
-            works = [dist.all_reduce(results[-1], group=groups[number], async_op=True)]
+            works = [dist.all_reduce(results[-1], group=groups[index], async_op=True)]
             if turn % 3 == 0:  # a second pending operation
                 results.append(torch.full((2,), float(rank)))
-                works.append(dist.all_reduce(results[-1], group=groups[number], async_op=True))
+                works.append(dist.all_reduce(results[-1], group=groups[index], async_op=True))
             for work in works:
                 work.wait()
     for group, ranks in zip(groups, members, strict=True):
@@ -173,7 +173,7 @@ def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
 
 def one_dimensional_mesh(backend: Backend) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (backend.size,), mesh_dim_names=("data",))
-    return _collectives(mesh.get_group("data"), list(range(backend.size)))
+    return _run_collectives(mesh.get_group("data"), list(range(backend.size)))
 
 
 def sharded_model(backend: Backend) -> list[Tensor]:
@@ -277,7 +277,7 @@ def mesh_of_two_dimensions(backend: Backend) -> list[Tensor]:
     results = []
     for name in ("data", "tensor"):
         group = mesh.get_group(name)
-        results += _collectives(group, dist.get_process_group_ranks(group))
+        results += _run_collectives(group, dist.get_process_group_ranks(group))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -377,8 +377,8 @@ def wakeups_of_idle_ranks(backend: Backend) -> list[float]:
     several intervals without a group, and the minimum of several intervals with a group.
     """
     rates = []
-    for creates in (False, True):
-        group = dist.new_group([0, 1]) if creates else None
+    for has_group in (False, True):
+        group = dist.new_group([0, 1]) if has_group else None
         if group is not None and backend.rank < 2:
             dist.all_reduce(torch.ones(1), group=group)
         backend.barrier()
@@ -387,11 +387,11 @@ def wakeups_of_idle_ranks(backend: Backend) -> list[float]:
         for _ in range(3):
             before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.monotonic()
             time.sleep(0.4)
-            wakes = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
-            measured.append(wakes / (time.monotonic() - began))
-        rates.append(min(measured) if creates else max(measured))
+            wakeups = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+            measured.append(wakeups / (time.monotonic() - began))
+        rates.append(min(measured) if has_group else max(measured))
         backend.barrier()
-        if creates and backend.rank < 2:
+        if has_group and backend.rank < 2:
             dist.destroy_process_group(group)
     return rates
 

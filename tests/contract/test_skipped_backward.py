@@ -54,14 +54,14 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 """
 
 
-TEXT = {
+ERROR_PATTERNS = {
     "skips": r"before the end of backward #\d+, rank 0 had run \d+ optimizer steps and rank 1 had run \d+\. One",
     "continues": r"rank 0 had run 0 forward passes without a backward pass and rank 1 had run 1\. One",
     "adds": r"gradients that are not reduced over ranks: 2 parameters, weight, bias\. Call",
 }
 
 
-@pytest.mark.parametrize("fault", TEXT)
+@pytest.mark.parametrize("fault", ERROR_PATTERNS)
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -75,7 +75,7 @@ def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: s
         raised = re.findall(r"raised (\S+)", output)
         assert len(raised) == 1, together
         assert float(raised[0]) - float(began) < 20, together  # about 2 s, longer on a busy machine
-        assert re.search(TEXT[fault], output), together
+        assert re.search(ERROR_PATTERNS[fault], output), together
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
@@ -111,14 +111,14 @@ def test_counters_are_compared_at_the_same_backward_pass() -> None:
 
 
 def test_a_forward_pass_is_reported_only_if_it_is_additional_and_unused() -> None:
-    for forwards, unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
+    for other_forwards, other_unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
         store = HashStore()
         first, other = LoopCounters(), LoopCounters()
         _count(first, 1)
         _count(other, 1)
-        for counters, runs, without in ((first, 2, 0), (other, forwards, unused)):
-            made = [counters.count_forward() for _ in range(runs)]
-            for forward in made[without:]:
+        for counters, num_forwards, num_unused in ((first, 2, 0), (other, other_forwards, other_unused)):
+            passes = [counters.count_forward() for _ in range(num_forwards)]
+            for forward in passes[num_unused:]:
                 forward.mark_used()
                 forward.mark_used()
             counters.count_backward()

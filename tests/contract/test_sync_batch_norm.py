@@ -41,7 +41,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 SHAPES = {"1d": (5,), "1d flat": (), "3d": (2, 3, 2)}
 
 
-def layer(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def create_layer(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     made = LAYERS[name]()
     for parameter in made.parameters():
@@ -49,42 +49,43 @@ def layer(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return made.to(dtype)
 
 
-def values(name: str, step: int, count: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:
+def create_samples(name: str, step: int, count: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return samples far from zero, which reveal a numerically unstable variance."""
     generator = torch.Generator().manual_seed(step)
     shape = (count, CHANNELS, *SHAPES.get(name, (4, 3)))
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 + 20).to(dtype)
 
 
-def weights(x: Tensor) -> Tensor:
+def loss_weights(x: Tensor) -> Tensor:
     return torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape).sin()
 
 
 def run_layer(
     module: nn.Module, name: str, part: slice, *, dtype: torch.dtype = torch.float64, memory_format: Any = None
 ) -> list[Tensor]:
-    """Return outputs, gradients and buffers of three training steps and of an evaluation, on `part` of the samples."""
+    """Return the outputs and input gradients of three training steps, and the output of an evaluation, on `part` of the
+    samples."""
     found = []
     for step in range(3):
-        global_batch = values(name, step, dtype=dtype)
+        global_batch = create_samples(name, step, dtype=dtype)
         x = global_batch[part].clone(memory_format=memory_format or torch.preserve_format).requires_grad_()
         y = module(x)
-        (y * weights(global_batch)[part]).sum().backward()
+        (y * loss_weights(global_batch)[part]).sum().backward()
         assert x.grad is not None
         assert y.dtype == x.dtype
         found += [y.detach(), x.grad]
     module.eval()
-    found.append(module(values(name, 9, dtype=dtype)[part]).detach())
+    found.append(module(create_samples(name, 9, dtype=dtype)[part]).detach())
     module.train()
     return found
 
 
-def uninterrupted_run(
+def run_plain_batch_norm(
     name: str, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Return the results of plain BatchNorm in one process: values per sample, gradients of the parameters, and the
-    state."""
-    module: Any = layer(name, dtype)
+    """Return the results of plain BatchNorm in one process: the results of `run_layer`, the gradients of the
+    parameters, and the state."""
+    module: Any = create_layer(name, dtype)
     if isinstance(module, nn.SyncBatchNorm):
         plain = nn.BatchNorm2d(CHANNELS).to(dtype)
         plain.load_state_dict(module.state_dict())
@@ -97,7 +98,7 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float, *what: Any) -> 
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
-def part_of(backend: Backend) -> slice:
+def own_slice(backend: Backend) -> slice:
     """Return the slice of the samples that belong to this rank. With three ranks, one rank has no samples."""
     counts = COUNTS[backend.size]
     start = sum(counts[: backend.rank])
@@ -105,16 +106,16 @@ def part_of(backend: Backend) -> slice:
 
 
 def check_layers(backend: Backend) -> None:
-    part = part_of(backend)
+    part = own_slice(backend)
     for name, (dtype, memory_format, tolerance) in itertools.product(LAYERS, FORMATS):
         if memory_format is not None and name in SHAPES:
             continue
         what = (name, dtype, memory_format)
-        module = layer(name, dtype)
+        module = create_layer(name, dtype)
         tensors = [*module.parameters(), *module.buffers()]
         assert unitrain.sync_batch_norm(module, backend) is module
         assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
-        expected, gradients, state = uninterrupted_run(name, dtype)
+        expected, gradients, state = run_plain_batch_norm(name, dtype)
         found = run_layer(module, name, part, dtype=dtype, memory_format=memory_format)
         if name == "untracked":  # in eval mode, uses local statistics without communication
             expected.pop()
@@ -132,31 +133,31 @@ def check_autocast(backend: Backend) -> None:
     """In half precision, the results equal those of one process up to the precision of the format."""
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         found = []
-        for device, part in ((backend, part_of(backend)), (LOCAL, slice(None))):
+        for device, part in ((backend, own_slice(backend)), (LOCAL, slice(None))):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
             unitrain.sync_batch_norm(model, device)
-            global_batch = values("plain", 0, dtype=torch.float32) - 20
+            global_batch = create_samples("plain", 0, dtype=torch.float32) - 20
             with torch.autocast("cpu", dtype):
                 y = model(global_batch[part])
-            (y.float() * weights(global_batch[:, :2])[part]).sum().backward()
+            (y.float() * loss_weights(global_batch[:, :2])[part]).sum().backward()
             found.append([y.float().detach(), *model[1].buffers(), *[p.grad for p in model.parameters()]])
         mine, alone = found
-        assert_near(mine[0], alone[0][part_of(backend)], 10 * tolerance, dtype)
+        assert_near(mine[0], alone[0][own_slice(backend)], 10 * tolerance, dtype)
         for one, other in zip(mine[1:4], alone[1:4], strict=True):
             assert_near(one, other, tolerance, dtype)
         for one, other in zip(mine[4:], alone[4:], strict=True):
             scale = float(other.abs().max()) + 1.0
             assert_near(backend.allreduce(one, "sum"), other, 10 * tolerance * scale, dtype)
-    half = layer("plain").bfloat16()
+    half = create_layer("plain").bfloat16()
     unitrain.sync_batch_norm(half, backend)
-    y = half(values("plain", 0).bfloat16()[part_of(backend)])
+    y = half(create_samples("plain", 0).bfloat16()[own_slice(backend)])
     y.float().square().sum().backward()
     assert y.dtype == half.weight.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
 
 
 class Block(nn.Module):
-    """Calls one layer twice, and optionally recomputes it in the backward pass."""
+    """Calls one BatchNorm layer twice. With `recomputed`, the backward pass recomputes both calls."""
 
     def __init__(self, *, recomputed: bool) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class Block(nn.Module):
 
 def check_uses(backend: Backend) -> None:
     """Test two calls per forward pass, recomputation in the backward pass, a copied model and a compiled model."""
-    part = part_of(backend)
+    part = own_slice(backend)
     for recomputed, use in itertools.product((False, True), ("as it is", "copied", "compiled")):
         if use == "compiled" and backend.size == 1:
             continue  # compiled plain torch does not update running statistics again in the recomputation
@@ -185,10 +186,10 @@ def check_uses(backend: Backend) -> None:
             if use == "copied":
                 model = copy.deepcopy(model)
             called = torch.compile(model, backend="aot_eager") if use == "compiled" and device is backend else model
-            global_batch = values("plain", 0)
+            global_batch = create_samples("plain", 0)
             x = global_batch[samples].clone().requires_grad_()
             y = called(x)
-            (y * weights(global_batch)[samples]).sum().backward()
+            (y * loss_weights(global_batch)[samples]).sum().backward()
             found.append([y.detach(), x.grad, *model.buffers(), *[p.grad for p in model.parameters()]])
         mine, alone = found
         for one, other in zip(mine[:2], alone[:2], strict=True):
@@ -297,7 +298,7 @@ def check_dummy_batches(backend: Backend) -> None:
             model = unitrain.sync_batch_norm(Block(recomputed=recomputed), device)
             wrapped = device.distributed_model(model)
             optimizer = device.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
-            samples = values("plain", 0, length)
+            samples = create_samples("plain", 0, length)
             loader = unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples), device, batch_size=batch_size)
             for _ in range(2):
                 for (x,) in loader:
@@ -381,7 +382,7 @@ def test_unsupported_layers_are_rejected(module: nn.Module, message: str) -> Non
     model.add_module("norm", module)
     with pytest.raises(ModelError, match=message):
         unitrain.sync_batch_norm(model, LOCAL)
-    group_of_some = nn.SyncBatchNorm(3)
-    group_of_some.process_group = "some"
+    with_process_group = nn.SyncBatchNorm(3)
+    with_process_group.process_group = "some"
     with pytest.raises(ModelError, match=r"^the model itself is a SyncBatchNorm with a process_group"):
-        unitrain.sync_batch_norm(group_of_some, LOCAL)
+        unitrain.sync_batch_norm(with_process_group, LOCAL)

@@ -38,7 +38,7 @@ def fit(backend: Backend, folder: Path, loggers: tuple[str, ...] = ()) -> None:
     make_trainer(backend, folder, loggers).fit(DATA)
 
 
-def resumed_steps(backend: Backend, folder: Path) -> tuple[int, int]:
+def resume_and_return_steps(backend: Backend, folder: Path) -> tuple[int, int]:
     """Resume the run of `fit` for a second epoch, and return the steps before and after it."""
     trainer = make_trainer(backend, folder, max_epochs=2)
     first = trainer.progress.step
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def results(backend: Backend, root: Path) -> dict[str, str]:
+def run_cases(backend: Backend, root: Path) -> dict[str, str]:
     """Return the error of each case, or "trained" if there is none."""
     os.environ["SLURM_JOB_ID"] = "7"  # the file .job is only read if the job has an ID
     texts = {}
@@ -134,7 +134,7 @@ def results(backend: Backend, root: Path) -> dict[str, str]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     root = tmp_path_factory.mktemp("folders")
     with RankGroup("local", 1) as group:
-        return root, group.run(results, root, timeout_seconds=90)[0]
+        return root, group.run(run_cases, root, timeout_seconds=90)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -205,6 +205,6 @@ def test_a_run_resumes_from_a_checkpoint_whose_replacement_was_not_published(tmp
         group.run(fit, tmp_path)
         (checkpoint,) = files.list_checkpoints(tmp_path)
         checkpoint.rename(tmp_path / f".{checkpoint.name}.replaced.unfinished")
-        (steps,) = group.run(resumed_steps, tmp_path)
+        (steps,) = group.run(resume_and_return_steps, tmp_path)
     assert steps == (4, 8)
     assert [path.name for path in files.list_checkpoints(tmp_path)] == ["step-000000008", checkpoint.name]

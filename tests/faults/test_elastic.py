@@ -34,20 +34,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return list(parameters)
 
 
-def discovery(folder: Path) -> Path:
-    """Return a discovery script that prints this host with the number of slots in the file `slots`."""
+def write_discovery_script(folder: Path) -> Path:
+    """Write a discovery script that prints this host with the number of slots in the file `slots`. Return its path."""
     script = folder / "discover"
     script.write_text(f'#!/bin/sh\necho "localhost:$(cat {folder}/slots)"\n')
     script.chmod(0o755)
     return script
 
 
-def wait_until(folder: Path, size: int, step: int) -> None:
+def wait_for_step(folder: Path, size: int, step: int) -> None:
     """Wait until a job with `size` ranks has completed `step` steps."""
     deadline = time.monotonic() + SECONDS
-    at = folder / "at-0"
+    progress = folder / "at-0"
     while True:
-        found = [int(word) for word in at.read_text().split()] if at.exists() else []
+        found = [int(word) for word in progress.read_text().split()] if progress.exists() else []
         if len(found) == 2 and found[0] >= step and found[1] == size:
             return
         if time.monotonic() > deadline:
@@ -56,18 +56,18 @@ def wait_until(folder: Path, size: int, step: int) -> None:
 
 
 def check_run(folder: Path, expected: list[float], sizes: list[int], max_repeated_steps: int) -> None:
-    """Assert that the run had the numbers of ranks in `sizes`, repeated at most `max_repeated_steps` steps, completed,
-    and used every sample once per epoch."""
+    """Assert that the run has completed with the `expected` parameters, had the numbers of ranks in `sizes`, repeated
+    at most `max_repeated_steps` steps, and used every sample once per epoch."""
     size, parameters = json.loads((folder / "parameters.json").read_text())
     assert parameters == pytest.approx(expected, rel=0, abs=1e-9)
     assert size == sizes[-1]
     ranks = [
         [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.glob("taken-*.txt"))
     ]
-    used_hosts = [size for _, size, _ in ranks[0]]
-    assert [one for at, one in enumerate(used_hosts) if at == 0 or used_hosts[at - 1] != one] == sizes
-    assert len(used_hosts) - STEPS <= max_repeated_steps
-    # Of repeated steps, use the last repetition and its number of ranks.
+    step_sizes = [size for _, size, _ in ranks[0]]
+    assert [size for index, size in enumerate(step_sizes) if index == 0 or step_sizes[index - 1] != size] == sizes
+    assert len(step_sizes) - STEPS <= max_repeated_steps
+    # If a step was repeated, use its last repetition and the number of ranks of this repetition.
     last = {step: size for step, size, _ in ranks[0]}
     assert sorted(last) == list(range(1, STEPS + 1))
     taken = [{step: samples for step, size, samples in lines if last[step] == size} for lines in ranks]
@@ -91,7 +91,8 @@ def test_elastic_job_uses_added_slots_and_repeats_few_steps_after_a_kill(
 ) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"7": "slots 3"}, "3": {"33": "kill 1"}}))
     (tmp_path / "slots").write_text("2")
-    options = ["--elastic", "1:3", "--max-restarts", "1", "--host-discovery-script", str(discovery(tmp_path))]
+    discover = str(write_discovery_script(tmp_path))
+    options = ["--elastic", "1:3", "--max-restarts", "1", "--host-discovery-script", discover]
     command = [*LAUNCH, "--backend", backend, "--launcher", launcher, *options, SCRIPT, str(tmp_path), "1"]
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output, _ = launch.process.communicate(timeout=2 * SECONDS)  # three launches, one after the other
@@ -113,12 +114,12 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
         third.disconnect_network()
         with first.start([*LAUNCH, *options, SCRIPT, str(tmp_path), "1"], VARIABLES) as launch:
             try:
-                wait_until(tmp_path, size=2, step=6)
+                wait_for_step(tmp_path, size=2, step=6)
                 third.reconnect_network()
-                wait_until(tmp_path, size=3, step=21)
+                wait_for_step(tmp_path, size=3, step=21)
                 (tmp_path / "grown").touch()
                 second.kill()
-                wait_until(tmp_path, size=2, step=25)
+                wait_for_step(tmp_path, size=2, step=25)
                 output, _ = launch.communicate(timeout=SECONDS)
             finally:
                 first.kill_all()
@@ -147,14 +148,14 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
         for host in (first, second):
             agents.append(ended.enter_context(host.start(["sh", "-c", lines[f"{host.name}:"]], VARIABLES)))
             ended.callback(host.kill_all)
-        wait_until(tmp_path, size=2, step=6)
+        wait_for_step(tmp_path, size=2, step=6)
         second.kill()
-        wait_until(tmp_path, size=1, step=11)
+        wait_for_step(tmp_path, size=1, step=11)
         (tmp_path / "shrunk").touch()
         agents.append(ended.enter_context(third.start(["sh", "-c", lines["h3:"]], VARIABLES)))
         ended.callback(third.kill_all)
-        wait_until(tmp_path, size=2, step=12)
-        outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
+        wait_for_step(tmp_path, size=2, step=12)
+        outputs = [agents[index].communicate(timeout=SECONDS)[0] for index in (0, 2)]
     assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
     check_run(tmp_path, undisturbed, [2, 1, 2], max_repeated_steps=5)
 

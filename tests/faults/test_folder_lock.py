@@ -32,7 +32,7 @@ from unitrain.testing import RankGroup
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def trainer(output: Path, *callbacks: Callback, backend: Backend = LOCAL, **settings: Any) -> Trainer:
+def make_trainer(output: Path, *callbacks: Callback, backend: Backend = LOCAL, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     chosen = {"max_epochs": 2, "batch_size": 2, "shuffle": False, "progress": "off", **settings}
@@ -41,7 +41,7 @@ def trainer(output: Path, *callbacks: Callback, backend: Backend = LOCAL, **sett
     return Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks)
 
 
-def data() -> TensorDataset:
+def create_data() -> TensorDataset:
     return TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
 
 
@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_error_of_second_job_names_the_first_job_until_that_is_killed(
+def test_error_of_second_job_names_the_first_job_until_the_first_job_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.3)
@@ -95,20 +95,20 @@ def test_error_of_second_job_names_the_first_job_until_that_is_killed(
         wait_for(tmp_path / "run.waits")
         (run / ".step-000000099.unfinished").mkdir()  # simulates a checkpoint that is being written
         before = contents(run)
-        second = trainer(run, resume=True)
-        assert second.evaluate(data())["loss"] >= 0  # evaluation only reads
+        second = make_trainer(run, resume=True)
+        assert second.evaluate(create_data())["loss"] >= 0  # evaluation only reads
         found = (
             rf"^Output folder '{run}' is in use by another job: process {first.process.pid} on host \S+, started "
             rf"20\S+, Slurm job 4711\. Wait until .* another folder\. If .* with: rm '{run}/\.lock'"
         )
         with pytest.raises(CheckpointError, match=found):
-            second.fit(data())
+            second.fit(create_data())
         assert contents(run) == before
         assert (run / ".step-000000099.unfinished").is_dir()
         # The workers of the killed process exit later, and must not hold the lock.
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(20)
-        second.fit(data())
+        second.fit(create_data())
     assert second.progress.step == 8
     assert not (run / ".step-000000099.unfinished").exists()
     assert [json.loads(line)["step"] for line in (run / "history.jsonl").read_text().splitlines()] == [4, 8]
@@ -187,7 +187,7 @@ def test_file_system_without_locks_is_logged_once(
 
     monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING):
-        trainer(tmp_path).fit(data())
+        make_trainer(tmp_path).fit(create_data())
     (message,) = caplog.messages
     assert message.startswith(f"The file system of output folder '{tmp_path}' does not support locks ([Errno 38]")
 
@@ -235,7 +235,7 @@ def test_lock_file_removed_by_another_host_is_created_again(
 def test_run_starts_if_a_killed_process_with_the_same_id_left_its_probe_file(tmp_path: Path) -> None:
     probe = tmp_path / f".probe-{os.getpid()}.unfinished"
     probe.mkdir()
-    trainer(tmp_path)
+    make_trainer(tmp_path)
     assert not probe.exists()
 
 
@@ -245,9 +245,9 @@ def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
     for name in [*users, *ours]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes").write_text("kept")
-    trainer(tmp_path, keep_last=1).fit(data())
+    make_trainer(tmp_path, keep_last=1).fit(create_data())
     shutil.copytree(tmp_path / "step-000000008", tmp_path / "step-000000007.copy")
-    trainer(tmp_path, keep_last=1, max_epochs=3, resume=True).fit(data())
+    make_trainer(tmp_path, keep_last=1, max_epochs=3, resume=True).fit(create_data())
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
         *users, "step-000000007.copy", "step-000000012"
     }  # fmt: skip
@@ -270,56 +270,56 @@ def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monk
 
     monkeypatch.setattr(files, "write", slow)
     with pytest.raises(Exception, match="stopped by the test"):
-        trainer(tmp_path, Fails()).fit(data())
+        make_trainer(tmp_path, Fails()).fit(create_data())
     assert entered.wait(60)
     assert list(tmp_path.glob("step-*")) == []
     threading.Timer(1.0, released.set).start()
-    again = trainer(tmp_path, resume=True)
+    again = make_trainer(tmp_path, resume=True)
     assert again.progress.step == 4
-    again.fit(data())
+    again.fit(create_data())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000004", "step-000000008"]
     assert not (tmp_path / ".lock").exists()
 
 
 def test_a_checkpoint_that_another_process_wrote_before_the_lock_is_not_missed(tmp_path: Path) -> None:
     """The run chooses its checkpoint when the Trainer is created, and locks the folder in `fit`."""
-    trainer(tmp_path, max_epochs=1).fit(data())
-    first, second = (trainer(tmp_path, max_epochs=epochs, resume=True) for epochs in (2, 3))
-    first.fit(data())
-    first.fit(data())  # its own checkpoints are known
+    make_trainer(tmp_path, max_epochs=1).fit(create_data())
+    first, second = (make_trainer(tmp_path, max_epochs=epochs, resume=True) for epochs in (2, 3))
+    first.fit(create_data())
+    first.fit(create_data())  # its own checkpoints are known
     found = rf"Another process wrote checkpoint '{tmp_path}/step-000000008' .* with TrainConfig\(resume=True\)"
     for _ in range(2):
         with pytest.raises(CheckpointError, match=found):
-            second.fit(data())
+            second.fit(create_data())
     assert not (tmp_path / ".lock").exists()
     history = (tmp_path / "history.jsonl").read_text()
     assert [json.loads(line)["step"] for line in history.splitlines()] == [4, 8]
-    third = trainer(tmp_path, max_epochs=3, resume=True)
-    third.fit(data())
+    third = make_trainer(tmp_path, max_epochs=3, resume=True)
+    third.fit(create_data())
     assert third.progress.step == 12
     with pytest.raises(CheckpointError, match="step-000000012"):
-        first.fit(data())  # between two calls of `fit`, the folder is not locked
+        first.fit(create_data())  # between two calls of `fit`, the folder is not locked
 
 
 def test_a_checkpoint_that_another_process_replaced_before_the_lock_is_not_missed(tmp_path: Path) -> None:
-    trainer(tmp_path, max_epochs=1).fit(data())
-    second = trainer(tmp_path, resume=True)
+    make_trainer(tmp_path, max_epochs=1).fit(create_data())
+    second = make_trainer(tmp_path, resume=True)
     manifest = tmp_path / "step-000000004" / "manifest.json"
     text = manifest.read_text()
     manifest.unlink()
     manifest.write_text(text)
     with pytest.raises(CheckpointError, match="Another process wrote checkpoint"):
-        second.fit(data())
+        second.fit(create_data())
     new = tmp_path / "new"
-    second = trainer(new)
-    trainer(new, max_epochs=1).fit(data())
+    second = make_trainer(new)
+    make_trainer(new, max_epochs=1).fit(create_data())
     with pytest.raises(CheckpointError, match="Another process wrote checkpoint"):
-        second.fit(data())
+        second.fit(create_data())
 
 
-def assert_lock_error_on_all_ranks(backend: Backend, folder: str) -> str:
+def fit_in_a_locked_folder(backend: Backend, folder: str) -> str:
     try:
-        trainer(Path(folder), backend=backend).fit(data())
+        make_trainer(Path(folder), backend=backend).fit(create_data())
     except CheckpointError as error:
         return str(error)
     return "no error was raised"
@@ -331,7 +331,7 @@ def test_locked_folder_raises_on_every_rank_after_the_collective_timeout(tmp_pat
     assert lock.acquire(0)
     try:
         with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # shorter than the wait for the lock
-            first, second = group.run(assert_lock_error_on_all_ranks, str(tmp_path), timeout_seconds=60)
+            first, second = group.run(fit_in_a_locked_folder, str(tmp_path), timeout_seconds=60)
     finally:
         lock.release()
     assert first == second
@@ -345,5 +345,5 @@ def test_symbolic_link_as_lock_raises_and_keeps_its_target(tmp_path: Path) -> No
     output.mkdir()
     (output / ".lock").symlink_to(other)
     with pytest.raises(CheckpointError, match=r"is a symbolic link.*rm '.*/run/\.lock'"):
-        trainer(output).fit(data())
+        make_trainer(output).fit(create_data())
     assert other.read_text() == "not of this job"

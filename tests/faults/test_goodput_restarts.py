@@ -44,9 +44,9 @@ class Kills(unitrain.Callback):
     def on_step_end(self, trainer):
         step, rank = trainer.progress.step, trainer.backend.rank
         time.sleep(1.2 if step in (6, 11) else 0.1)
-        for restarts, (killed, at) in enumerate(((1, 7), (0, 12))):
+        for restarts, (killed, kill_step) in enumerate(((1, 7), (0, 12))):
             marker = folder / f"killed-{killed}"
-            if (rank, step) == (killed, at) and not marker.exists():
+            if (rank, step) == (killed, kill_step) and not marker.exists():
                 wait_for(folder / f"scraped-{restarts}")
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -214,16 +214,16 @@ from torch.utils.data import TensorDataset
 import unitrain
 
 folder = Path(sys.argv[1])
-number = len(list(folder.glob("attempt-*"))) + 1
-(folder / f"attempt-{number}").touch()
+attempt = len(list(folder.glob("attempt-*"))) + 1
+(folder / f"attempt-{attempt}").touch()
 
 class Fails(unitrain.Callback):
     def on_step_end(self, trainer):
-        if (number, trainer.progress.step) == (2, 6):
+        if (attempt, trainer.progress.step) == (2, 6):
             raise OSError("a network error")
 
 with unitrain.init(device="cpu") as backend:
-    if number in (1, 3):
+    if attempt in (1, 3):
         raise OSError("the data is missing")
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -199,16 +199,17 @@ class Processes:
     def output_of(self, name: str) -> str:
         return (self._folder / name).read_text(errors="replace")
 
-    def wait_until(self, true: Callable[[], object], what: str) -> None:
-        """Poll until `true` returns a true value. If the time limit expires, fail with the output of all processes."""
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Poll until `condition` returns a true value. If the time limit expires, fail with the output of all
+        processes."""
         end = time.monotonic() + LIMIT_SECONDS
-        while not true():
+        while not condition():
             if time.monotonic() > end:
                 printed = "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self._folder.iterdir()))
                 pytest.fail(f"{what} took more than {LIMIT_SECONDS} s\n{printed}")
             time.sleep(0.05)
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -225,7 +226,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     try:
         yield started
     finally:
-        started.end()
+        started.kill_all()
 
 
 def start_ranks(
@@ -233,16 +234,17 @@ def start_ranks(
     script: str,
     hosts: tuple[str, ...],
     address: str,
-    on: Callable[[int], tuple[str, ...]] = lambda rank: (),
+    command_prefix: Callable[[int], tuple[str, ...]] = lambda rank: (),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """Start one rank of `script` per name in `hosts` under the Gloo controller. `on(rank)` returns the command prefix
-    of a rank.
+    """Start one rank of `script` per name in `hosts` under the Gloo controller.
+
+    `command_prefix(rank)` returns the words that precede the command of a rank.
 
     If a host name occurs several times, the host has several ranks.
     """
     server, train = processes.write_script("server", SERVER), processes.write_script("train", script)
-    processes.start("server", *on(0), sys.executable, server, *hosts)
+    processes.start("server", *command_prefix(0), sys.executable, server, *hosts)
     processes.wait_until(lambda: "port " in processes.output_of("server"), "the rendezvous server")
     found = re.search(r"port (\d+)", processes.output_of("server"))
     assert found is not None
@@ -261,7 +263,7 @@ def start_ranks(
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": found.group(1),
         }
-        ranks.append(processes.start(f"rank{rank}", *on(rank), sys.executable, train, **own, **variables))
+        ranks.append(processes.start(f"rank{rank}", *command_prefix(rank), sys.executable, train, **own, **variables))
     return ranks
 
 
@@ -324,8 +326,9 @@ def test_rank_with_process_sets_raises_after_another_rank_is_killed(processes: P
 
 @pytest.fixture
 def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str, ...]]:
-    """Create two hosts on this machine. Each has its own network, name and an /etc/hosts like from Debian's installer.
-    Rank 0 runs on the first host, and all other ranks run on the second host.
+    """Create two hosts on this machine. Return the `command_prefix` that runs rank 0 on the first host and all other
+    ranks on the second host. Each host has its own network and name, and an /etc/hosts like that of Debian's
+    installer.
 
     A host is a shell in new namespaces. When the shell ends, the kernel removes the namespaces and their virtual cable.
     """
@@ -353,7 +356,7 @@ def test_gloo_uses_the_named_interface_if_the_host_name_is_loopback(
     processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
 ) -> None:
     ranks = start_ranks(
-        processes, SUM_OF_RANKS, ("host0", "host1"), "10.99.0.1", on=two_hosts, HOROVOD_GLOO_IFACE="cable"
+        processes, SUM_OF_RANKS, ("host0", "host1"), "10.99.0.1", command_prefix=two_hosts, HOROVOD_GLOO_IFACE="cable"
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
     for rank in (0, 1):
@@ -369,7 +372,12 @@ def test_a_reducescatter_completes_after_all_data_is_sent(
     shape = "tc qdisc add dev cable root tbf rate 400mbit burst 200kb latency 50ms"
     subprocess.run([*two_hosts(1), *shape.split()], check=True, timeout=LIMIT_SECONDS)
     ranks = start_ranks(
-        processes, REDUCESCATTERS, ("host0", "host1", "host1"), "10.99.0.1", on=two_hosts, HOROVOD_GLOO_IFACE="cable"
+        processes,
+        REDUCESCATTERS,
+        ("host0", "host1", "host1"),
+        "10.99.0.1",
+        command_prefix=two_hosts,
+        HOROVOD_GLOO_IFACE="cable",
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of all ranks")
     for rank in range(3):

@@ -45,11 +45,11 @@ def launch(folder: Path, backend: str, launcher: str, *options: str) -> tuple[in
     return started.process.returncode, output
 
 
-def plan(folder: Path, events: dict[str, dict[str, str]]) -> None:
+def write_plan(folder: Path, events: dict[str, dict[str, str]]) -> None:
     (folder / "plan.json").write_text(json.dumps(events))
 
 
-def results(folder: Path) -> tuple[int, Digests]:
+def read_results(folder: Path) -> tuple[int, Digests]:
     """Return the final number of processes and the digests."""
     size, digests = json.loads((folder / "digests.json").read_text())
     return size, digests
@@ -72,11 +72,11 @@ def steps_by_size(folder: Path) -> list[tuple[int, int]]:
 def test_restarted_job_is_bit_identical_to_an_undisturbed_run(
     backend: str, launcher: str, tmp_path: Path, undisturbed: Digests
 ) -> None:
-    plan(tmp_path, {"3": {"14": "kill 1", "31": "kill 0"}})
+    write_plan(tmp_path, {"3": {"14": "kill 1", "31": "kill 0"}})
     code, output = launch(tmp_path, backend, launcher, "-np", "3", "--max-restarts", "2")
     assert code == 0, output
     assert "(restart 2 of 2)" in output
-    assert results(tmp_path) == (3, undisturbed)
+    assert read_results(tmp_path) == (3, undisturbed)
     steps = [step for step, _ in steps_by_size(tmp_path)]
     assert len(steps) > STEPS, "at least one step must be repeated"
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
@@ -93,7 +93,7 @@ def test_elastic_job_is_bit_identical_to_an_undisturbed_run(
     backend: str, launcher: str, tmp_path: Path, undisturbed: Digests
 ) -> None:
     """The number of processes grows from 2 to 3, and a rank is killed."""
-    plan(tmp_path, {"2": {"7": "slots 3"}, "3": {"29": "kill 1"}})
+    write_plan(tmp_path, {"2": {"7": "slots 3"}, "3": {"29": "kill 1"}})
     (tmp_path / "slots").write_text("2")
     discover = tmp_path / "discover"
     discover.write_text(f'#!/bin/sh\necho "localhost:$(cat {tmp_path}/slots)"\n')
@@ -103,7 +103,7 @@ def test_elastic_job_is_bit_identical_to_an_undisturbed_run(
     assert code == 0, output
     assert "there are 3 slots instead of 2" in output
     assert "(restart 1 of 1)" in output
-    assert results(tmp_path) == (3, undisturbed)
+    assert read_results(tmp_path) == (3, undisturbed)
     assert {size for _, size in steps_by_size(tmp_path)} == {2, 3}
 
 
@@ -111,12 +111,12 @@ def test_job_resumed_on_another_backend_is_bit_identical_to_an_undisturbed_run(
     tmp_path: Path, undisturbed: Digests
 ) -> None:
     """A job on Horovod is killed within an epoch, and resumes on another number of processes with DDP."""
-    plan(tmp_path, {"3": {"21": "kill 2"}})  # before the checkpoint at the end of the epoch (step 21)
+    write_plan(tmp_path, {"3": {"21": "kill 2"}})  # before the checkpoint at the end of the epoch (step 21)
     code, output = launch(tmp_path, "horovod", "horovodrun", "-np", "3")
     assert code != 0, output
     assert not (tmp_path / "digests.json").exists()
     code, output = launch(tmp_path, "ddp", "torchrun", "-np", "2")
     assert code == 0, output
-    assert results(tmp_path) == (2, undisturbed)
+    assert read_results(tmp_path) == (2, undisturbed)
     first_step = next(step for step, size in steps_by_size(tmp_path) if size == 2)
     assert first_step == 21, "the job must resume from the checkpoint of step 20, within an epoch"

@@ -26,7 +26,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 EPOCHS = ["--epochs", "12", "--device", "cpu"]
 
 
-def command(launcher: str, output: Path, *more: str) -> list[str]:
+def digits_command(launcher: str, output: Path, *more: str) -> list[str]:
     start = {
         "none": [sys.executable],
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
@@ -48,7 +48,7 @@ def final_results(text: str) -> str:
     return str(line)
 
 
-def run(arguments: list[str]) -> str:
+def run_and_read_results(arguments: list[str]) -> str:
     with running_launcher(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
@@ -69,7 +69,7 @@ def find_rank(launch: Launch) -> int:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run(command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
+    return run_and_read_results(digits_command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
 
 
 # The signal, its receiver and the possible exit codes. torchrun and horovodrun do not exit with the code of the ranks.
@@ -84,19 +84,21 @@ CASES = {
 def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
     launcher: str, tmp_path: Path, uninterrupted: str
 ) -> None:
-    number, target, codes = CASES[launcher]
-    with running_launcher(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
+    signum, target, codes = CASES[launcher]
+    with running_launcher(digits_command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "run" / "history.jsonl", lines=2)
         pid = launch.process.pid if target == "launcher" else find_rank(launch)
-        os.kill(pid, number)
+        os.kill(pid, signum)
         output = launch.output()
         launch.wait_until_all_exited(10)
     assert launch.process.returncode in codes, output
-    assert re.search(rf"stopped after step \d+: {number.name} was received by rank \d", output), output
+    assert re.search(rf"stopped after step \d+: {signum.name} was received by rank \d", output), output
     assert "Traceback" not in output.split("stopped after step")[0]
     done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
     assert 1 < done < 12
-    resumed = run(command("torchrun" if launcher == "none" else launcher, tmp_path / "run", "--resume"))
+    resumed = run_and_read_results(
+        digits_command("torchrun" if launcher == "none" else launcher, tmp_path / "run", "--resume")
+    )
     if launcher != "none":  # one process has smaller global batches
         assert resumed == uninterrupted
 
@@ -246,15 +248,15 @@ with unitrain.init(device="cpu") as backend:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"),
+    ("dataset", "signum"),
     [("stream", signal.SIGTERM), pytest.param("items", signal.SIGUSR1, marks=pytest.mark.ci)],
 )
-def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_to_every_process_counts_once(dataset: str, signum: signal.Signals, tmp_path: Path) -> None:
     """Like a scheduler, the test sends the signal to the ranks and to the workers of their DataLoaders."""
-    with running_launcher([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher([sys.executable, "-c", WORKERS, str(tmp_path), dataset], {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "ready")
         assert len(launch.find_processes()) > 2
-        os.killpg(launch.process.pid, number)
+        os.killpg(launch.process.pid, signum)
         output = launch.output()
     assert launch.process.returncode == 75, output
     assert list(tmp_path.glob("*/manifest.json"))
@@ -356,17 +358,17 @@ class Fails(unitrain.Callback):
         raise ValueError("stopped by the test")
 
 
-kind, output = sys.argv[1:]
+case, output = sys.argv[1:]
 data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
 loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
-if kind != "persistent workers":
+if case != "persistent workers":
     loader = DataLoader(Endless(), batch_size=2, num_workers=2)
 held = []
 with unitrain.init(device="cpu") as backend:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = unitrain.TrainConfig(max_epochs=2, output_dir=output, progress="off")
-    callbacks = [] if kind == "persistent workers" else [Fails()]
+    callbacks = [] if case == "persistent workers" else [Fails()]
     trainer = unitrain.Trainer(
         model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
     )
@@ -379,11 +381,11 @@ with unitrain.init(device="cpu") as backend:
 """
 
 
-@pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
-def test_fit_returns_while_dataloader_workers_run(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["persistent workers", "an exception"])
+def test_fit_returns_while_dataloader_workers_run(case: str, tmp_path: Path) -> None:
     """Workers are forked while signals are handled, so they inherit the connection that forwards signals."""
     with running_launcher(
-        [sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", LIVING_WORKERS, case, str(tmp_path)], {"OMP_NUM_THREADS": "1"}
     ) as launch:
         output = launch.output()
     assert "fit has ended []" in output, output
@@ -448,7 +450,7 @@ def test_later_signal_ends_the_process_immediately() -> None:
 
 def test_user_signal_handlers_are_kept() -> None:
     heard: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGUSR1, lambda signum, frame: heard.append(signum))
     try:
         with PreemptionHandler(["SIGUSR1", "SIGUSR2"]) as preemption:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -61,9 +61,9 @@ class Output:
         return code
 
 
-def wait_until(happens: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
-    while not happens():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -78,7 +78,7 @@ def wait_at_gate(folder: Path, gate: int, size: int = 2) -> None:
     wait_until(lambda: all((completed_steps(folder, rank) or [0])[-1] == gate - 1 for rank in range(size)))
 
 
-def kill(folder: Path, rank: int) -> None:
+def kill_rank(folder: Path, rank: int) -> None:
     os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
 
 
@@ -100,7 +100,7 @@ def memory_folder(output: Output) -> Path:
     return Path(found[1])
 
 
-def command(folder: Path, backend: str, *options: str, launcher: str | None = None) -> list[str]:
+def launch_command(folder: Path, backend: str, *options: str, launcher: str | None = None) -> list[str]:
     chosen = ["--launcher", launcher] if launcher is not None else []
     return [*LAUNCH, "--backend", backend, *chosen, *options, recovery_training.__file__, str(folder)]
 
@@ -127,19 +127,19 @@ def test_standby_ranks_replace_killed_ranks_with_the_same_bits(
     repeated."""
     (undisturbed := tmp_path / "undisturbed").mkdir()
     open_gates(undisturbed)
-    with running_launcher(command(undisturbed, backend, "-np", "2", launcher=launcher), VARIABLES) as launch:
+    with running_launcher(launch_command(undisturbed, backend, "-np", "2", launcher=launcher), VARIABLES) as launch:
         text = launch.output()
     assert launch.process.returncode == 0, text
     (folder := tmp_path / "killed").mkdir()
     if in_memory:
         (folder / "memory").touch()
     options = ["--elastic", "2:2", "--max-restarts", "2", "--standby"]
-    with running_launcher(command(folder, backend, *options, launcher=launcher), VARIABLES) as launch:
+    with running_launcher(launch_command(folder, backend, *options, launcher=launcher), VARIABLES) as launch:
         output = Output(launch)
         for gate, rank in zip(GATES, (1, 0), strict=True):
             wait_at_gate(folder, gate)
             output.wait_for(READY)
-            kill(folder, rank)
+            kill_rank(folder, rank)
             output.wait_for(f"rank {rank} was killed or crashed; restarting the job from its newest checkpoint")
             (folder / f"pass-{gate}").touch()
         assert output.wait_for_exit() == 0, output.text
@@ -183,7 +183,7 @@ def test_standby_ranks_on_two_hosts_replace_killed_ranks(
         (folder / name).touch()
     first, second = two_hosts
     options = ["-H", "h1:1,h2:2", *added, "--max-restarts", "3", "--standby"]
-    line = [*command(folder, backend, *options, launcher=launcher), *map(str, HOST_GATES)]
+    line = [*launch_command(folder, backend, *options, launcher=launcher), *map(str, HOST_GATES)]
     with first.start(line, VARIABLES | {"PYTHONPATH": str(Path(__file__).parents[2])}) as process:
         output = Output(Launch(process, b""))
         try:
@@ -231,7 +231,7 @@ time.sleep(300)
 
 @needs_hosts
 def test_ranks_exit_if_the_host_of_the_supervisor_is_lost(two_hosts: list[Host], tmp_path: Path) -> None:
-    """Also if a message to it was not acknowledged, which TCP keepalive does not detect."""
+    """The ranks also exit if a message to the supervisor is not acknowledged, which TCP keepalive does not detect."""
     first, second = two_hosts
     variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "UNITRAIN_JOB": "mine"}
     disconnected = tmp_path / "disconnected"
@@ -261,14 +261,14 @@ def test_ranks_exit_if_the_host_of_the_supervisor_is_lost(two_hosts: list[Host],
 def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
     """A restart after the standby ranks have exited starts new ranks."""
     with running_launcher(
-        command(tmp_path, "ddp", "-np", "2", "--max-restarts", "1", "--standby"), VARIABLES
+        launch_command(tmp_path, "ddp", "-np", "2", "--max-restarts", "1", "--standby"), VARIABLES
     ) as launch:
         output = Output(launch)
         wait_at_gate(tmp_path, GATES[0])
         output.wait_for(READY)
         os.kill(find_standby_ranks(launch)[0], signal.SIGKILL)
         output.wait_for("the standby ranks have exited, so a restart will start new ranks")
-        kill(tmp_path, 1)
+        kill_rank(tmp_path, 1)
         open_gates(tmp_path)
         assert output.wait_for_exit() == 0, output.text
         launch.wait_until_all_exited(30)
@@ -277,25 +277,25 @@ def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "number"),
+    ("backend", "signum"),
     [
         ("ddp", signal.SIGKILL),
         pytest.param("horovod", signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.nightly),
     ],
 )
-def test_standby_ranks_exit_with_the_launch_command(backend: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_standby_ranks_exit_with_the_launch_command(backend: str, signum: signal.Signals, tmp_path: Path) -> None:
     """All ranks exit, and the checkpoints in memory are removed."""
     (tmp_path / "memory").touch()
     options = ["-np", "2", "--max-restarts", "1", "--standby"]
-    with running_launcher(command(tmp_path, backend, *options), VARIABLES) as launch:
+    with running_launcher(launch_command(tmp_path, backend, *options), VARIABLES) as launch:
         output = Output(launch)
         wait_at_gate(tmp_path, GATES[0])
         output.wait_for(READY)
         standby_ranks = find_standby_ranks(launch)
         assert len(standby_ranks) >= 2
         assert list(memory_folder(output).glob("*/step-*"))
-        os.kill(launch.process.pid, number)
+        os.kill(launch.process.pid, signum)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in standby_ranks))
         open_gates(tmp_path)
         launch.wait_until_all_exited(30)

@@ -108,8 +108,8 @@ def test_a_job_is_not_restarted_more_often_than_allowed(tmp_path: Path) -> None:
 SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_job_is_not_restarted_after_an_interrupt_or_termination_signal(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_job_is_not_restarted_after_an_interrupt_or_termination_signal(signum: signal.Signals, tmp_path: Path) -> None:
     """The job has no terminal, which would also send the interrupt to the launcher."""
     (tmp_path / "sleep.py").write_text(SLEEP)
     command = [
@@ -126,9 +126,9 @@ def test_job_is_not_restarted_after_an_interrupt_or_termination_signal(number: s
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(launch.process.pid, number)
+        os.kill(launch.process.pid, signum)
         output = launch.output()
-    received = signal.SIGTERM if number == signal.SIGHUP else number
+    received = signal.SIGTERM if signum == signal.SIGHUP else signum
     assert launch.process.returncode == 128 + received, output
     assert "restarting" not in output
     memory = re.search(r"UNITRAIN_MEMORY_FOLDER=(\S+)", output)
@@ -201,8 +201,8 @@ with unitrain.init(device="cpu") as backend, PreemptionHandler(["SIGTERM"]) as p
 def test_ranks_save_before_the_restart_if_their_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAVES_SLOWLY)
     command = [*LAUNCH, "-np", "2", "--max-restarts", "1", str(tmp_path / "train.py"), str(tmp_path)]
-    # `fresh`, because the ranks disable their parent-death signal. The stub of a rank that is forked from the preloaded
-    # interpreter would still receive this signal, and forward it to the rank.
+    # `fresh` is required, because the ranks disable their parent-death signal. The stub of a rank that is forked from
+    # the preloaded interpreter would still receive this signal, and forward it to the rank.
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
         deadline = time.monotonic() + SECONDS
         while len(list(tmp_path.glob("started-*"))) < 2:

@@ -40,9 +40,9 @@ import json, os, sys, time
 
 names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 rank = int(next(os.environ[name] for name in names if name in os.environ))
-told = dict(prefix=sys.prefix, variables=dict(os.environ))
+report = dict(prefix=sys.prefix, variables=dict(os.environ))
 with open(f"{sys.argv[1]}/{rank}.part", "w") as file:
-    json.dump(told, file)
+    json.dump(report, file)
 os.rename(f"{sys.argv[1]}/{rank}.part", f"{sys.argv[1]}/{rank}.json")
 while not os.path.exists(f"{sys.argv[1]}/end"):
     time.sleep(0.05)
@@ -109,9 +109,9 @@ def test_ranks_run_in_the_virtual_environment_of_the_launch_command(backend: str
     with running_launcher([*command, script, str(tmp_path)], {"PATH": path}) as launch:
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        message_text = launch.output()
-    assert [one["prefix"] for one in rank_reports] == [str(own), str(own)], message_text
-    assert launch.process.returncode == 0, message_text
+        output = launch.output()
+    assert [report["prefix"] for report in rank_reports] == [str(own), str(own)], output
+    assert launch.process.returncode == 0, output
 
 
 def check_secret(
@@ -119,9 +119,9 @@ def check_secret(
 ) -> None:
     """Assert that each rank has the secrets, and that command lines and output contain neither the secrets nor the
     job's key."""
-    (key,) = {one["variables"]["UNITRAIN_JOB_KEY"] for one in rank_reports}
-    for one in rank_reports:
-        assert {name: one["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
+    (key,) = {report["variables"]["UNITRAIN_JOB_KEY"] for report in rank_reports}
+    for report in rank_reports:
+        assert {name: report["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
     assert any("train.py" in line for line in lines)
     assert not [line for line in [*lines, output] if SECRET in line or key in line]
 
@@ -135,9 +135,9 @@ def test_command_lines_do_not_show_variables_on_one_host(options: list[str], scr
     ):
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        message_text = launch.output()
-    check_secret(lines, message_text, rank_reports, ("WANDB_API_KEY", "NOTES"))
-    assert launch.process.returncode == 0, message_text
+        output = launch.output()
+    check_secret(lines, output, rank_reports, ("WANDB_API_KEY", "NOTES"))
+    assert launch.process.returncode == 0, output
 
 
 @needs_hosts
@@ -150,12 +150,12 @@ def test_command_lines_do_not_show_variables_on_two_hosts(
     with command_lines() as lines, two_hosts[0].start(command, VARIABLES | secrets) as process:
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        message_text, _ = process.communicate(timeout=SECONDS)
-    check_secret(lines, message_text, rank_reports, tuple(secrets))
-    assert process.returncode == 0, message_text
+        output, _ = process.communicate(timeout=SECONDS)
+    check_secret(lines, output, rank_reports, tuple(secrets))
+    assert process.returncode == 0, output
 
 
-def listeners(host: Host) -> set[str]:
+def listening_addresses(host: Host) -> set[str]:
     """Return the addresses on which the Python processes of a host listen."""
     found = host.run(["ss", "-ltnpH"]).stdout.splitlines()
     return {line.split()[3].rpartition(":")[0] for line in found if "python" in line or "pt_elastic" in line}
@@ -187,10 +187,10 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
         command = [*LAUNCH, *options, *hosts, "--max-restarts", "1", script, str(folder)]
         with two_hosts[0].start(command, VARIABLES) as process:
             wait_for_ranks(folder, 2)
-            found = listeners(two_hosts[0])
+            found = listening_addresses(two_hosts[0])
             (folder / "end").touch()
-            message_text, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, message_text
+            output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
         assert found <= {"127.0.0.1", *(host.address for host in expected)}
         assert found
 
@@ -215,16 +215,16 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(
 ) -> None:
     Path(script).write_text(TRAINING)
     with running_launcher([*LAUNCH, "--backend", backend, "-np", "2", script, str(tmp_path)]) as launch:
-        (rank_reports, _) = wait_for_ranks(tmp_path, 2)
-        store = connect_to_store(rank_reports["variables"])
+        (first_report, _) = wait_for_ranks(tmp_path, 2)
+        store = connect_to_store(first_report["variables"])
         assert store.check(["unitrain/0/0/failures/process/0"])  # the same prefix as messages of the job
         store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
         time.sleep(8)  # a rank exits five seconds after it receives a failure report
         (tmp_path / "end").write_text("fail" if fails else "")
-        message_text = launch.output()
-    assert "a forged failure" not in message_text
-    assert (launch.process.returncode != 0) is fails, message_text
-    assert ("rank 1 failed first: ValueError: an independent failure" in message_text) is fails
+        output = launch.output()
+    assert "a forged failure" not in output
+    assert (launch.process.returncode != 0) is fails, output
+    assert ("rank 1 failed first: ValueError: an independent failure" in output) is fails
 
 
 # Runs collectives until the file "end" exists.
@@ -330,28 +330,28 @@ def test_other_programs_neither_reach_nor_disturb_a_job(
     command = [*LAUNCH, *options, *(["-H", "h1:1,h2:1"] if on_two_hosts else ["-np", "2"]), script, str(tmp_path)]
     with first.start(command, VARIABLES) as process:
         try:
-            (rank_reports, _) = wait_for_ranks(tmp_path, 2)
-            python, every = listening_ports(first, ("python", "pt_elastic")), listening_ports(first, ("",))
-            own = set() if "mpirun" in options else python
+            (first_report, _) = wait_for_ranks(tmp_path, 2)
+            python_ports, all_ports = listening_ports(first, ("python", "pt_elastic")), listening_ports(first, ("",))
+            unitrain_ports = set() if "mpirun" in options else python_ports
             for address in {first.address, OTHER_ADDRESS} - {used}:
-                assert not call_client(first, tmp_path, "connect", address, own)
+                assert not call_client(first, tmp_path, "connect", address, unitrain_ports)
             if not on_two_hosts:
-                assert not call_client(second, tmp_path, "connect", first.address, own)
+                assert not call_client(second, tmp_path, "connect", first.address, unitrain_ports)
             client = second if on_two_hosts else first
-            assert call_client(client, tmp_path, "attack", used, every) & python
+            assert call_client(client, tmp_path, "attack", used, all_ports) & python_ports
             # Under mpirun on one host, the ranks exchange the address of the store through MPI.
             if "mpirun" not in options or on_two_hosts:
-                forge_failure(client, tmp_path, rank_reports["variables"])
+                forge_failure(client, tmp_path, first_report["variables"])
             time.sleep(8)  # a rank exits five seconds after it receives a failure report
             assert process.poll() is None
             (tmp_path / "end").touch()
-            message_text, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         finally:
             for host in two_hosts:
                 host.kill_all()
-    assert process.returncode == 0, message_text
-    assert "failed first" not in message_text
-    assert "forged" not in message_text
+    assert process.returncode == 0, output
+    assert "failed first" not in output
+    assert "forged" not in output
 
 
 class Harm:
@@ -452,13 +452,13 @@ def test_a_client_without_the_key_does_not_obtain_a_signature() -> None:
         results: list[BaseException | None] = [None, None]
         pair = socket.socketpair()
 
-        def connect(at: int, key: str, is_server: bool) -> None:
-            pair[at].settimeout(10)
+        def connect(index: int, key: str, is_server: bool) -> None:
+            pair[index].settimeout(10)
             try:
-                authentication.authenticate(pair[at], key, "supervision", is_server=is_server)
+                authentication.authenticate(pair[index], key, "supervision", is_server=is_server)
             except (AuthenticationError, OSError) as error:
-                results[at] = error
-                pair[at].close()
+                results[index] = error
+                pair[index].close()
 
         threads = [threading.Thread(target=connect, args=one) for one in ((0, key_here, True), (1, key_there, False))]
         for thread in threads:

@@ -66,7 +66,8 @@ def train(
     fault: Callable[[], None] | None = None,
     shard: ShardingMode = "state",
 ) -> Any:
-    """Train with a checkpoint every two steps. Return the first step, the parameters and the error, if any."""
+    """Train with a checkpoint every two steps. Return the step from which the run starts, the parameters and
+    the error, if any."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, WIDTH // 4), nn.ReLU(), nn.Linear(WIDTH // 4, 3)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -89,11 +90,11 @@ def train(
     return first, nn.utils.parameters_to_vector(model.parameters()).detach(), error
 
 
-def steps(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def flip(path: Path) -> None:
+def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -103,7 +104,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
 
 
-def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) -> None:
+def test_all_ranks_skip_a_checkpoint_with_a_damaged_file(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as group:
         expected = group.run(train, str(tmp_path / "run"), 6)[0][1]
         names = list(files.read_manifest(tmp_path / "run" / "step-000000006")["files"])
@@ -111,7 +112,13 @@ def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) 
             "model/rank-00000.safetensors", "model/rank-00001.safetensors", "optimizer/rank-00000.safetensors",
             "optimizer/rank-00001.safetensors", "training.pt",
         ]  # fmt: skip
-        damages = [(names[0], flip), (names[1], Path.unlink), (names[2], flip), (names[3], truncate), (names[4], flip)]
+        damages = [
+            (names[0], flip_last_bit),
+            (names[1], Path.unlink),
+            (names[2], flip_last_bit),
+            (names[3], truncate),
+            (names[4], flip_last_bit),
+        ]
         for name, damage in damages:
             copy = tmp_path / "copy"
             shutil.copytree(tmp_path / "run", copy)
@@ -145,11 +152,11 @@ def test_rank_that_is_killed_while_shards_are_written_leaves_an_invisible_checkp
         expected = group.run(train, str(tmp_path / "expected"), 6)[0][1]
         with pytest.raises(RankError):
             group.run(train, str(tmp_path / "run"), 6, kill_while_writing)
-        assert steps(tmp_path / "run") == [2]
+        assert checkpoint_steps(tmp_path / "run") == [2]
         for first, parameters, error in group.run(train, str(tmp_path / "run"), 6):
             assert (first, error) == (2, None)
             assert torch.equal(parameters, expected)
-    assert steps(tmp_path / "run") == [2, 4, 6]
+    assert checkpoint_steps(tmp_path / "run") == [2, 4, 6]
     assert not list((tmp_path / "run").glob(".*.unfinished"))
 
 
@@ -159,9 +166,9 @@ def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
             assert error is not None
             assert error.startswith(f"Cannot write checkpoint '{tmp_path}/step-000000004' on rank 1: [Errno 27]")
             assert error.endswith("Check that the folder is writable and has room, or choose another output_dir.")
-        assert steps(tmp_path) == [2]
+        assert checkpoint_steps(tmp_path) == [2]
         assert [first for first, _, _ in group.run(train, str(tmp_path), 6)] == [2, 2]
-    assert steps(tmp_path) == [2, 4, 6]
+    assert checkpoint_steps(tmp_path) == [2, 4, 6]
 
 
 @pytest.fixture
@@ -199,7 +206,7 @@ def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, bac
         assert error.startswith(f"Cannot write checkpoint '{small_disk}/step-000000004'")
         assert "No space left on device" in error
         assert error.endswith("Check that the folder is writable and has room, or choose another output_dir.")
-        assert steps(small_disk) == [2]
+        assert checkpoint_steps(small_disk) == [2]
         assert files.find_corruption(small_disk / "step-000000002") is None
         remount(small_disk, "ro")
         error, other = group.run(start_error, str(small_disk), shard)
@@ -209,7 +216,7 @@ def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, bac
         for first, parameters, error in group.run(train, str(small_disk), 6, None, shard):
             assert (first, error) == (2, None)
             assert torch.equal(parameters, expected)
-    assert steps(small_disk) == [2, 4, 6]
+    assert checkpoint_steps(small_disk) == [2, 4, 6]
     assert not list(small_disk.glob(".*.unfinished"))
 
 
@@ -256,7 +263,7 @@ def checkpointer_for(backend: Backend, folder: str, checkpoint_format: Any) -> C
     return Checkpointer(config, backend)
 
 
-def state_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointContents:
+def create_contents(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointContents:
     training, manifest = {"scheduler": None}, {"step": step}
     return CheckpointContents(
         step=step, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest
@@ -268,7 +275,7 @@ def save_and_load_with_little_memory(backend: Backend, folder: str) -> None:
     checkpointer = checkpointer_for(backend, folder, "sharded")
     for step in (1, 2):  # the first checkpoint also imports modules
         with limited_memory(20 if step == 2 else 1000):
-            checkpointer.save(state_of(step, model, optimizer))
+            checkpointer.save(create_contents(step, model, optimizer))
     expected = [value.double().sum().item() for entry in optimizer.state.values() for value in entry.values()]
     weights = [parameter.double().sum().item() for parameter in model.parameters()]
     optimizer.state.clear()
@@ -289,7 +296,7 @@ def gather_with_little_memory(backend: Backend, folder: str) -> None:
     checkpointer = checkpointer_for(backend, folder, "full")
     try:
         with limited_memory(20):
-            checkpointer.save(state_of(1, model, optimizer))
+            checkpointer.save(create_contents(1, model, optimizer))
     except BaseException as error:
         backend.report_failure(error)
         raise

@@ -22,7 +22,7 @@ import unitrain
 FAULT, LOOP, SHARD, TIMEOUT = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
 STEP = 8
 
-def begins():
+def print_fault_time():
     print("fault", time.time(), flush=True)
 
 class Block(nn.Module):
@@ -36,19 +36,19 @@ class Block(nn.Module):
         Block.forwards += torch.is_grad_enabled()
         if Block.forwards == 2 * STEP and os.environ["RANK"] == "1":
             if FAULT == "raises":
-                begins()
+                print_fault_time()
                 raise ValueError("the second block is broken")
             if FAULT == "is killed":
-                begins()
+                print_fault_time()
                 os.kill(os.getpid(), 9)
             if FAULT == "is stopped":
-                begins()
+                print_fault_time()
                 os.kill(os.getpid(), 19)
         return inputs + self.layer(inputs).relu()
 
 def after_step(step, rank, optimizer):
     if FAULT == "calls state_dict" and step == STEP and rank == 1:
-        begins()
+        print_fault_time()
         optimizer.state_dict()
 
 class AfterStep(unitrain.Callback):
@@ -116,7 +116,7 @@ def test_a_fault_ends_sharded_training_and_the_report_names_the_rank(
             ended = time.time()
             assert all(process.returncode for process in processes), f"{fault}:\n{together}"
             assert re.search(report, together), f"{fault}:\n{together}"
-            if fault != "calls state_dict":  # then both ranks wait for each other
+            if fault != "calls state_dict":  # with this fault, both ranks wait for each other
                 assert "rank 0 failed first" not in together, f"{fault}:\n{together}"
             (began,) = re.findall(r"fault (\S+)", together)
             # The time also includes waiting for the ranks of earlier jobs.

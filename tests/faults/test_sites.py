@@ -64,7 +64,7 @@ def test_slow_site_delays_the_outer_step_only(backend: str, tmp_path: Path) -> N
             assert first == second
 
 
-def wait_until(folder: Path, size: int, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, size: int, step: int, process: subprocess.Popen[str]) -> None:
     """Wait until a job with `size` ranks has completed `step` steps."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -76,7 +76,7 @@ def wait_until(folder: Path, size: int, step: int, process: subprocess.Popen[str
         time.sleep(0.1)
 
 
-def starts(folder: Path, size: int) -> dict[int, list[Any]]:
+def read_start_weights(folder: Path, size: int) -> dict[int, list[Any]]:
     """Return the weights of each rank at the start of attempts with `size` ranks, by step."""
     found: dict[int, list[Any]] = {}
     for path in sorted(folder.glob(f"weights-{size}-*.json")):
@@ -96,11 +96,11 @@ def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Pa
     command = [*LAUNCH, *options, SCRIPT, str(tmp_path), "120", "15"]
     with hosts(2, tmp_path / "hosts") as (first, second), first.start(command, VARIABLES) as launch:
         try:
-            wait_until(tmp_path, 2, 10, launch)
+            wait_for_step(tmp_path, 2, 10, launch)
             second.disconnect_network()
             second.kill_all()
             (tmp_path / "pause-2-10").unlink()
-            wait_until(tmp_path, 1, 20, launch)
+            wait_for_step(tmp_path, 1, 20, launch)
             second.reconnect_network()
             (tmp_path / "slow-1").touch()  # slow until the host is found
             (tmp_path / "pause-1-20").unlink()
@@ -108,11 +108,11 @@ def test_lost_site_is_excluded_and_rejoins_with_the_current_weights(tmp_path: Pa
         finally:
             first.kill_all()
     assert launch.returncode == 0, output
-    (alone,) = starts(tmp_path, 1)
+    (alone,) = read_start_weights(tmp_path, 1)
     assert alone >= 10 - 10 % site_training.CHECKPOINT_EVERY_STEPS, (
         "only the steps since the checkpoint may be repeated"
     )
-    rejoined = {step: found for step, found in starts(tmp_path, 2).items() if step >= 20}
+    rejoined = {step: found for step, found in read_start_weights(tmp_path, 2).items() if step >= 20}
     ((step, (own, other)),) = rejoined.items()
     assert own == other, "the host must rejoin with the weights of rank 0"
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()

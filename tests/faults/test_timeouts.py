@@ -110,9 +110,9 @@ def test_an_error_of_a_group_states_the_waiting_time(
     assert f"Rank 1 was still busy {limit}:" in str(caught.value)
 
 
-def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, folder: str) -> tuple[str, float]:
+def miss_a_backward(backend: Backend, settings: dict[str, Any], num_completed: int, folder: str) -> tuple[str, float]:
     model = backend.distributed_model(build(), **settings)
-    for _ in range(before):
+    for _ in range(num_completed):
         compute_loss(model(batch(backend.rank))).backward()
     if backend.rank == 1:
         sleep_until_exists(f"{folder}/0")
@@ -128,7 +128,7 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, fol
 
 
 @pytest.mark.parametrize(
-    ("backend", "settings", "before", "began"),
+    ("backend", "settings", "num_completed", "operation"),
     [
         ("ddp", {}, 2, "backward #2"),
         ("ddp", {}, 1, "bucket rebuild #0"),  # DDP rebuilds its buckets in the second forward pass
@@ -139,12 +139,12 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, fol
     ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
 )
 def test_a_timeout_in_backward_names_the_missing_rank(
-    backend: str, settings: dict[str, Any], before: int, began: str, tmp_path: Path
+    backend: str, settings: dict[str, Any], num_completed: int, operation: str, tmp_path: Path
 ) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
-        text, seconds = group.run(miss_a_backward, settings, before, str(tmp_path))[0]
-    assert text.startswith(f"{began} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
-    last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: compute_loss"
+        text, seconds = group.run(miss_a_backward, settings, num_completed, str(tmp_path))[0]
+    assert text.startswith(f"{operation} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
+    last = rf"last operation: backward #{num_completed - 1}, at test_timeouts.py:\d+: compute_loss"
     assert re.search(rf"^  rank 1: at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)
     assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 20
 

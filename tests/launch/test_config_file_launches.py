@@ -29,12 +29,12 @@ def run(*command: str | Path) -> str:
     return output
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(max(folder.glob("step-*")) / "model.safetensors")
 
 
-def assert_equal(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
+def assert_equal_weights(first: Path, second: Path) -> None:
+    ours, theirs = load_weights(first), load_weights(second)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -47,12 +47,12 @@ def test_run_from_a_file_has_the_same_weights_as_a_script_on_two_ranks(backend: 
     options = ["--max_epochs", "1", "--batch_size", "16"]
     output = run(*launch, EXAMPLES / "digits.yaml", *options, "--output_dir", file)
     assert len(re.findall(r"final train_loss=\S+ val_loss=\S+ val_accuracy=", output)) == 1
-    assert_equal(script, file)
+    assert_equal_weights(script, file)
 
     stored = yaml.safe_load((file / "config.yaml").read_text())
     assert (stored["batch_size"], stored["backend"]) == (16, None)
     run(*launch, file / "config.yaml")
-    assert_equal(file, tmp_path / "file-2")
+    assert_equal_weights(file, tmp_path / "file-2")
 
 
 def test_torchrun_can_start_unitrain_train(tmp_path: Path) -> None:

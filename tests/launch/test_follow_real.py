@@ -24,17 +24,17 @@ SCRIPT = """
 import os, pathlib, sys, time
 
 attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
-kind, go = sys.argv[1:]
-print(kind, "attempt", attempt, "rank", os.environ["SLURM_PROCID"], flush=True)
-if kind == "fails":
+case, go = sys.argv[1:]
+print(case, "attempt", attempt, "rank", os.environ["SLURM_PROCID"], flush=True)
+if case == "fails":
     sys.exit(3)
-if kind == "requeued" and attempt == "0":
+if case == "requeued" and attempt == "0":
     sys.exit(75)
-if kind == "waits":
+if case == "waits":
     while not pathlib.Path(go).exists():
         time.sleep(0.2)
     print("waits no longer", flush=True)
-if kind == "cancelled":
+if case == "cancelled":
     time.sleep(300)
 """
 
@@ -48,11 +48,11 @@ class FollowProcess:
     def output(self) -> str:
         return self.path.read_text()
 
-    def job(self) -> str:
+    def wait_for_job_id(self) -> str:
         match = wait_for("the job ID", lambda: re.search(r"^Submitted batch job (\d+)$", self.output(), re.M))
         return str(match[1])
 
-    def states(self) -> list[str]:
+    def printed_states(self) -> list[str]:
         return re.findall(r"^unitrain: (.*)$", self.output(), re.MULTILINE)
 
 
@@ -89,9 +89,9 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
             with path.open("w") as output:
                 return FollowProcess(first.start([*UNITRAIN, *words], variables, stdout=output.fileno()), path)
 
-        def submit(kind: str, *options: str) -> FollowProcess:
-            arguments = ["submit", "--to", "slurm", "--follow", "--time", "30", "--output", f"{kind}.log", *options]
-            return start(kind, *arguments, "train.py", kind, "go")
+        def submit(case: str, *options: str) -> FollowProcess:
+            arguments = ["submit", "--to", "slurm", "--follow", "--time", "30", "--output", f"{case}.log", *options]
+            return start(case, *arguments, "train.py", case, "go")
 
         def control(*words: str) -> str:
             done = first.run(words, variables, seconds=60)
@@ -106,22 +106,22 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert sorted(re.findall("^fails attempt 0 rank .$", fails.output(), re.M)) == [
             f"fails attempt 0 rank {rank}" for rank in (0, 1)
         ]
-        assert fails.states()[-1] == f"job {fails.job()} has failed, with exit code 3"
+        assert fails.printed_states()[-1] == f"job {fails.wait_for_job_id()} has failed, with exit code 3"
 
         wait_for("the log of a running job", lambda: "cancelled attempt 0 rank 0" in cancelled.output())
-        running = re.compile(rf"^unitrain: job {cancelled.job()} is running on h[12]$", re.M)
+        running = re.compile(rf"^unitrain: job {cancelled.wait_for_job_id()} is running on h[12]$", re.M)
         # The state may be printed before or after the log.
         wait_for("the state of a running job", lambda: running.search(cancelled.output()))
-        control("scancel", cancelled.job())
+        control("scancel", cancelled.wait_for_job_id())
         assert cancelled.process.wait(SECONDS) not in (0, 130), cancelled.output()
-        assert f"job {cancelled.job()} was cancelled, with exit code" in cancelled.states()[-1]
+        assert f"job {cancelled.wait_for_job_id()} was cancelled, with exit code" in cancelled.printed_states()[-1]
 
         # Ctrl-C terminates the command but not the job.
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in waits.output())
         os.kill(find_only_child(waits.process), signal.SIGINT)
         assert waits.process.wait(SECONDS) == 130, waits.output()
-        job = waits.job()
-        assert waits.states()[-2:] == [
+        job = waits.wait_for_job_id()
+        assert waits.printed_states()[-2:] == [
             f"job {job} continues. Follow it with: unitrain follow --to slurm {job}",
             f"Cancel it with: scancel {job}",
         ]
@@ -140,10 +140,10 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         (tmp_path / "go").touch()
         assert again.process.wait(SECONDS) == 0, again.output()
         assert again.output().count("waits no longer") == 1
-        assert again.states()[-1] == f"job {job} has completed"
+        assert again.printed_states()[-1] == f"job {job} has completed"
 
         # Slurm delays a requeued job for two minutes, which the test skips, and truncates the log of the job.
-        job = requeued.job()
+        job = requeued.wait_for_job_id()
         wait_for("the requeue", lambda: re.search(r"is pending \(\w+\), requeued once", requeued.output()))
         wait_for("free nodes", lambda: set(control("sinfo", "-hN", "--format=%T").split()) == {"idle"})
         time.sleep(3)
@@ -158,7 +158,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert requeued.process.returncode == 0, requeued.output()
         attempts = [f"requeued attempt {attempt} rank 0" for attempt in (0, 1)]
         assert [requeued.output().count(attempt) for attempt in attempts] == [1, 1], requeued.output()
-        assert requeued.states()[-1] == f"job {job} has completed"
+        assert requeued.printed_states()[-1] == f"job {job} has completed"
 
         done = first.run([*UNITRAIN, "follow", "--to", "slurm", "999999"], variables)
         assert done.returncode == 1

@@ -97,24 +97,24 @@ def test_program_without_a_main_guard_does_not_leave_processes(tmp_path: Path) -
             import os, signal, sys, time
             import unitrain
 
-            def work(what):
-                if what == "is killed" and os.environ["RANK"] == "0":
+            def run_rank(case):
+                if case == "is killed" and os.environ["RANK"] == "0":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if what != "returns":
+                if case != "returns":
                     print("working", flush=True)
                     time.sleep(300)
-                return os.environ["RANK"], what
+                return os.environ["RANK"], case
 
-            print(unitrain.run(work, ("returns",), np=2))
+            print(unitrain.run(run_rank, ("returns",), np=2))
             try:
-                unitrain.run(work, ("is killed",), np=2)
+                unitrain.run(run_rank, ("is killed",), np=2)
             except unitrain.UnitrainError as error:
                 print(type(error).__name__, str(error).splitlines()[0])
             try:
-                unitrain.run(work, ("takes long",), np=1, timeout_seconds=4)
+                unitrain.run(run_rank, ("takes long",), np=1, timeout_seconds=4)
             except TimeoutError as error:
                 print(error)
-            unitrain.run(work, ("goes on",), np=2)
+            unitrain.run(run_rank, ("goes on",), np=2)
             """
         )
     )
@@ -137,7 +137,7 @@ import os, subprocess, sys, time
 import unitrain
 
 def leave_daemons(launcher):
-    for variables in (None, {}):  # the second cannot be recognized by its environment
+    for variables in (None, {}):  # the environment of the second daemon does not identify the job
         daemon = subprocess.Popen(["sleep", "120"], env=variables, start_new_session=True)
         print(daemon.pid, flush=True)
     sys.stdout.write("without an end of line")
@@ -241,8 +241,8 @@ def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_import_of_unitrain_does_not_import_torch() -> None:
-    shown = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
+    program = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 
 

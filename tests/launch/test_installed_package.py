@@ -63,9 +63,9 @@ def run(command: list[str], folder: Path, **variables: str) -> subprocess.Comple
     )
 
 
-def build(source: Path, output: Path, kind: str) -> Path:
-    """Build a "wheel", "sdist" or "editable" wheel of a source folder without a network, and return its path."""
-    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+def build(source: Path, output: Path, artifact: str) -> Path:
+    """Build `artifact` ("wheel", "sdist" or "editable") from a source folder without a network, and return its path."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{artifact}(sys.argv[1])"
     output.mkdir()
     done = run([sys.executable, "-c", code, str(output)], source)
     assert done.returncode == 0, done.stdout + done.stderr

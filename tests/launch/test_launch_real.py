@@ -20,7 +20,7 @@ UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
-# Arguments: the folder for the reports of the ranks, the way in which the script ends, and optionally the backend.
+# Arguments: the folder for the reports of the ranks, how the script ends, and optionally the backend.
 SCRIPT = """
 import json, os, sys, time
 import torch
@@ -47,17 +47,17 @@ with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
 
 def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
     """Check that the reports of two ranks have the values required under every launcher, and return the reports."""
-    rank_results = read_rank_reports(folder)
+    reports = read_rank_reports(folder)
     common = {
         "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
         "total": [3.0, 20.0],
     }  # fmt: skip
     ranks = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
-    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in rank_results] == [
+    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in reports] == [
         common | own for own in ranks
     ]
-    assert rank_results[0]["pid"] != rank_results[1]["pid"]
-    return rank_results
+    assert reports[0]["pid"] != reports[1]["pid"]
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_launch_runs_the_printed_command(
     assert launch.process.returncode == 0, output
     port = re.compile(r"(?<=MASTER_PORT=)\d+")  # each launch chooses a free port
     assert port.sub("N", output).startswith(port.sub("N", printed)), output
-    rank_results = check_two_ranks(tmp_path, backend, transport)
-    assert {one["threads"] for one in rank_results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+    reports = check_two_ranks(tmp_path, backend, transport)
+    assert {one["threads"] for one in reports} == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
@@ -211,8 +211,8 @@ def test_script_runs_in_one_process_without_a_launcher(script: str, tmp_path: Pa
         with running_launcher([*command, script, str(tmp_path / folder), "returns"]) as launch:
             output = launch.output()
         assert launch.process.returncode == 0, output
-        (rank_results,) = read_rank_reports(tmp_path / folder)
-        assert (rank_results["backend"], rank_results["rank"], rank_results["size"], rank_results["total"]) == (
+        (report,) = read_rank_reports(tmp_path / folder)
+        assert (report["backend"], report["rank"], report["size"], report["total"]) == (
             "local",
             0,
             1,

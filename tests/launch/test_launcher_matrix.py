@@ -67,7 +67,7 @@ def loopback_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ho
 
 @pytest.fixture(scope="module")
 def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
-    """Two hosts in such a network with Slurm, and the environment variables that Slurm's programs need."""
+    """Two hosts whose names resolve to 127.0.1.1, with Slurm, and the environment variables that its programs need."""
     with (
         hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as found,
         slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
@@ -75,35 +75,35 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[H
         yield found, variables
 
 
-def check(
+def check_reports(
     folder: Path,
     launcher: str,
     backend: str,
     transport: str,
-    shares: tuple[int, ...],
-    numbers: list[float],
+    ranks_per_host: tuple[int, ...],
+    expected: list[float],
     *,
     hierarchical: bool = False,
 ) -> None:
-    """Check that the reports of all ranks have the expected placement and results."""
-    rank_results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    """Check that the reports of all ranks have the expected positions, and the `expected` parameters."""
+    reports: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if launcher == "none":  # one process does not communicate, so the transport may be gloo or mpi
-        transport = rank_results[0]["transport"]
-    size = sum(shares)
-    places = [(node, local) for node, share in enumerate(shares) for local in range(share)]
+        transport = reports[0]["transport"]
+    size = sum(ranks_per_host)
+    positions = [(node, local) for node, num_ranks in enumerate(ranks_per_host) for local in range(num_ranks)]
     common = {
-        "launcher": launcher, "backend": backend, "transport": transport, "size": size, "num_nodes": len(shares),
-        "total": [size * (size + 1) / 2, 10.0 * size], "hierarchical": hierarchical,
+        "launcher": launcher, "backend": backend, "transport": transport, "size": size,
+        "num_nodes": len(ranks_per_host), "total": [size * (size + 1) / 2, 10.0 * size], "hierarchical": hierarchical,
     }  # fmt: skip
-    assert [{key: value for key, value in one.items() if key != "numbers"} for one in rank_results] == [
+    assert [{key: value for key, value in one.items() if key != "numbers"} for one in reports] == [
         {
             **common, "rank": rank, "node_rank": node, "host": f"h{node + 1}", "local_rank": local,
-            "local_size": shares[node],
+            "local_size": ranks_per_host[node],
         }
-        for rank, (node, local) in enumerate(places)
+        for rank, (node, local) in enumerate(positions)
     ]  # fmt: skip
-    for one in rank_results:
-        torch.testing.assert_close(torch.tensor(one["numbers"]), torch.tensor(numbers), rtol=0, atol=1e-6)
+    for one in reports:
+        torch.testing.assert_close(torch.tensor(one["numbers"]), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def export_options(*names: str) -> list[str]:
@@ -158,8 +158,8 @@ def test_horovodrun_mpirun_and_mpiexec_start_all_ranks_from_one_host(
     done = loopback_hosts[0].run([*command, SCRIPT, str(tmp_path), backend], VARIABLES | variables)
     assert done.returncode == 0, done.stdout
     over_mpi = backend == "horovod" and launcher in ("mpirun", "horovodrun --mpi")
-    seen = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
-    check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", RANKS_PER_HOST[count], reference)
+    detected_launcher = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
+    check_reports(tmp_path, detected_launcher, backend, "mpi" if over_mpi else "gloo", RANKS_PER_HOST[count], reference)
     for host in loopback_hosts:
         host.wait_until_all_exited(30)
 
@@ -170,7 +170,7 @@ def test_script_without_a_launcher_is_one_rank(
 ) -> None:
     done = loopback_hosts[0].run([sys.executable, SCRIPT, str(tmp_path), backend], VARIABLES)
     assert done.returncode == 0, done.stdout
-    check(tmp_path, "none", backend, "gloo", (1,), reference)
+    check_reports(tmp_path, "none", backend, "gloo", (1,), reference)
 
 
 @COUNTS
@@ -179,14 +179,23 @@ def test_torchrun_is_started_on_each_host(
     backend: str, count: int, loopback_hosts: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
     agents = []
-    for number, share in enumerate(RANKS_PER_HOST[count]):
-        where = ["--nnodes", str(count), "--node-rank", str(number), "--master-addr", "h1", "--master-port", "29511"]
-        options = where if count > 1 else ["--standalone"]
-        command = [str(BIN / "torchrun"), *options, "--nproc-per-node", str(share)]
+    for number, num_ranks in enumerate(RANKS_PER_HOST[count]):
+        rendezvous_options = [
+            "--nnodes",
+            str(count),
+            "--node-rank",
+            str(number),
+            "--master-addr",
+            "h1",
+            "--master-port",
+            "29511",
+        ]
+        options = rendezvous_options if count > 1 else ["--standalone"]
+        command = [str(BIN / "torchrun"), *options, "--nproc-per-node", str(num_ranks)]
         agents.append(loopback_hosts[number].start([*command, SCRIPT, str(tmp_path), backend], VARIABLES))
     outputs = [agent.communicate(timeout=100)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * count, outputs
-    check(tmp_path, "torchrun", backend, "gloo", RANKS_PER_HOST[count], reference)
+    check_reports(tmp_path, "torchrun", backend, "gloo", RANKS_PER_HOST[count], reference)
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("horovodrun", "horovod")])
@@ -197,7 +206,7 @@ def test_hierarchical_allreduce_supports_different_numbers_of_ranks_per_host(
     command = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
     done = loopback_hosts[0].run(command, VARIABLES)
     assert done.returncode == 0, done.stdout
-    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference, hierarchical=True)
+    check_reports(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference, hierarchical=True)
 
 
 @needs_slurm
@@ -224,7 +233,7 @@ def test_launch_in_a_batch_job_uses_the_hosts_of_the_job(
         time.sleep(0.1)
     assert ended.exists(), output.read_text()
     assert ended.read_text() == "0\n", output.read_text()
-    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference)
+    check_reports(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[2], reference)
 
 
 # The batch jobs above cover the other two combinations on two hosts.
@@ -273,4 +282,4 @@ def test_srun_and_torchrun_start_ranks_in_a_slurm_allocation(
     command = ["timeout", "--kill-after=5", "85", *command]
     done = loopback_hosts[0].run(command, VARIABLES | given | (RENDEZVOUS if launcher == "srun" else {}))
     assert done.returncode == 0, done.stdout
-    check(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[count], reference)
+    check_reports(tmp_path, launcher, backend, "gloo", RANKS_PER_HOST[count], reference)

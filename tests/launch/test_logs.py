@@ -62,10 +62,10 @@ def test_every_line_is_in_the_log_file_of_its_rank_and_in_the_merged_output(tmp_
 def test_failed_launch_prints_the_last_lines_of_the_failed_rank(fault: str, options: list[str], tmp_path: Path) -> None:
     code, output = launch(tmp_path, fault, *options)
     assert code != 0
-    _, found, words = output.rpartition(f"unitrain: last lines of rank 1, from {tmp_path}/logs/rank-1.log:\n")
+    _, found, last_lines = output.rpartition(f"unitrain: last lines of rank 1, from {tmp_path}/logs/rank-1.log:\n")
     assert found, output
-    assert "line 2 of rank 1" in words
-    assert ("ValueError: item 31 is broken" in words) is (fault == "raises")
+    assert "line 2 of rank 1" in last_lines
+    assert ("ValueError: item 31 is broken" in last_lines) is (fault == "raises")
 
 
 def test_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:

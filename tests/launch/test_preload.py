@@ -125,12 +125,12 @@ def test_preloaded_process_ends_like_a_normal_process(arguments: list[str], scri
     assert run(command, tmp_path, preload=True) == run(command, tmp_path, preload=False)
 
 
-def test_missing_script_is_reported_like_in_a_normal_process(tmp_path: Path) -> None:
+def test_missing_script_is_reported_as_in_a_normal_process(tmp_path: Path) -> None:
     command = [sys.executable, "absent.py"]
     assert run(command, tmp_path, preload=True) == run(command, tmp_path, preload=False)
 
 
-def test_preloaded_module_runs_like_in_a_normal_process(tmp_path: Path) -> None:
+def test_preloaded_module_runs_as_in_a_normal_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--version-that-does-not-exist"]
     code, output, errors = run(command, tmp_path, preload=True)
     assert (code, output) == (2, "")
@@ -163,11 +163,11 @@ def test_closed_descriptor_closes_the_pipe_while_the_process_runs(script: Path) 
 
 
 @pytest.mark.parametrize(
-    ("number", "arguments", "code"),
+    ("signum", "arguments", "code"),
     [(signal.SIGTERM, [], -15), (signal.SIGTERM, ["traps"], 9), (signal.SIGKILL, [], -9), (signal.SIGUSR1, [], -10)],
 )
 def test_signals_are_forwarded_to_the_forked_process(
-    number: int, arguments: list[str], code: int, script: Path
+    signum: int, arguments: list[str], code: int, script: Path
 ) -> None:
     with subprocess.Popen(
         [sys.executable, str(script), "waits", *arguments],
@@ -176,7 +176,7 @@ def test_signals_are_forwarded_to_the_forked_process(
         assert process.stdout is not None
         forked = int(process.stdout.readline())
         assert forked != process.pid
-        process.send_signal(number)
+        process.send_signal(signum)
         assert process.wait(30) == code
     deadline = time.monotonic() + 30
     while is_alive(forked) and time.monotonic() < deadline:

@@ -25,7 +25,7 @@ LAUNCHERS = [
     ("horovodrun", ["--backend", "horovod"], []),
     ("mpirun", ["--launcher", "mpirun"], [needs_mpi]),
 ]
-# Arguments: the folder for the reports of the ranks, and the way in which the script ends. It does not import torch.
+# Arguments: the folder for the reports of the ranks, and how the script ends. It does not import torch.
 SCRIPT = """
 import json, os, socket, sys, time
 
@@ -129,9 +129,9 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
         launched.append(two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(folder), "returns"], VARIABLES))
     output = [process.communicate(timeout=90)[0] for process in launched]
     assert [process.returncode for process in launched] == [0, 0], output
-    rank_results = [read_rank_reports(folder) for folder in folders]
-    assert [[one["host"] for one in ranks] for ranks in rank_results] == [["h1", "h2"]] * 2
-    assert rank_results[0][0]["MASTER_PORT"] != rank_results[1][0]["MASTER_PORT"]
+    reports = [read_rank_reports(folder) for folder in folders]
+    assert [[one["host"] for one in ranks] for ranks in reports] == [["h1", "h2"]] * 2
+    assert reports[0][0]["MASTER_PORT"] != reports[1][0]["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def fail_rank(hosts: list[Host], process: subprocess.Popen[str]) -> None:
 
 def kill_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
     """Send SIGKILL to the launch command, which cannot forward this signal."""
-    (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    hosts[0].signal(number, signal.SIGKILL)
+    (pid,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    hosts[0].signal(pid, signal.SIGKILL)
 
 
 def terminate_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
-    (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    hosts[0].signal(number, signal.SIGTERM)
+    (pid,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    hosts[0].signal(pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run_in_step_shell(step: list[str], *commands: list[str]) -> list[str]:
+def step_shell_command(step: list[str], *commands: list[str]) -> list[str]:
     """Return a command that runs `commands` in an interactive shell. The shell is a step of an allocation."""
     script = "; ".join(map(shlex.join, commands))
     # The other tasks of `srun --pty` have no terminal, so their shells end immediately.
@@ -59,28 +59,28 @@ def test_launch_in_the_shell_of_a_step_uses_all_hosts(
     found, variables = allocated
     launch = [*LAUNCH, "-np", "3", str(script), str(tmp_path)]
     one_task = ["srun", "--nodes=1", "--ntasks=1", "--nodelist=h2", "--pty"]
-    done = found[0].run(run_in_step_shell(one_task, launch), variables)
+    done = found[0].run(step_shell_command(one_task, launch), variables)
     assert done.returncode == 0, done.stdout
     # The host of the shell has the first ranks.
     assert [(tmp_path / name).read_text() for name in "012"] == ["h2", "h2", "h1"]
 
 
-PLANS = {
+STEPS = {
     "one task": ["srun", "--nodes=1", "--ntasks=1", "--pty"],
     "all tasks": ["srun", "--pty"],
     "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # as with use_interactive_step
 }
 
 
-@pytest.mark.parametrize("step", PLANS)
+@pytest.mark.parametrize("step", STEPS)
 def test_launch_uses_all_tasks_of_the_job_in_every_kind_of_step_shell(
     step: str, script: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
-    plans = [
+    dry_runs = [
         [*LAUNCH, "--dry-run", *more, str(script)] for more in ([], ["--backend", "horovod"], ["--launcher", "srun"])
     ]
-    done = found[0].run(run_in_step_shell(PLANS[step], *plans), variables)
+    done = found[0].run(step_shell_command(STEPS[step], *dry_runs), variables)
     assert done.returncode == 0, done.stdout
     shares = re.findall(r"on (h.): .* --nproc-per-node (\d)", done.stdout)
     assert shares == [("h1", "2"), ("h2", "2")], done.stdout
@@ -98,7 +98,7 @@ def test_mpirun_and_srun_start_ranks_from_a_step_shell(
     for launcher in ("mpirun", "srun"):
         (tmp_path / launcher).mkdir()
         launches.append([*LAUNCH, "--launcher", launcher, str(script), str(tmp_path / launcher)])
-    done = found[0].run(run_in_step_shell(["srun", "--pty"], *launches), variables)
+    done = found[0].run(step_shell_command(["srun", "--pty"], *launches), variables)
     assert done.returncode == 0, done.stdout
     assert [(tmp_path / "mpirun" / rank).read_text() for rank in "0123"] == ["h1", "h1", "h2", "h2"], done.stdout
     assert sorted((tmp_path / "srun" / rank).read_text() for rank in "0123") == ["h1", "h1", "h2", "h2"], done.stdout
@@ -185,8 +185,8 @@ def test_ranks_save_after_the_warning_signal_of_slurm(
     job = found[0].run(submit, variables).stdout.strip()
     wait_for("started-0")
     wait_for("started-1")
-    to = ["--batch"] if target == "the script" else []
-    done = found[0].run(["scancel", *to, "--signal=USR1", job], variables)
+    target_options = ["--batch"] if target == "the script" else []
+    done = found[0].run(["scancel", *target_options, "--signal=USR1", job], variables)
     assert done.returncode == 0, done.stdout
     wait_for("code")
     log = (tmp_path / "log").read_text()
