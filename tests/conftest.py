@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Modules of the contract suite that test code of each backend. The other modules test code that the backends share.
-BACKEND_CASES = {"broadcasts", "collectives", "gradients", "large_tensors", "parameters", "sharding"}
+BACKEND_MODULES = {"broadcasts", "collectives", "gradients", "large_tensors", "parameters", "sharding"}
 # Cases that are slow because every rank runs the compiler. In CI, one group of ddp and one group of horovod run them.
 COMPILING_CASES = ("-compiled_models_are_reduced", "-compiled_models_are_reduced_with_sharded_gradients")
 
@@ -96,7 +96,7 @@ def contract_tier(case_id: str, module: str, ranks: tuple[str, int]) -> str | No
         return "nightly"
     if case_id.endswith(COMPILING_CASES):
         return {("horovod", 2): None, ("ddp", 3): "ci"}.get(ranks, "nightly")
-    return "nightly" if ranks in [("ddp", 1), ("horovod", 1)] and module not in BACKEND_CASES else None
+    return "nightly" if ranks in [("ddp", 1), ("horovod", 1)] and module not in BACKEND_MODULES else None
 
 
 def pytest_collection_finish() -> None:

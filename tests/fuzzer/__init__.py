@@ -4,9 +4,9 @@
 - `parts.py` builds the user's side of a case in plain torch: model, loss, data, optimizer, scheduler and metrics.
 - `oracle.py` computes the expected results in one process, in float64, without unitrain.
 - `subject.py` runs the same case through unitrain on real ranks.
-- `loops.py` does the same for training loops without the Trainer: random forward passes, backward passes and steps.
-- `collectives.py` does the same for single collectives with random operations, dtypes and values.
-- `known.py` contains the smallest cases of known defects. Every test run includes these cases.
+- `loops.py` draws, runs and checks training loops without the Trainer, with random forward and backward passes.
+- `collectives.py` draws, runs and checks single collectives with random operations, dtypes and values.
+- `known.py` contains the smallest cases of known defects. CI runs these cases.
 - `runner.py` keeps ranks alive between cases, compares the results, and shrinks a failing case.
 
 To repeat and shrink a case, run `python -m tests.fuzzer --seed 123` or `python -m tests.fuzzer --case '{...}'`.

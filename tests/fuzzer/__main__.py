@@ -3,7 +3,9 @@
 python -m tests.fuzzer --seed 123              one case, shrunk if it fails
 python -m tests.fuzzer --case '{...}'          one case as JSON
 python -m tests.fuzzer --known [NAME ...]      the smallest cases of known defects
-python -m tests.fuzzer --cases 1000 --first 0  many cases (exit code 1 if any fails)
+python -m tests.fuzzer --cases 1000 --first 0  many cases
+
+The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from . import cases, known, runner
 def main() -> int:
     """Run the cases of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzer", description="Compare random runs with plain torch.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="the number of one case")
-    what.add_argument("--case", help="one case as JSON, as printed by a failure")
-    what.add_argument("--known", nargs="*", metavar="NAME", help="known cases; without a name, all of them")
-    what.add_argument("--cases", type=int, help="how many cases to run")
+    selection = parser.add_mutually_exclusive_group(required=True)
+    selection.add_argument("--seed", type=int, help="the seed of the case to run")
+    selection.add_argument("--case", help="one case as JSON, as printed by a failure")
+    selection.add_argument("--known", nargs="*", metavar="NAME", help="known cases; without a name, all of them")
+    selection.add_argument("--cases", type=int, help="how many cases to run")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of many cases (default 0)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="do not start cases after this time")
     parser.add_argument("--kind", choices=["trainer", "loop", "collective"], help="run only cases of this kind")
@@ -40,8 +42,8 @@ def main() -> int:
     elif arguments.seed is not None:
         chosen = [(f"seed {arguments.seed}", cases.draw_case(arguments.seed))]
     else:
-        numbers = range(arguments.first, arguments.first + arguments.cases)
-        chosen = [(f"seed {number}", cases.draw_case(number)) for number in numbers]
+        seeds = range(arguments.first, arguments.first + arguments.cases)
+        chosen = [(f"seed {seed}", cases.draw_case(seed)) for seed in seeds]
     chosen = [(name, case) for name, case in chosen if arguments.kind in (None, case["kind"])]
     torch.set_num_threads(1)  # the oracle shares the cores with the ranks
     started, failed, ran = time.monotonic(), 0, 0

@@ -85,13 +85,13 @@ TORCHMETRICS = (
 )  # fmt: skip
 LAYOUTS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("ddp", 1), ("horovod", 1)]
 LAYOUT_WEIGHTS = [6, 6, 3, 4, 2, 1, 1]
-# Number of batches per step if the dataset or sampler makes the batches.
+# Number of batches per step, over all ranks, if the dataset or the sampler creates the batches.
 BATCHES_PER_STEP = 6
 HALF_COMPRESSION = ("fp16", "bf16")
 
 
 def draw_case(seed: int) -> Case:
-    """Return the case of `seed`. It depends only on the seed."""
+    """Return the case of `seed`, which depends only on the seed."""
     r = random.Random(seed)
     kind = r.choices(["trainer", "loop", "collective"], [78, 14, 8])[0]
     if kind == "loop":
@@ -219,8 +219,8 @@ def make_valid(case: Case) -> Case:
     return case
 
 
-def makes_batches(case: Case) -> bool:
-    """Whether the dataset or the sampler decides which samples are in a batch."""
+def has_predefined_batches(case: Case) -> bool:
+    """Return whether the dataset or the sampler decides which samples are in a batch."""
     return case["source"] in ("batches", "map_batches") or case["sampler"] == "batches"
 
 
@@ -252,7 +252,7 @@ def _make_data_valid(case: Case) -> None:
         case["uneven_batches"] = False
     if source != "batches" or case["workers"]:
         case["reuse"] = False
-    if not (makes_batches(case) or source == "own"):
+    if not (has_predefined_batches(case) or source == "own"):
         case["uneven"] = "weight"
     # There must be enough samples for every rank of each layout, and for one step if the remainder is dropped.
     least = max(7, case["global_batch"] + 2 * (source == "subset"))
@@ -293,7 +293,7 @@ def _make_model_valid(case: Case) -> None:
 
 
 def _make_steps_valid(case: Case) -> None:
-    if makes_batches(case):
+    if has_predefined_batches(case):
         case["lr_scaling"] = "none"
     if case["lr_scaling"] == "none":
         case["warmup"] = 0
@@ -327,7 +327,7 @@ def _make_results_valid(case: Case) -> None:
 
 
 def _make_layout_valid(case: Case) -> None:
-    case["segments"] = segments = _equalize_step_sizes(case, case["segments"], makes_batches(case))
+    case["segments"] = segments = _equalize_step_sizes(case, case["segments"], has_predefined_batches(case))
     segments[-1]["end"] = None
     if case["collate"] == "noise" or case["change"]:
         case["again"] = None
@@ -346,17 +346,20 @@ def _make_layout_valid(case: Case) -> None:
         case["show_every"] = 1
 
 
-def _equalize_step_sizes(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case]:
+def _equalize_step_sizes(case: Case, segments: list[Case], predefined_batches: bool) -> list[Case]:
     """Change the segments so that all have the same number of samples per step, regardless of the number of ranks.
-    Return them."""
+    Return the segments.
+
+    If the results depend on the layout, all segments get the layout of the last segment.
+    """
     randomness = case["collate"] == "noise"
-    same = case["source"] == "own" or randomness or case["compression"] in ("fp16", "bf16")
-    same = same or {"norm", "buffer", "sync_norm", "max_norm"} & set(case["features"])
+    same_layout = case["source"] == "own" or randomness or case["compression"] in ("fp16", "bf16")
+    same_layout = same_layout or {"norm", "buffer", "sync_norm", "max_norm"} & set(case["features"])
     for segment in segments:
-        if same:
+        if same_layout:
             segment.update({name: segments[-1][name] for name in ("backend", "size", "accumulate")})
     for segment in segments:
-        if uninterrupted:
+        if predefined_batches:
             segment["accumulate"] = BATCHES_PER_STEP // segment["size"]
         elif case["global_batch"] % (segment["size"] * segment["accumulate"]):
             segment["accumulate"] = 1

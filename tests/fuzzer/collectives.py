@@ -22,7 +22,7 @@ MANY_ROWS = 600
 
 
 def draw_collectives(r: random.Random, seed: int) -> Case:
-    """Return random collectives as lists [level, name, op, dtype, rows, special values]."""
+    """Return a case with random collectives, each a list [level, name, op, dtype, rows, special values]."""
     backend, size = r.choice([("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("local", 1)])
     calls = []
     for _ in range(20):
@@ -96,18 +96,19 @@ def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
         wide = torch.stack(tensors).to(torch.complex128)
     else:
         wide = torch.stack([tensor.to(torch.int64) for tensor in tensors])
-    made = {
+    reductions = {
         "sum": lambda: wide.sum(0),
         "mean": lambda: wide.mean(0),
         "min": lambda: wide.amin(0),
         "max": lambda: wide.amax(0),
         "product": lambda: wide.prod(0),
     }
-    return made[op]().to(dtype)
+    return reductions[op]().to(dtype)
 
 
 def run(backend: Any, case: Case) -> list[Any]:
-    """Run the calls of a case on this rank. For each call, return the result or the class name of the exception."""
+    """Run the calls of a case on this rank. For each call, return the result, or a text if the call raises an exception
+    or changes its input."""
     results: list[Any] = []
     for number, (level, name, op, *_) in enumerate(case["calls"]):
         tensor = input_tensor(case, number, backend.rank)
@@ -161,20 +162,23 @@ def _group_call(name: str, op: str, tensor: Tensor, size: int) -> Tensor:
     return tensor
 
 
-def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return the wrong results. An error must be expected and must be raised on every rank."""
-    rank_results = ranks((case["backend"], case["size"]), run, case)
+def check(case: Case, run_on_ranks: Callable[..., list[Any]]) -> list[str]:
+    """Return a description of the first wrong result, or an empty list.
+
+    Only calls that may be rejected may raise an error. If one rank raises an error, all ranks must raise one.
+    """
+    rank_results = run_on_ranks((case["backend"], case["size"]), run, case)
     for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
         tensors = [input_tensor(case, number, rank) for rank in range(case["size"])]
         kind = tensors[0].dtype
         found = [results[number] for results in rank_results]
-        what = f"{level} {name}({dtype} [{rows * case['size']}, 2], {op}, {special}) on {case['backend']}"
+        call = f"{level} {name}({dtype} [{rows * case['size']}, 2], {op}, {special}) on {case['backend']}"
         rejected = [isinstance(result, str) for result in found]
         if any(rejected):
             integers = not (kind.is_floating_point or kind.is_complex)
-            may = level == "group" or (op == "mean" and integers) or kind == torch.bool
-            if not all(rejected) or not may or any("changed" in str(result) for result in found):
-                return [f"collective: {what} gave {[r if isinstance(r, str) else 'a result' for r in found]}"]
+            may_be_rejected = level == "group" or (op == "mean" and integers) or kind == torch.bool
+            if not all(rejected) or not may_be_rejected or any("changed" in str(result) for result in found):
+                return [f"collective: {call} gave {[r if isinstance(r, str) else 'a result' for r in found]}"]
             continue
         if level == "group" and op == "mean":
             op = "sum"
@@ -195,7 +199,7 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
                     expected = expected.chunk(case["size"])[rank] if len(expected) else expected
             tolerance = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 1e-5, "complex64": 1e-5}.get(dtype, 1e-12)
             if not _is_close(result, expected, tolerance):
-                return [f"collective: {what}: rank {rank} has {_format_tensor(result)}, not {_format_tensor(expected)}"]
+                return [f"collective: {call}: rank {rank} has {_format_tensor(result)}, not {_format_tensor(expected)}"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""The smallest cases of defects that the fuzzer has found. Every test run includes these cases."""
+"""The smallest cases of defects that the fuzzer has found. CI runs these cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Case = dict[str, Any]
 FORWARD, BACKWARD = ["forward", True, True, "all"], ["backward", 0, True, False]
 
 
-def _on(backend: str, size: int, end: list[Any] | None = None, accumulate: int = 1) -> Case:
+def _segment(backend: str, size: int, end: list[Any] | None = None, accumulate: int = 1) -> Case:
     return {"backend": backend, "size": size, "accumulate": accumulate, "end": end}
 
 
@@ -24,7 +24,7 @@ def _collective(call: list[Any], **fields: Any) -> Case:
     return {"kind": "collective", "seed": 0, "backend": "ddp", "size": 2, "calls": [call], **fields}
 
 
-TWO = [_on("ddp", 2)]
+ON_TWO_RANKS = [_segment("ddp", 2)]
 LOADER: Case = {"loader": True, "source": "map"}
 STREAM: Case = {"loader": True, "source": "shared"}
 
@@ -33,41 +33,43 @@ _TRAINER: dict[str, Case] = {
         "features": ["buffer"],
         "epochs": 3,
         "checkpoint_every_steps": 3,
-        "segments": TWO,
+        "segments": ON_TWO_RANKS,
     },
     "a buffer that forward reads, with validation": {
         "features": ["buffer"],
         "epochs": 3,
         "validation": "tensors",
-        "segments": TWO,
+        "segments": ON_TWO_RANKS,
     },
-    "the loss of an epoch that was interrupted": {"segments": [_on("local", 1, ["steps", 1]), _on("local", 1)]},
+    "the loss of an epoch that was interrupted": {
+        "segments": [_segment("local", 1, ["steps", 1]), _segment("local", 1)]
+    },
     "ReduceLROnPlateau after an interruption inside an epoch": {
         "scheduler": "ReduceLROnPlateau",
         "epochs": 4,
-        "segments": [_on("local", 1, ["steps", 3]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 3]), _segment("local", 1)],
     },
     "MultiStepLR after a resume": {
         "scheduler": "MultiStepLR",
         "epochs": 3,
-        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 2]), _segment("local", 1)],
     },
     "a callback that keeps a Counter": {
         "counting": "Counter",
         "epochs": 2,
-        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 2]), _segment("local", 1)],
     },
     "a callback that keeps a defaultdict": {
         "counting": "defaultdict",
         "epochs": 2,
-        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 2]), _segment("local", 1)],
     },
     "persistent workers and an output folder": {**LOADER, "workers": 1, "persistent": True, "output": True},
     "an exception with workers of a stream": {
         **STREAM,
         "workers": 1,
         "epochs": 2,
-        "segments": [_on("ddp", 2, ["raise", 1]), _on("ddp", 2)],
+        "segments": [_segment("ddp", 2, ["raise", 1]), _segment("ddp", 2)],
     },
     "a SequentialSampler over a part": {**LOADER, "sampler": "sequential_part"},
     "a RandomSampler over a part": {**LOADER, "sampler": "random_part"},
@@ -76,33 +78,33 @@ _TRAINER: dict[str, Case] = {
         "source": "batches",
         "reuse": True,
         "samples": 24,
-        "segments": [_on("ddp", 2)],
+        "segments": [_segment("ddp", 2)],
     },
     "a stream with a random collate function, interrupted": {
         **STREAM,
         "collate": "noise",
         "samples": 24,
-        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 2]), _segment("local", 1)],
     },
     "a stream with a random collate function, stopped": {
         **STREAM,
         "collate": "noise",
         "samples": 24,
-        "segments": [_on("ddp", 2, ["stop", 2]), _on("ddp", 2)],
+        "segments": [_segment("ddp", 2, ["stop", 2]), _segment("ddp", 2)],
     },
     "a validation that draws random numbers, in an interrupted epoch": {
         **STREAM,
         "collate": "noise",
         "samples": 24,
         "validation": "map",
-        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 2]), _segment("local", 1)],
     },
     "early stopping after interruptions": {
         "early_stopping": ["val_loss", 2],
         "validation": "tensors",
         "optimizer_settings": {"lr": 0.0},
         "epochs": 5,
-        "segments": [_on("local", 1, ["steps", 1]), _on("local", 1, ["steps", 3]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["steps", 1]), _segment("local", 1, ["steps", 3]), _segment("local", 1)],
     },
     "a parameter group added in the run, with clipping": {"change": ["add", 1], "clip": 0.05, "epochs": 2},
     "a parameter group added in the run, with tokens": {"change": ["add", 1], "loss": "tokens", "epochs": 2},
@@ -110,15 +112,15 @@ _TRAINER: dict[str, Case] = {
     "a gradient inside forward with compression and accumulation": {
         "features": ["penalty"],
         "compression": "fp16",
-        "segments": [_on("local", 1, None, 2)],
+        "segments": [_segment("local", 1, None, 2)],
     },
     "a gradient inside forward with PowerSGD and accumulation": {
         "features": ["penalty"],
         "compression": "powersgd",
         "epochs": 2,
-        "segments": [_on("local", 1, None, 2)],
+        "segments": [_segment("local", 1, None, 2)],
     },
-    "an embedding with max_norm": {"features": ["max_norm"], "epochs": 2, "segments": TWO},
+    "an embedding with max_norm": {"features": ["max_norm"], "epochs": 2, "segments": ON_TWO_RANKS},
     "evaluation of own streams with drop_last": {
         "source": "own",
         "loader": True,
@@ -132,7 +134,7 @@ _TRAINER: dict[str, Case] = {
         "optimizer": "AdamW",
         "optimizer_settings": {"lr": 0.01, "weight_decay": 0.1},
         "epochs": 3,
-        "segments": [_on("ddp", 3)],
+        "segments": [_segment("ddp", 3)],
     },
     "a dummy batch of rank 0 and BatchNorm": {
         "source": "own",
@@ -140,21 +142,26 @@ _TRAINER: dict[str, Case] = {
         "samples": 13,
         "features": ["norm"],
         "epochs": 2,
-        "segments": [_on("ddp", 2)],
+        "segments": [_segment("ddp", 2)],
     },
-    "a collate function that leaves samples out": {**LOADER, "collate": "skip", "samples": 17, "segments": TWO},
+    "a collate function that leaves samples out": {
+        **LOADER,
+        "collate": "skip",
+        "samples": 17,
+        "segments": ON_TWO_RANKS,
+    },
     "a collate function that leaves samples out of an evaluation": {"validation": "skip"},
     "a metric that returns the same tensor": {"validation": "map", "metrics": ["in_place"]},
     "a Subset with a negative index": {"source": "subset", "negative": True},
     "NormalizedRootMeanSquaredError on three ranks": {
         "validation": "tensors",
         "metrics": ["NormalizedRootMeanSquaredError"],
-        "segments": [_on("ddp", 3)],
+        "segments": [_segment("ddp", 3)],
     },
     "a resume after an exception": {
         "checkpoint_every_steps": 1,
         "epochs": 3,
-        "segments": [_on("ddp", 2, ["raise", 3]), _on("ddp", 2)],
+        "segments": [_segment("ddp", 2, ["raise", 3]), _segment("ddp", 2)],
     },
     "a checkpoint at the last step of an epoch that did not end": {
         "checkpoint_every_steps": 1,
@@ -162,37 +169,44 @@ _TRAINER: dict[str, Case] = {
         "optimizer_settings": {"lr": 0.3},
         "validation": "tensors",
         "epochs": 3,
-        "segments": [_on("local", 1, ["raise after epoch", 2]), _on("local", 1)],
+        "segments": [_segment("local", 1, ["raise after epoch", 2]), _segment("local", 1)],
     },
     "fit once more after an exception in a micro-step": {
         "again": ["on_micro_batch_end", 4],
         "epochs": 3,
-        "segments": [_on("ddp", 2, None, 3)],
+        "segments": [_segment("ddp", 2, None, 3)],
     },
     "fit once more after an exception before a step": {"again": ["on_before_optimizer_step", 2], "loss": "tokens"},
-    "fit once more after an exception after a step": {"again": ["on_step_end", 3], "epochs": 2, "segments": TWO},
+    "fit once more after an exception after a step": {
+        "again": ["on_step_end", 3],
+        "epochs": 2,
+        "segments": ON_TWO_RANKS,
+    },
     "a part that is unfrozen while another is used in some micro-steps only": {
         "seed": 11,
         "global_batch": 12,
         "features": ["branch"],
         "change": ["unfreeze", 4],
         "epochs": 6,
-        "segments": [_on("ddp", 2, None, 2)],
+        "segments": [_segment("ddp", 2, None, 2)],
     },
     "Adafactor and a parameter group added in the run": {
         "features": ["late"],
         "optimizer": "Adafactor",
         "change": ["add", 2],
-        "segments": TWO,
+        "segments": ON_TWO_RANKS,
     },
     "CyclicLR after a resume on two ranks": {
         "scheduler": "CyclicLR",
         "epochs": 2,
-        "segments": [_on("ddp", 2, ["steps", 2]), _on("ddp", 2)],
+        "segments": [_segment("ddp", 2, ["steps", 2]), _segment("ddp", 2)],
     },
     "complex128 parameters in a checkpoint": {"features": ["complex"], "output": True},
     "compression of a model whose output hides its tensors": {"features": ["object"], "compression": "fp16"},
-    "an output without visible tensors and unused parameters": {"features": ["object", "unused"], "segments": TWO},
+    "an output without visible tensors and unused parameters": {
+        "features": ["object", "unused"],
+        "segments": ON_TWO_RANKS,
+    },
 }
 CASES: dict[str, Case] = {
     **{name: make_valid({**SIMPLEST, **fields}) for name, fields in _TRAINER.items()},

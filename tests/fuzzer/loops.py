@@ -32,21 +32,21 @@ def draw_loop(r: random.Random, seed: int) -> Case:
 
 def _draw_step(r: random.Random, case: Case, unusual: str) -> list[list[Any]]:
     """Return operations: ["forward", in sync, through the wrapped model, part], ["backward", index of the loss, in
-    sync, retain], ["grad"], and ["sum"], which replaces the losses by their sum. `unusual` is the kind of operation
+    sync, retain], ["grad"], and ["sum"], which replaces the losses by their sum. `unusual` names the kind of operation
     that is used in an unusual way."""
 
-    def is_unusual(kind: str) -> bool:
+    def draw_unusual(kind: str) -> bool:
         return unusual in (kind, "everything") and r.random() < 0.35
 
     operations: list[list[Any]] = []
     rounds = r.choice([1, 1, 2, 3])
     for number in range(rounds):
-        sync = number == rounds - 1 and not is_unusual("round")
+        sync = number == rounds - 1 and not draw_unusual("round")
         part = r.choice(["all", "left", "right"]) if case["unused"] else "all"
         forwards = r.choice([1, 1, 1, 2])
         for _ in range(forwards):
-            forward_sync = not sync if is_unusual("forward") else sync
-            operations.append(["forward", forward_sync, not is_unusual("unwrapped"), part])
+            forward_sync = not sync if draw_unusual("forward") else sync
+            operations.append(["forward", forward_sync, not draw_unusual("unwrapped"), part])
         if r.random() < 0.15:
             operations.append(["grad"])
         if forwards == 2 and r.random() < 0.5:
@@ -55,7 +55,7 @@ def _draw_step(r: random.Random, case: Case, unusual: str) -> list[list[Any]]:
         for left in range(forwards, 0, -1):
             while r.random() < 0.2:
                 operations.append(["backward", r.randrange(left), sync, True])
-            backward_sync = not sync if is_unusual("backward") else sync
+            backward_sync = not sync if draw_unusual("backward") else sync
             operations.append(["backward", r.randrange(left), backward_sync, False])
     return operations
 
@@ -76,11 +76,11 @@ def is_usual(case: Case) -> bool:
 
 
 @dataclass
-class DataOutput:
+class DataclassOutput:
     value: Tensor
 
 
-class Opaque:
+class OutputWithHiddenTensor:
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
@@ -98,8 +98,8 @@ class SharedParts(nn.Module):
     def forward(self, x: Tensor, part: str) -> Any:
         h = sum(getattr(self, name)(x) for name in ("left", "right") if part in ("all", name))
         value = self.both(torch.tanh(h))
-        made = {"tensor": lambda: value, "dict": lambda: {"value": value}, "dataclass": lambda: DataOutput(value)}
-        return made.get(self.output, lambda: Opaque(value))()
+        made = {"tensor": lambda: value, "dict": lambda: {"value": value}, "dataclass": lambda: DataclassOutput(value)}
+        return made.get(self.output, lambda: OutputWithHiddenTensor(value))()
 
 
 def run_step(
@@ -139,14 +139,14 @@ def _value(output: Any) -> Tensor:
     return output["value"] if isinstance(output, dict) else output.value
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def create_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
 
 
 def expected_parameters(case: Case) -> list[list[Tensor]]:
-    """Return the parameters after each step of SGD on the mean of the ranks' gradients."""
+    """Return the parameters after each step of SGD on the mean of the gradients of all ranks."""
     model = SharedParts(case)
-    parameters, optimizer = list(model.parameters()), make_optimizer(model)
+    parameters, optimizer = list(model.parameters()), create_optimizer(model)
     after = []
     for number in range(len(case["steps"])):
         sums: list[Tensor | None] = [None] * len(parameters)
@@ -174,7 +174,7 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
         if case["compression"] == "full":
             compression = unitrain.PowerSGD(rank=8, start_step=0, min_compression_rate=1e-3)
         wrapped = backend.distributed_model(model, find_unused_parameters=case["unused"], compression=compression)
-        optimizer = backend.distributed_optimizer(make_optimizer(model), wrapped)
+        optimizer = backend.distributed_optimizer(create_optimizer(model), wrapped)
         for number in range(len(case["steps"])):
             run_step(case, number, backend.rank, model, wrapped, lambda: backend.no_sync(wrapped))
             optimizer.step()
@@ -187,9 +187,9 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
     return {"after": after, "error": None}
 
 
-def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return the differences from the expected results of a loop."""
-    rank_results = ranks((case["backend"], case["size"]), run, case)
+def check(case: Case, run_on_ranks: Callable[..., list[Any]]) -> list[str]:
+    """Return a description of the first difference from the expected results of a loop, or an empty list."""
+    rank_results = run_on_ranks((case["backend"], case["size"]), run, case)
     errors = [one["error"] for one in rank_results]
     if any(errors):
         kinds = {error[0] if error else "nothing" for error in errors}
@@ -201,7 +201,7 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
     wanted = expected_parameters(case)
     for rank, one in enumerate(rank_results):
         if len(one["after"]) != len(rank_results[0]["after"]):
-            return [f"steps: rank {rank} made {len(one['after'])} steps, rank 0 {len(rank_results[0]['after'])}"]
+            return [f"steps: rank {rank} ran {len(one['after'])} steps, rank 0 ran {len(rank_results[0]['after'])}"]
         for step, (found, right) in enumerate(zip(one["after"], wanted, strict=False)):
             worst = max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))
             if not worst <= 1e-9:

@@ -53,23 +53,26 @@ class Step(NamedTuple):
 
 
 def check_samples(case: Case, trace: list[Step]) -> list[str]:
-    """Return the errors in the samples of the steps. Each step must use the next samples in the order of the epoch."""
+    """Return descriptions of the errors in the samples of the steps.
+
+    Each step must use the next samples in the order of the epoch.
+    """
     wrong = []
     for epoch in sorted({step.epoch for step in trace}):
         steps = [step.samples for step in trace if step.epoch == epoch]
-        uninterrupted = epoch < max(step.epoch for step in trace) or case["_ended"]
-        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, uninterrupted)]
+        is_complete = epoch < max(step.epoch for step in trace) or case["_ended"]
+        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, is_complete)]
     return wrong
 
 
-def _check_epoch(case: Case, epoch: int, steps: list[list[int]], uninterrupted: bool) -> Iterator[str]:
+def _check_epoch(case: Case, epoch: int, steps: list[list[int]], is_complete: bool) -> Iterator[str]:
     batches = _samples_by_step(case, epoch)
     if batches is not None:
         expected = [sorted(_without_bad_samples(case, batch)) for batch in batches]
         found = [sorted(step) for step in steps]
-        if found != (expected if uninterrupted else expected[: len(found)]) and not (
+        if found != (expected if is_complete else expected[: len(found)]) and not (
             case["collate"] == "skip"
-            and _equals_except_bad_samples(found, batches[: len(found)], uninterrupted and len(found) < len(batches))
+            and _equals_except_bad_samples(found, batches[: len(found)], is_complete and len(found) < len(batches))
         ):
             at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
             yield f"step {at + 1} of {len(found)}: {found[at : at + 2]}, not {expected[at : at + 2]} of {len(expected)}"
@@ -82,14 +85,14 @@ def _check_epoch(case: Case, epoch: int, steps: list[list[int]], uninterrupted: 
     if case["collate"] != "skip":
         sizes = [case["global_batch"]] * (expected_length // case["global_batch"])
         sizes += [expected_length % case["global_batch"]] if expected_length % case["global_batch"] else []
-        if case["source"] != "own" and lengths != (sizes if uninterrupted else sizes[: len(lengths)]):
+        if case["source"] != "own" and lengths != (sizes if is_complete else sizes[: len(lengths)]):
             yield f"steps of {lengths} samples, not of {sizes}"
     for number, times in counts.items():
         if number not in allowed or times > most:
             yield f"sample {number} was used {times} times"
     missing = [number for number in _without_bad_samples(case, sorted(allowed)) if number not in counts]
     all_used = most == 1 and len(allowed) == length and not case["drop_last"] and case["uneven"] != "drop"
-    if uninterrupted and all_used and missing:
+    if is_complete and all_used and missing:
         yield f"samples {missing} were not used"
 
 
@@ -100,7 +103,7 @@ def _possible_samples(case: Case) -> tuple[set[int], float, int]:
     everything = set(parts.subset_indices(case)) if case["source"] == "subset" else set(range(count))
     length = len(everything)
     positions = parts.subset_indices(case) if case["source"] == "subset" else list(range(count))
-    part = parts.part_of(length)
+    part = parts.part_length(length)
     return {
         "random_part": lambda: ({positions[i] for i in range(part)}, 1, part),
         "random_few": lambda: (everything, 1, part),
@@ -125,12 +128,12 @@ def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
     if case["shuffle"] or case["sampler"] not in (None, "sequential_part", "own"):
         return None
     if case["sampler"] == "sequential_part":
-        order = order[: parts.part_of(len(order))]
+        order = order[: parts.part_length(len(order))]
     if case["sampler"] == "own":
         order = [order[i] for i in parts.custom_order(len(order), epoch)]
-    uninterrupted = case["global_batch"]
-    steps = [order[at : at + uninterrupted] for at in range(0, len(order), uninterrupted)]
-    return [step for step in steps if len(step) == uninterrupted or not case["drop_last"]]
+    step_size = case["global_batch"]
+    steps = [order[at : at + step_size] for at in range(0, len(order), step_size)]
+    return [step for step in steps if len(step) == step_size or not case["drop_last"]]
 
 
 def _steps_of_own_streams(case: Case, size: int) -> list[list[int]]:
@@ -189,11 +192,11 @@ class Oracle:
         rates: list[list[float]] = []
         epochs: dict[int, dict[str, float]] = {}
         results: dict[str, float] = {}
-        stopped = _EarlyStopping(self.case)
+        early_stopping = _EarlyStopping(self.case)
         for position, step in enumerate(trace):
             if position == 0 or trace[position - 1].epoch != step.epoch:
                 self.losses = self.counted = 0.0
-            if stopped.over:
+            if early_stopping.is_stopped:
                 break
             rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
             self._step(step)
@@ -202,8 +205,8 @@ class Oracle:
                 results = {"train_loss": self.losses / self.counted if self.counted else 0.0, **self._validate()}
                 if not last or self.case["_ended"]:
                     epochs[step.epoch] = results
-                    stopped.receivers(results)
-                    self._epoch_scheduler(results)
+                    early_stopping.update(results)
+                    self._step_epoch_scheduler(results)
         return {
             "rates": rates,
             "epochs": epochs,
@@ -213,7 +216,7 @@ class Oracle:
             "average": None if self.average is None else dict(self.average.named_parameters()),
             "optimizer": self.optimizer.state_dict(),
             "counting": self.steps,
-            **self._extra_call(),
+            **self._run_extra_call(),
         }
 
     def _step(self, step: Step) -> None:
@@ -235,7 +238,7 @@ class Oracle:
         self._update_average()
         self.steps += 1
         if case["change"] and self.steps == case["change"][1]:
-            parts.change(case, self.model, self.optimizer)
+            parts.apply_change(case, self.model, self.optimizer)
 
     def _set_gradients(self, step: Step) -> None:
         """Set every gradient to the gradient of the mean loss over the samples, or tokens, of the step."""
@@ -284,7 +287,7 @@ class Oracle:
             buffer.copy_(value)
 
     def _round_gradient(self, gradients: list[Tensor]) -> Tensor:
-        """Return round(sum(round(g))) over the ranks' parts of a gradient, summed in float32 if there are several."""
+        """Return round(sum(round(g))) over the gradients of the ranks, summed in float32 if there are several ranks."""
         dtype = HALF[self.case["compression"]]
 
         def rounded(real: list[Tensor]) -> Tensor:
@@ -326,7 +329,7 @@ class Oracle:
         for copied, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             copied.copy_(buffer)
 
-    def _epoch_scheduler(self, results: dict[str, float]) -> None:
+    def _step_epoch_scheduler(self, results: dict[str, float]) -> None:
         if self.scheduler is None or self.case["scheduler_every"] != "epoch":
             return
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -361,7 +364,7 @@ class Oracle:
         model.train()
         return output, target
 
-    def _extra_call(self) -> dict[str, Any]:
+    def _run_extra_call(self) -> dict[str, Any]:
         call = self.case["extra_call"]
         if call == "evaluate":
             return {"evaluate": self.evaluate()}
@@ -373,9 +376,9 @@ class _EarlyStopping:
 
     def __init__(self, case: Case) -> None:
         self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)
-        self.best, self.waited, self.over = math.inf, 0, False
+        self.best, self.waited, self.is_stopped = math.inf, 0, False
 
-    def receivers(self, results: dict[str, float]) -> None:
+    def update(self, results: dict[str, float]) -> None:
         found = results[self.monitor]
         self.best, self.waited = (found, 0) if found < self.best else (self.best, self.waited + 1)
-        self.over = self.waited >= self.patience
+        self.is_stopped = self.waited >= self.patience

@@ -101,8 +101,8 @@ class Network(nn.Module):
 
 
 class Forward:
-    """Calls the model on a batch, which is a pair or a dictionary. The feature "penalty" adds a gradient of the
-    inputs."""
+    """Calls the model on a batch, which is a pair or a dictionary. The feature "penalty" adds a term to the
+    output: the squared gradient with respect to the inputs."""
 
     def __init__(self, case: Case) -> None:
         self.penalty = "penalty" in case["features"]
@@ -147,16 +147,16 @@ def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[T
     return inputs, targets
 
 
-def is_bad(number: int) -> bool:
-    """Return whether the collate function "skip" drops this sample."""
-    return number % 5 == 3
+def is_bad(sample: int) -> bool:
+    """Return whether the collate function "skip" drops the sample with this index."""
+    return sample % 5 == 3
 
 
 # Data
 
 
 class MapDataset(Dataset[Any]):
-    """A dataset whose tensors are not accessible to torch."""
+    """A dataset that is not a TensorDataset, so unitrain reads its samples one by one."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -248,7 +248,10 @@ class CustomBatchSampler(Sampler[list[int]]):
 
 
 def split_into_batches(case: Case, count: int) -> list[list[int]]:
-    """Return the samples of each batch that the dataset creates. Batches have one, two or three samples."""
+    """Return the samples of each batch that the dataset or the batch sampler creates.
+
+    Batches have two samples, or one to three samples if they are uneven.
+    """
     batches, first = [], 0
     while first < count:
         length = 1 + (first + case["seed"]) % 3 if case["sampler"] == "batches" or case["uneven_batches"] else 2
@@ -334,7 +337,7 @@ def sampler_of(case: Case, dataset: Any) -> Any:
     if name is None:
         return None
     count = len(dataset)
-    part = part_of(count)
+    part = part_length(count)
     return {
         "sequential_part": lambda: SequentialSampler(range(part)),
         "random_part": lambda: RandomSampler(range(part)),
@@ -346,17 +349,17 @@ def sampler_of(case: Case, dataset: Any) -> Any:
     }[name]()
 
 
-def part_of(count: int) -> int:
+def part_length(count: int) -> int:
     """Return the number of samples that a sampler over a part of the data yields."""
     return count - count // 3
 
 
 def validation_data(case: Case, rank: int, size: int) -> Any:
-    """Return validation data of the kind in the case, or None if the case has no validation data."""
+    """Return the validation data of the case, or None if the case has none."""
     kind = case["validation"]
     if kind is None:
         return None
-    inputs, targets = samples(case, offset=1, count=validation_count(case))
+    inputs, targets = samples(case, offset=1, count=count_validation_samples(case))
     if kind == "tensors":
         return TensorDataset(inputs, targets)
     collate = collate_skip_all if kind == "skip" else collate_drawing
@@ -366,20 +369,20 @@ def validation_data(case: Case, rank: int, size: int) -> Any:
         return DataLoader(ItemStream(inputs, targets, *((rank, size) if case["source"] == "own" else ())), **settings)
     dataset = MapDataset(inputs, targets)
     if kind == "part":
-        settings["sampler"] = SequentialSampler(range(part_of(len(inputs))))
+        settings["sampler"] = SequentialSampler(range(part_length(len(inputs))))
     return DataLoader(dataset, **settings)
 
 
-def validation_count(case: Case) -> int:
+def count_validation_samples(case: Case) -> int:
     return 7 + case["seed"] % 5
 
 
 def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
     """Return the samples that an evaluation of `validation_data` includes."""
-    inputs, targets = samples(case, offset=1, count=validation_count(case))
+    inputs, targets = samples(case, offset=1, count=count_validation_samples(case))
     keep = list(range(len(inputs)))
     if case["validation"] == "part":
-        keep = keep[: part_of(len(inputs))]
+        keep = keep[: part_length(len(inputs))]
     if case["validation"] == "skip":
         keep = [number for number in keep if not is_bad(number)]
     return inputs[keep], targets[keep]
@@ -389,16 +392,16 @@ def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
-    """Return the optimizer. If `late`, add the group of parameters that the case adds during the run."""
+    """Return the optimizer. If `late`, include the parameter group that the case adds during the run."""
     initial_parameters = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
     name, settings = case["optimizer"], dict(case["optimizer_settings"])
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(initial_parameters, **settings)
     if late:
-        add_late(model, optimizer)
+        add_late_group(model, optimizer)
     return optimizer
 
 
-def add_late(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def add_late_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model.late_part.parameters())})
 
 
@@ -438,11 +441,11 @@ SCHEDULERS = (
 )  # fmt: skip
 
 
-def change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def apply_change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Apply the case's change of parameters or groups during the run."""
     what = case["change"][0]
     if what == "add":
-        add_late(model, optimizer)
+        add_late_group(model, optimizer)
     elif what == "lr":
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
@@ -453,7 +456,7 @@ def change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
 # Metrics
 
 
-class InPlace:
+class InPlaceMetric:
     """A metric that always returns the same tensor, which it updates in place."""
 
     def __init__(self) -> None:
@@ -463,15 +466,15 @@ class InPlace:
         return self.value.copy_(tensor_of(output).square().mean())
 
 
-def each(output: Any, target: Tensor) -> Tensor:
+def square_sums(output: Any, target: Tensor) -> Tensor:
     return tensor_of(output).square().sum(1)
 
 
-def squares(output: Any, target: Tensor) -> Tensor:
+def mean_square(output: Any, target: Tensor) -> Tensor:
     return tensor_of(output).square().mean()
 
 
-def flattened(name: str) -> Any:
+def create_flattened_metric(name: str) -> Any:
     """Return a metric of torchmetrics that compares all numbers of output and target."""
     import torchmetrics
 
@@ -486,16 +489,16 @@ def flattened(name: str) -> Any:
 
 def metrics_of(case: Case) -> dict[str, Any]:
     """Return the metrics of a case by name. Names that start with a capital letter are torchmetrics metrics."""
-    made: dict[str, Any] = {"squares": squares, "each": each}
+    made: dict[str, Any] = {"squares": mean_square, "each": square_sums}
     if "in_place" in case["metrics"]:
-        made["in_place"] = InPlace()
+        made["in_place"] = InPlaceMetric()
     for name in case["metrics"]:
         if name[0].isupper():
-            made[name] = flattened(name)
+            made[name] = create_flattened_metric(name)
     return {name: made[name] for name in case["metrics"]}
 
 
-def close(found: float, expected: float, tolerance: float) -> bool:
+def is_close(found: float, expected: float, tolerance: float) -> bool:
     if math.isnan(found) or math.isnan(expected):
         return math.isnan(found) and math.isnan(expected)
     return abs(found - expected) <= tolerance * (1.0 + abs(expected))

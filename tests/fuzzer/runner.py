@@ -83,7 +83,7 @@ class _RejectedError(Exception):
     """All ranks have raised an error that the contract permits."""
 
 
-def _may_be_rejected(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
+def _is_allowed_rejection(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
     """Return whether all ranks have rejected an unsupported case: a defaultdict in a checkpoint, which torch cannot
     load without executing code, or an embedding whose forward pass changes different weights on each rank."""
     kinds = {kind for kind, _ in errors}
@@ -108,10 +108,10 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         if wrong := check_samples(case, trace) + _check_end(case, found):
             return wrong
         if other := _choose_reference_segment(case):
-            # Compare with the steps of this run, which may have more steps than its epochs.
+            # Run the same number of steps, which may exceed the steps of the case's epochs.
             reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
-            return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
+            return [f"{text} (compared with one uninterrupted run)" for text in _compare(case, found, expected, LOOSE)]
         # PowerSGD of full rank is exact except for rounding.
         rounds = case["compression"] == "powersgd_full"
         return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
@@ -122,7 +122,7 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
 
 
 def _choose_reference_segment(case: Case) -> Case | None:
-    """Return the segment of a run to compare with if the oracle cannot compute the result, otherwise None.
+    """Return the segment of a reference run if the oracle cannot compute the result, otherwise None.
 
     Random numbers in a collate function must equal those of an uninterrupted run on the same ranks. PowerSGD starts
     from random matrices, and must produce the same results on other numbers of ranks.
@@ -137,7 +137,8 @@ def _choose_reference_segment(case: Case) -> Case | None:
 
 
 def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
-    """Run all segments in order in one folder, and return the trace of the complete run."""
+    """Run all segments in order in one folder. Return the results of the last segment, with the trace, the epochs and
+    the learning rates of the complete run."""
     folder = tempfile.mkdtemp(prefix="unitrain-fuzz-")
     try:
         steps: dict[int, dict[str, Any]] = {}
@@ -149,7 +150,7 @@ def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
             errors = [one["error"] for one in rank_results if one["error"] is not None]
             if errors:
                 ranks.replace(layout)
-                if _may_be_rejected(case, errors, len(rank_results)):
+                if _is_allowed_rejection(case, errors, len(rank_results)):
                     raise _RejectedError
                 is_same = len(errors) == len(rank_results) and len({kind for kind, _ in errors}) == 1
                 where = "" if is_same else f" on {len(errors)} of {len(rank_results)} ranks only: {errors}"
@@ -163,14 +164,14 @@ def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
                 ]
                 taken = sorted(n for micro_step in shards for numbers, live in micro_step if live for n in numbers)
                 if step in steps and steps[step]["taken"] != taken and case["collate"] != "skip":
-                    raise _FailedError(f"samples: step {step + 1} was done again with other samples")
+                    raise _FailedError(f"samples: step {step + 1} was repeated with other samples")
                 steps[step] = {**own, "micro_steps": shards, "taken": taken}
             for epoch, is_complete, results in rank_results[0]["epochs"]:
                 if is_complete:
                     epochs[epoch - 1] = results
             starts.append(rank_results[0]["done"])
         if sorted(steps) != list(range(len(steps))) or len(steps) != rank_results[0]["done"]:
-            raise _FailedError(f"steps: {sorted(steps)} were done, and the cursor is at {rank_results[0]['done']}")
+            raise _FailedError(f"steps: {sorted(steps)} were run, but the progress is {rank_results[0]['done']}")
         trace = [steps[number] for number in range(len(steps))]
         return {
             **rank_results[0],

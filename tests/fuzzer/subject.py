@@ -27,11 +27,11 @@ class InterruptionError(Exception):
 
 
 class Recorder(unitrain.Callback):
-    """Records the samples and learning rates of each step and the results of each epoch. Applies the changes of the
-    case."""
+    """Records the samples and learning rates of each step and the results of each epoch. Applies the changes and
+    interruptions of the case."""
 
     def __init__(self, case: Case, end: list[Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.case, self.end, self.model, self.held = case, end, model, optimizer
+        self.case, self.end, self.model, self.optimizer = case, end, model, optimizer
         self.steps: dict[int, dict[str, Any]] = {}
         self.epochs: list[tuple[int, bool, dict[str, float]]] = []
         self.micro_steps: list[tuple[list[int], bool]] = []
@@ -40,28 +40,28 @@ class Recorder(unitrain.Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self.micro_steps = []
 
-    def interrupt_if_due(self, moment: str, step: int) -> None:
-        """Raise InterruptionError once, at the moment at which the case interrupts `fit` before calling it again."""
-        if self.again == [moment, step]:
+    def interrupt_if_due(self, callback: str, step: int) -> None:
+        """Raise InterruptionError once, in the callback and the step in which the case interrupts `fit`."""
+        if self.again == [callback, step]:
             self.again = None
             raise InterruptionError
 
-    def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: Any, loss: Any) -> None:
         inputs = batch["x"] if isinstance(batch, dict) else batch[0]
-        self.micro_steps.append((inputs[:, 0].long().tolist(), part.samples > 0))
+        self.micro_steps.append((inputs[:, 0].long().tolist(), micro_batch.samples > 0))
         self.interrupt_if_due("on_micro_batch_end", trainer.progress.step + 1)
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
-        rates = [float(group["lr"]) for group in self.held.param_groups]
-        cursor = trainer.progress
-        self.steps[cursor.step] = {"epoch": cursor.epoch, "micro_steps": self.micro_steps, "rates": rates}
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        progress = trainer.progress
+        self.steps[progress.step] = {"epoch": progress.epoch, "micro_steps": self.micro_steps, "rates": rates}
         self.micro_steps = []
-        self.interrupt_if_due("on_before_optimizer_step", cursor.step + 1)
+        self.interrupt_if_due("on_before_optimizer_step", progress.step + 1)
 
     def on_step_end(self, trainer: Any) -> None:
         step, change = trainer.progress.step, self.case["change"]
         if change and step == change[1]:
-            parts.change(self.case, self.model, self.held)
+            parts.apply_change(self.case, self.model, self.optimizer)
         if self.end and step == self.end[1] and self.end[0] == "stop":
             trainer.stop("requested by the case")
         if self.end and step == self.end[1] and self.end[0] == "raise":
@@ -74,12 +74,12 @@ class Recorder(unitrain.Callback):
         self.epochs.append((trainer.progress.epoch, trainer.progress.sample == 0, dict(results)))
 
 
-class Counting(unitrain.Callback):
+class StepCounter(unitrain.Callback):
     """Counts steps in a container of the type in the case, and saves the container in checkpoints."""
 
-    def __init__(self, kind: str) -> None:
-        self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(kind, OrderedDict)()
-        if kind == "dict":
+    def __init__(self, container: str) -> None:
+        self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(container, OrderedDict)()
+        if container == "dict":
             self.seen = {}
 
     def on_step_end(self, trainer: Any) -> None:
@@ -95,7 +95,7 @@ class Counting(unitrain.Callback):
 
 
 def run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
-    """Run segment `number` of a case and return its results, including an exception."""
+    """Run segment `number` of a case, and return its results or the exception that it raised."""
     try:
         return _run(backend, case, number, folder)
     except Exception as error:
@@ -117,7 +117,7 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
     scheduler = parts.scheduler_of(case, optimizer)
     recorder = Recorder(case, end, model, optimizer)
     callbacks: list[unitrain.Callback] = [recorder]
-    counting = Counting(case["counting"]) if case["counting"] else None
+    counting = StepCounter(case["counting"]) if case["counting"] else None
     if counting:
         callbacks.insert(0, counting)  # before the callbacks that interrupt
     if case["early_stopping"]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def assert_equal(one: Any, other: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
     """Assert that nested lists are equal. Tensors may differ by rounding in float32."""
-    if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
+    if isinstance(actual, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    elif isinstance(actual, list):
+        assert len(actual) == len(expected)
+        for a, b in zip(actual, expected, strict=True):
             assert_equal(a, b)
     else:
-        assert one == other
+        assert actual == expected

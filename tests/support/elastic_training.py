@@ -3,8 +3,8 @@
 python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: writes the run and one line per rank and step to FOLDER.
 FOLDER/plan.json contains the events. For example, {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} offers three slots
 after step 7 of a job with two ranks, and kills rank 1 after step 30 of a job with three ranks. Each event occurs once.
-After the slots have changed, a step takes SECONDS. After the event "slow NAME", a step also takes SECONDS until the
-file FOLDER/NAME exists.
+After a change of the slots, each step sleeps for SECONDS until the job continues on another number of ranks. After the
+event "slow NAME", each step sleeps for SECONDS until the file FOLDER/NAME exists.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class EventCallback(unitrain.Callback):
         plan = folder / "plan.json"
         self._plan: dict[str, dict[str, str]] = json.loads(plan.read_text()) if plan.exists() else {}
 
-    def on_micro_batch_end(self, trainer: unitrain.Trainer, batch: Any, part: Any, loss: Any) -> None:
-        if part.samples:
+    def on_micro_batch_end(self, trainer: unitrain.Trainer, batch: Any, micro_batch: Any, loss: Any) -> None:
+        if micro_batch.samples:
             self._taken += batch[2].tolist()
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
@@ -60,21 +60,21 @@ class EventCallback(unitrain.Callback):
         self._taken = []
         (self._folder / f"at-{rank}").write_text(f"{step} {size}")
         planned = self._plan.get(str(size), {})
-        for number, event in planned.items():
-            mark = self._folder / f"done-{size}-{number}"
-            if step >= int(number) and not mark.exists():
+        for planned_step, event in planned.items():
+            mark = self._folder / f"done-{size}-{planned_step}"
+            if step >= int(planned_step) and not mark.exists():
                 self._trigger(*event.split(), rank=rank, mark=mark)
-            kind, value = event.split()
-            if mark.exists() and (kind == "slots" or (kind == "slow" and not (self._folder / value).exists())):
+            action, value = event.split()
+            if mark.exists() and (action == "slots" or (action == "slow" and not (self._folder / value).exists())):
                 time.sleep(self._seconds)
 
-    def _trigger(self, kind: str, value: str, *, rank: int, mark: Path) -> None:
-        if kind == "slots" and rank == 0:
+    def _trigger(self, action: str, value: str, *, rank: int, mark: Path) -> None:
+        if action == "slots" and rank == 0:
             (self._folder / "slots").write_text(value)
             mark.touch()
-        elif kind == "slow":
+        elif action == "slow":
             mark.touch()
-        elif kind == "kill" and rank == int(value):
+        elif action == "kill" and rank == int(value):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -39,5 +39,5 @@ def replace_fields(found: Machine = PLAIN, **fields: Any) -> Machine:
     return dataclasses.replace(found, **fields)
 
 
-def step_names(decided: plan.BuildPlan) -> list[str]:
-    return [step.name for step in (*decided.build_steps, *decided.install_steps)]
+def step_names(build_plan: plan.BuildPlan) -> list[str]:
+    return [step.name for step in (*build_plan.build_steps, *build_plan.install_steps)]

@@ -2,8 +2,8 @@
 
 A host is a set of Linux namespaces. The first process is sshd. When sshd exits, the kernel kills all processes of the
 host. All hosts share the files of this machine at the same paths, as on a shared file system, except /etc/hosts,
-/dev/shm, /run and root's home, which contains the ssh keys. Hosts can only reach each other, by name, at 10.77.0.N. The
-network, files and processes of this machine do not change.
+/dev/shm, /run and root's home, which contains the ssh keys. Hosts can reach only each other. The name hN resolves to
+10.77.0.N. The network, files and processes of this machine do not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_create_namespaces() -> bool:
 
 @dataclass(frozen=True)
 class Host:
-    """One host. `first` is the ID of its first process on this machine, and `home` is the home folder of root."""
+    """One host. `first` is the process ID of its sshd on this machine, and `home` is the home folder of root."""
 
     name: str
     address: str
@@ -85,8 +85,8 @@ class Host:
         except subprocess.TimeoutExpired:
             self.kill_all()
             output, _ = process.communicate(timeout=SECONDS)
-            output_text = f"having printed:\n{output}"
-            raise TimeoutError(f"{list(argv)} on {self.name} was killed after {seconds} s, {output_text}") from None
+            message = f"{list(argv)} on {self.name} was killed after {seconds} s. Output:\n{output}"
+            raise TimeoutError(message) from None
         return subprocess.CompletedProcess(list(argv), process.returncode, output)
 
     def find_processes(self) -> dict[int, str]:
@@ -95,7 +95,7 @@ class Host:
         try:
             own = _namespace(self.first)
         except OSError:
-            return found  # the host is switched off
+            return found  # the host was killed
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if int(folder.name) != self.first and _namespace(int(folder.name)) == own:
@@ -125,11 +125,11 @@ class Host:
 
     def disconnect_network(self) -> None:
         """Disconnect the network of this host. Packets are lost without an error."""
-        self._link("down")
+        self._set_link_state("down")
 
     def reconnect_network(self) -> None:
         """Reconnect the network of this host."""
-        self._link("up")
+        self._set_link_state("up")
 
     def kill(self) -> None:
         """Kill all processes of this host and disconnect it permanently."""
@@ -137,7 +137,7 @@ class Host:
         with contextlib.suppress(OSError):
             os.kill(self.first, signal.SIGKILL)
 
-    def _link(self, state: str) -> None:
+    def _set_link_state(self, state: str) -> None:
         _run_checked("nsenter", "-t", str(self.first), "--net", "ip", "link", "set", "eth0", state)
 
 
@@ -147,23 +147,25 @@ def hosts(
 ) -> Iterator[list[Host]]:
     """Context manager that creates `count` hosts named h1, h2, ... with their files in the empty `folder`. Each host
     accepts the ssh keys of the other hosts. With `hostname_is_loopback`, each host resolves its own name to 127.0.1.1,
-    like a host configured by Debian's installer. `network` is the delay between two hosts, in seconds, and the
-    bandwidth of each host, in bits per second.
+    like a host configured by Debian's installer. `network` contains the delay between two hosts, in seconds, and
+    the bandwidth of each host, in bits per second.
     """
     key = folder / "key"
     _run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     found: list[Host] = []
     with contextlib.ExitStack() as cleanup:
-        switch = cleanup.enter_context(_run_until_exit(["unshare", "--net", "sh", "-c", "echo up; exec sleep 86400"]))
+        switch = cleanup.enter_context(
+            _run_in_background(["unshare", "--net", "sh", "-c", "echo up; exec sleep 86400"])
+        )
         _run_checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", "bridge", "type", "bridge")
         _run_checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "set", "bridge", "up")
         for number in range(1, count + 1):
             own = folder / f"h{number}"
             _write_files(own, number, count, key, hostname_is_loopback)
             holder = cleanup.enter_context(
-                _run_until_exit(["unshare", *_NAMESPACES, "--kill-child", "sh", str(own / "begin")])
+                _run_in_background(["unshare", *_NAMESPACES, "--kill-child", "sh", str(own / "begin")])
             )
-            first = _only_child(holder.pid)
+            first = _find_only_child(holder.pid)
             _run_checked(
                 *("ip", "link", "add", f"host{number}", "netns", str(switch.pid)),
                 *("type", "veth", "peer", "name", "eth0", "netns", str(first)),
@@ -182,7 +184,7 @@ def hosts(
         if network is not None:
             interfaces = [f"host{number}" for number in range(1, count + 1)]
             command = ["nsenter", "-t", str(switch.pid), "--net", sys.executable, network_delay.__file__]
-            cleanup.enter_context(_run_until_exit([*command, *map(str, network), *interfaces]))
+            cleanup.enter_context(_run_in_background([*command, *map(str, network), *interfaces]))
         keys = [(host, (host.home.parent / "host_key.pub").read_text()) for host in found]
         known = "".join(f"{host.name},{host.address} {key}" for host, key in keys)
         for host in found:
@@ -229,23 +231,23 @@ exec {SSHD} -D -E {own}/sshd.log -f {own}/sshd_config
 
 
 @contextlib.contextmanager
-def _run_until_exit(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Context manager that runs a command, waits until it prints "up", and kills it at the end."""
+def _run_in_background(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Context manager that starts a command, waits until it prints "up", and kills it at the end."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         assert process.stdout is not None
-        output_text = process.stdout.readline()
-        if output_text != "up\n":
-            raise RuntimeError(f"{command} printed: {output_text}{process.stdout.read()}")
+        first_line = process.stdout.readline()
+        if first_line != "up\n":
+            raise RuntimeError(f"{command} printed: {first_line}{process.stdout.read()}")
         yield process
     finally:
         process.kill()
         process.communicate(timeout=_UP_SECONDS)
 
 
-def _only_child(pid: int) -> int:
+def _find_only_child(pid: int) -> int:
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 

@@ -1,4 +1,4 @@
-"""Start real launchers from a test, and terminate all their processes at the end of the test."""
+"""Starts real launchers from a test, and terminates all their processes at the end of the test."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Launch:
 
 
 def kill_until_none_is_left(find_processes: Callable[[], Iterable[int]], seconds: float) -> None:
-    """Kill the processes that `find_processes` returns. Repeat this, because they may start other processes before they
-    exit."""
+    """Kill the processes that `find_processes` returns. Repeat this for at most `seconds`, because these processes may
+    start others before they exit."""
     deadline = time.monotonic() + seconds
     while (processes := list(find_processes())) and time.monotonic() < deadline:
         for pid in processes:

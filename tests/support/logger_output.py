@@ -1,5 +1,5 @@
-"""Reads the output of loggers as (name, step, value), and descriptions of runs, with the official readers of the
-formats."""
+"""Reads the output of loggers with the official packages of the formats: metrics as (name, step, value), and
+descriptions of runs."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def wandb_records(file: Path) -> Iterator[Any]:
     """Yield the records of a .wandb file, which has blocks of 32 KiB like a LevelDB log."""
     from wandb.proto import wandb_internal_pb2
 
-    content, place, collected = file.read_bytes(), 7, b""
+    content, offset, collected = file.read_bytes(), 7, b""
     assert b":W&B".startswith(content[:4])
-    while place + 7 <= len(content):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
+    while offset + 7 <= len(content):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
             continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        if place + 7 + length > len(content):
+        _, length, kind = struct.unpack("<IHB", content[offset : offset + 7])
+        if offset + 7 + length > len(content):
             return  # the record is still being written
-        collected += content[place + 7 : place + 7 + length]
-        place += 7 + length
+        collected += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # a complete record or the last part of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(collected)
@@ -77,8 +77,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_starts(folder: Path) -> list[tuple[str, list[Any]]]:
-    """Return the file name and the records of every start. Wait for the last record, which is written after `finish`
-    returns."""
+    """Return the file name and the records of each start of the logger, in order. Wait for the last record of a start,
+    which is written after `finish` returns."""
     starts = []
     for start in sorted(folder.glob("wandb/offline-run-*")):
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Training with logical ranks, and digests of all results.
+"""Trains with logical ranks, and computes digests of all results.
 
 python logical_ranks_training.py FOLDER STEPS: train the variant "all" in FOLDER/run, and write the digests to
 FOLDER/digests.json. FOLDER/plan.json contains events like those of `elastic_training.py`.
@@ -46,8 +46,10 @@ class Noisy(Dataset[Any]):
 
 
 class Network(nn.Module):
-    """A network with BatchNorm, dropout and a buffer that each forward pass reads and writes. If `has_branches`, random
-    numbers choose one of two branches."""
+    """A network with BatchNorm, dropout and a buffer that each forward pass reads, and changes in training.
+
+    If `has_branches`, random numbers choose one of two branches.
+    """
 
     def __init__(self, *, has_branches: bool = False) -> None:
         super().__init__()
@@ -65,12 +67,12 @@ class Network(nn.Module):
         return output
 
 
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses for targets other than 3, and the number of these targets."""
     return cross_entropy(output, target, ignore_index=3, reduction="sum"), (target != 3).sum()
 
 
-def spiked(output: Tensor, target: Tensor) -> Tensor:
+def spiked_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return a loss that is 1e12 times larger for some batches."""
     return cross_entropy(output, target) * (1e12 if int(target[0]) == 2 else 1.0)
 
@@ -97,7 +99,7 @@ class Confidence(torchmetrics.Metric):
         return {"mean": self.total / len(values), "median": values.median()}
 
 
-class Draw(unitrain.Callback):
+class RandomNumberCallback(unitrain.Callback):
     """Draws a random number after each step."""
 
     def __init__(self) -> None:
@@ -137,7 +139,7 @@ def build(variant: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     if variant == "sampler":
         sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1).tolist(), SAMPLES)
         data = DataLoader(data, BATCH, sampler=sampler, collate_fn=lambda items: default_collate(items))
-    return model, optimizer, {"tokens": summed, "spike": spiked}.get(variant, cross_entropy), data
+    return model, optimizer, {"tokens": summed_loss, "spike": spiked_loss}.get(variant, cross_entropy), data
 
 
 def train(backend: Backend, variant: str, callbacks: Sequence[unitrain.Callback] = (), **settings: Any) -> Digests:
@@ -147,7 +149,7 @@ def train(backend: Backend, variant: str, callbacks: Sequence[unitrain.Callback]
     config = TrainConfig(
         **{"logical_ranks": LOGICAL_RANKS, **settings}, ema_decay=0.9, log_every_n_steps=2, seed=3, progress="off"
     )
-    draw = Draw()
+    draw = RandomNumberCallback()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     trainer = Trainer(
         model, optimizer, loss_fn, backend=backend, config=config,
@@ -175,10 +177,10 @@ def digest(*tensors: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-class Events(EventCallback):
-    """Triggers the planned events. Only the step and the number of ranks are recorded."""
+class EventsWithoutSamples(EventCallback):
+    """Triggers the planned events, and records the step and the number of ranks, but no samples."""
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: Any, loss: Any) -> None:
         pass
 
 
@@ -186,8 +188,8 @@ def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         digests = train(
-            backend, "all", [Events(folder, 1.0)], max_steps=steps, output_dir=folder / "run", resume=True,
-            checkpoint_every_steps=4, async_checkpoints=False,
+            backend, "all", [EventsWithoutSamples(folder, 1.0)], max_steps=steps, output_dir=folder / "run",
+            resume=True, checkpoint_every_steps=4, async_checkpoints=False,
         )  # fmt: skip
         if backend.rank == 0:
             (folder / "digests.json").write_text(json.dumps([backend.size, digests]))

@@ -11,8 +11,8 @@ from unitrain.backends.base import ReduceOp
 from unitrain.backends.local import LocalBackend
 
 
-class OneRank(LocalBackend):
-    """A rank whose peers pass the same values, or the values given by the test, and raise no errors."""
+class SimulatedRank(LocalBackend):
+    """A rank whose peers pass the same values as this rank, or the values in `gathered`, and raise no errors."""
 
     def __init__(self, rank: int, size: int, gathered: list[Any] | None) -> None:
         super().__init__(torch.device("cpu"))
@@ -31,5 +31,5 @@ class OneRank(LocalBackend):
         return torch.cat([tensor] * self.size)
 
 
-def simulate_rank(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:
-    return OneRank(rank, size, gathered)
+def simulate_rank(rank: int, size: int, gathered: list[Any] | None = None) -> SimulatedRank:
+    return SimulatedRank(rank, size, gathered)

@@ -8,8 +8,8 @@ the stub is killed, the forked process is also killed. The forked process joins 
 has the command line and environment of the stub. The forked process differs from a normally started process in process
 ID, session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals
 to process groups and of imports start their processes normally. A process also starts normally if it reads from a
-terminal, has other interpreter options, or has another value of a variable that a library reads during its import. With
-UNITRAIN_TEST_PRELOAD=0, all processes start normally.
+terminal, has interpreter options other than -u, -P and -B, or differs from the server in a variable that Python or a
+library reads at startup. With UNITRAIN_TEST_PRELOAD=0, all processes start normally.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ _PROGRAMS = ("torchrun", "horovodrun")
 _SPAWN = "from multiprocessing.spawn import"
 # Scripts that prepare another program and then replace themselves with it (exec).
 _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
-# Variables that Python reads, or torch during its import.
+# Prefixes of variables that Python reads at startup, or a library during its import. If such a variable has another
+# value than in the server, the process starts normally.
 _PLAIN_VARIABLES = (
     "PYTHON", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_",
 )  # fmt: skip
-_UNDERSTOOD_VARIABLES = (
+# Exceptions, which a forked process applies, or which do not affect it.
+_SUPPORTED_VARIABLES = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "PYTHONDONTWRITEBYTECODE",
@@ -141,7 +143,7 @@ def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
     shared = {
         "prefix": sys.prefix, "modules": _MODULES, "programs": _PROGRAMS, "commands": _COMMANDS,
         "codes": (_SPAWN, _PROBE), "plain_scripts": _PLAIN_SCRIPTS,
-        "plain_variables": _PLAIN_VARIABLES, "understood_variables": _UNDERSTOOD_VARIABLES,
+        "plain_variables": _PLAIN_VARIABLES, "supported_variables": _SUPPORTED_VARIABLES,
         "variables": {name: text for name, text in os.environ.items() if name.startswith(_PLAIN_VARIABLES)},
         "packages": ("unitrain", "torch", "horovod", "numpy", "launchers"),
         "path": [*sys.path[1:], str(Path(unitrain.__file__).parents[1]), str(folder)],
@@ -207,8 +209,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     """Return the process IDs of the new process and of the child to wait for. Return (0, 0) in the new process.
 
-    If the host of the stub has been switched off, there is no new process. Both IDs are then that of the child, which
-    exits with 1.
+    If the host of the stub has been killed, there is no new process. Both IDs are then the ID of the child, which exits
+    with code 1.
     """
     if not request["namespaces"]:
         pid = os.fork()
@@ -402,7 +404,7 @@ def _exit(code: int) -> None:
 
 
 @functools.cache
-def _preload() -> Preload:
+def _get_preload() -> Preload:
     return Preload()
 
 
@@ -413,7 +415,7 @@ def preloaded(variables: Mapping[str, str]) -> dict[str, str]:
     """
     if os.environ.get("UNITRAIN_TEST_PRELOAD") == "0":
         return dict(variables)
-    path = os.pathsep.join([str(_preload().folder), *filter(None, [variables.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(_get_preload().folder), *filter(None, [variables.get("PYTHONPATH")])])
     return {**variables, "PYTHONPATH": path}
 
 

@@ -1,7 +1,8 @@
 """A `sitecustomize` module that turns a Python process into the stub of a forked, preloaded process. See `preload.py`.
 
 The module is copied to a folder on PYTHONPATH, next to the server's socket and a file with the properties that a
-process must share with the server. It imports only built-in modules, because every process of a launch runs it.
+process must share with the server. It imports only modules that are implemented in C, because every process of a
+launch runs it.
 """
 
 import sys
@@ -34,7 +35,7 @@ def _run_in_server() -> None:
     environment = {name.decode(): value.decode(errors="surrogateescape") for name, value in posix.environ.items()}
     if sys.prefix != server["prefix"] or any(
         name.startswith(server["plain_variables"])
-        and name not in server["understood_variables"]
+        and name not in server["supported_variables"]
         and server["variables"].get(name) != text
         for name, text in environment.items()
     ):
@@ -89,7 +90,7 @@ def _run_in_server() -> None:
     header = len(request).to_bytes(4, "big")
 
     def forward(number: int, _: object) -> None:
-        try:  # noqa: SIM105 (contextlib is not a built-in module)
+        try:  # noqa: SIM105 (contextlib is implemented in Python)
             connection.send(bytes([number]))
         except OSError:
             pass  # the forked process has exited and its exit code can be received
@@ -103,8 +104,8 @@ def _run_in_server() -> None:
     connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
     connection.sendall(request)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)
-    # Pipes of this process must be closed when the forked process closes them, because horovodrun's children detect by
-    # a closed pipe that horovodrun has exited.
+    # The forked process has copies of these descriptors. If this process kept a pipe open, the children of horovodrun
+    # would not detect that horovodrun has exited.
     for descriptor in [*kept[3:], *opened]:
         posix.close(descriptor)
     try:

@@ -46,8 +46,8 @@ def flatten_parameters(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-def main(folder: Path, name: str) -> None:
-    with unitrain.init(name, device="cpu", timeout_seconds=60) as backend:
+def main(folder: Path, backend_name: str) -> None:
+    with unitrain.init(backend_name, device="cpu", timeout_seconds=60) as backend:
         total = backend.allreduce(torch.tensor([backend.rank + 1.0, 10.0]), op="sum")
         model = network()
         config = unitrain.TrainConfig(

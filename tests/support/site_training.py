@@ -1,9 +1,9 @@
 """Training script for low-communication training between hosts. It records the weights of each attempt.
 
-python site_training.py FOLDER STEPS [TIMEOUT]: writes the run, the file `at-RANK` with the step and the number of
-ranks, and the file `weights-SIZE-STEP-RANK.json` with the weights of a rank at the start of an attempt to FOLDER. While
-FOLDER/pause-SIZE-STEP exists, all ranks of a job with SIZE ranks wait after STEP. While FOLDER/slow-SIZE exists, each
-step takes a second. The final weights and loss of rank R are in `final-R.json`.
+python site_training.py FOLDER STEPS [TIMEOUT]: writes to FOLDER: the run, the file `at-RANK` with the step and the
+number of ranks, and the file `weights-SIZE-STEP-RANK.json` with the weights of a rank at the start of an attempt. While
+FOLDER/pause-SIZE-STEP exists, all ranks of a job with SIZE ranks wait after STEP. While FOLDER/slow-SIZE exists, they
+sleep for a second after each step. The final weights and the validation loss of a rank are in `final-RANK.json`.
 """
 
 from __future__ import annotations

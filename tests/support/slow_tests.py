@@ -3,7 +3,7 @@
     python -m pytest --junit-xml results.xml ...
     python -m tests.support.slow_tests results.xml
 
-lists the slow tests in the results that are not in the file, and the lines that do not match a test in the results. Use
+The second command lists the slow tests in the results that are not in the file, and the lines that match no test. Use
 the results of `make test` to find tests to add, and the results of `make test-all` to find lines to remove.
 """
 
@@ -36,9 +36,9 @@ def main() -> None:
     for test in sorted(seconds, key=lambda test: -seconds[test]):
         if seconds[test] >= SLOW_SECONDS and not test.startswith(tuple(listed)):
             print(f"not listed: {seconds[test]:.0f} s {test}")
-    for start in listed:
-        if not any(test.startswith(start) for test in seconds):
-            print(f"matches no test: {start}")
+    for prefix in listed:
+        if not any(test.startswith(prefix) for test in seconds):
+            print(f"matches no test: {prefix}")
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as cleanup:
 
         def start(host: Host, *command: str) -> subprocess.Popen[str]:
-            with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as message_text:
-                process = host.start(command, variables, stdout=message_text.fileno())
+            with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as output:
+                process = host.start(command, variables, stdout=output.fileno())
             cleanup.callback(process.wait, timeout=_UP_SECONDS)
             return process
 
@@ -75,19 +75,19 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
             cleanup.callback(host.kill_all)
 
         def is_up() -> bool:
-            message_text = first.run(["sinfo", "-h", "-o", "%T %D"], variables).stdout
-            return message_text.split() == ["idle", str(len(hosts))]
+            states = first.run(["sinfo", "-h", "-o", "%T %D"], variables).stdout
+            return states.split() == ["idle", str(len(hosts))]
 
         _wait_until(is_up, "Slurm", daemons, folder)
         yield variables
 
 
-def _wait_until(is_up: Callable[[], bool], what: str, daemons: list[subprocess.Popen[str]], folder: Path) -> None:
+def _wait_until(is_up: Callable[[], bool], service: str, daemons: list[subprocess.Popen[str]], folder: Path) -> None:
     deadline = time.monotonic() + _UP_SECONDS
     while not is_up():
         if time.monotonic() > deadline or any(process.poll() is not None for process in daemons):
             logs = "\n".join(
                 f"{path.name}: {path.read_text(errors='replace')[-1000:]}" for path in folder.glob("*[.]*d*")
             )
-            raise RuntimeError(f"{what} does not come up:\n{logs}")
+            raise RuntimeError(f"{service} did not start:\n{logs}")
         time.sleep(0.2)

@@ -21,10 +21,10 @@ def small_mnist(folder: Path) -> Path:
     for name, part in (("train", slice(0, 512)), ("t10k", slice(512, 612))):
         chosen, labels = images[part], digits.target[part].astype(np.uint8)
         header = struct.pack(">IIII", 2051, len(chosen), 28, 28)
-        for kind, content in (
+        for file_type, content in (
             ("images-idx3", header + chosen.tobytes()),
             ("labels-idx1", struct.pack(">II", 2049, len(labels)) + labels.tobytes()),
         ):
-            (raw / f"{name}-{kind}-ubyte").write_bytes(content)
-            (raw / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+            (raw / f"{name}-{file_type}-ubyte").write_bytes(content)
+            (raw / f"{name}-{file_type}-ubyte.gz").write_bytes(gzip.compress(content))
     return folder

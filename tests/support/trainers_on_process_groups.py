@@ -1,7 +1,8 @@
 """Program that trains with another trainer on a process group: `trainers_on_process_groups.py TRAINER BACKEND`.
 
 TRAINER is `lightning`, `accelerate` or `ignite`. BACKEND is the backend of the default process group.
-Rank 0 prints the trained parameters and the mean loss over all ranks as JSON.
+Rank 0 prints the trained parameters and a loss as JSON. The loss is the mean over all samples, except with Accelerate:
+there, it is the sum of the losses of all batches in the last epoch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def network() -> nn.Module:
 
 
 def report(model: nn.Module, backend: str, loss: float) -> None:
-    """Print the parameters on rank 0. All ranks must call this function."""
+    """Print the parameters and the loss on rank 0. All ranks must call this function."""
     assert dist.get_backend() == backend, dist.get_backend()
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     gathered = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
-    assert all(torch.equal(one, gathered[0]) for one in gathered)
+    assert all(torch.equal(other, gathered[0]) for other in gathered)
     if dist.get_rank() == 0:
         print("RESULT", json.dumps({"loss": loss, "parameters": values.tolist()}), flush=True)
 

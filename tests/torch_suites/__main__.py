@@ -42,8 +42,13 @@ class Comparison:
     listed: dict[str, str] = field(default_factory=dict)  # {test: reason}
     stale: list[tuple[str, str]] = field(default_factory=list)  # listed tests that pass
 
-    def row(self, backends: list[str]) -> str:
-        cells = [self.suite.title, str(self.passed["gloo"]), *(str(self.passed.get(one, "-")) for one in backends[1:])]
+    def table_row(self, backends: list[str]) -> str:
+        """Return the row of this suite in the Markdown table."""
+        cells = [
+            self.suite.title,
+            str(self.passed["gloo"]),
+            *(str(self.passed.get(name, "-")) for name in backends[1:]),
+        ]
         return "| " + " | ".join([*cells, str(len(self.listed))]) + " |"
 
 
@@ -107,7 +112,7 @@ def write_table(
         "",
         "| suite | Gloo | " + " | ".join(titles) + " | listed |",
         "|---|---|" + "---|" * len(titles) + "---|",
-        *(one.row(backends) for one in comparisons),
+        *(comparison.table_row(backends) for comparison in comparisons),
     ]
     listed = {test: reason for one in comparisons for test, reason in one.listed.items()}
     if listed:
@@ -119,8 +124,7 @@ def write_table(
         ]
     text += [
         "",
-        "Other files with tests of checkpoints, and those of communication hooks and functional collectives, need "
-        "GPUs.",
+        "Other test files for checkpoints, communication hooks and functional collectives need GPUs.",
     ]
     text += ["", *lines] if lines else []
     if missing:
@@ -152,7 +156,7 @@ def main() -> int:
         started = time.monotonic()
         found = compare(suite, run_suite(suite, backends, arguments.folder, arguments.tests, arguments.logs))
         comparisons.append(found)
-        print(f"{found.row(backends)} {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{found.table_row(backends)} {time.monotonic() - started:.0f} s", flush=True)
         for backend, test, detail in found.failed:
             print(f"\nFAILED {suite.name} {backend} {test}\n{detail}", flush=True)
         for backend, test in found.stale:

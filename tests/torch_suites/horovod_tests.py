@@ -26,7 +26,7 @@ DIFFERENCES = {
     "test_force_allreduce": _MUON,
 }
 # (title, controller, whether Horovod is initialized once). A process can initialize MPI only once.
-_WAYS = (
+_CONFIGURATIONS = (
     ("Gloo, init and shutdown per test", "gloo", False),
     ("Gloo, one init", "gloo", True),
     ("MPI, one init", "mpi", True),
@@ -52,7 +52,7 @@ def run(folder: Path) -> tuple[list[str], bool]:
     lines = ["| Horovod's own tests, 2 ranks | passed | skipped | failed |", "|---|---|---|---|"]
     reasons: dict[str, str] = {}
     is_passed = True
-    for title, controller, starts_once in _WAYS:
+    for title, controller, starts_once in _CONFIGURATIONS:
         if controller == "mpi" and shutil.which("mpirun") is None:
             continue
         found = [_run(folder / "test" / "parallel" / name, controller, starts_once) for name in FILES]
@@ -60,8 +60,10 @@ def run(folder: Path) -> tuple[list[str], bool]:
         failed = sorted(test for test, outcome in outcomes.items() if outcome == "failed")
         reasons |= {test: DIFFERENCES.get(test, "unexpected") for test in failed}
         is_passed = is_passed and all(found) and set(failed) <= set(DIFFERENCES)
-        numbers = [sum(one == kind for one in outcomes.values()) for kind in ("passed", "skipped", "failed")]
-        lines.append(f"| {title} | " + " | ".join(map(str, numbers)) + " |")
+        counts = [
+            sum(outcome == expected for outcome in outcomes.values()) for expected in ("passed", "skipped", "failed")
+        ]
+        lines.append(f"| {title} | " + " | ".join(map(str, counts)) + " |")
         lines += [f"| no results from {name} | | | |" for name, one in zip(FILES, found, strict=True) if not one]
     if reasons:
         lines += ["", "| failed test | reason |", "|---|---|"]

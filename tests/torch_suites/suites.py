@@ -18,10 +18,10 @@ WHEEL_MODULE = "torch.testing._internal.distributed.distributed_test"
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of one module at one number of ranks.
+    """Tests of one module, which run on `size` ranks.
 
     `module` is the name of a module of the wheel, or the path of a file relative to the folder of PyTorch's checkout.
-    `size` is None if each test class defines its number of ranks. `single_rank` contains the names of classes whose
+    If `size` is None, each test class defines its number of ranks. `single_rank` contains the names of classes whose
     tests run on one rank.
     """
 
@@ -37,7 +37,7 @@ class Suite:
         return not self.module.endswith(".py")
 
 
-def _prefix(*prefixes: str) -> Callable[[str], bool]:
+def _starts_with(*prefixes: str) -> Callable[[str], bool]:
     return lambda test: test.startswith(prefixes)
 
 
@@ -56,14 +56,14 @@ SUITES = (
         "ProcessGroupGlooTest (direct method calls)",
         f"{_FOLDER}/test_c10d_gloo.py",
         None,
-        _prefix("ProcessGroupGlooTest."),
+        _starts_with("ProcessGroupGlooTest."),
     ),
     Suite(
         "reducer",
         "DDP, comm hooks, reducer",
         f"{_FOLDER}/test_c10d_gloo.py",
         None,
-        _prefix("DistributedDataParallelTest.", "ReducerTest.", "CommTest."),
+        _starts_with("DistributedDataParallelTest.", "ReducerTest.", "CommTest."),
         ("ReducerTest",),
     ),
     Suite("common", "DDP, and process groups implemented in Python", f"{_FOLDER}/test_c10d_common.py", None),
@@ -81,8 +81,10 @@ BY_NAME = {suite.name: suite for suite in SUITES}
 
 
 def load_module(suite: Suite, folder: Path | None) -> ModuleType:
-    """Import the module of a suite from the wheel or from `folder`. Decorators in the module see the settings of
-    Gloo."""
+    """Import the module of a suite from the wheel or from `folder`.
+
+    Set the environment variables for Gloo first, because decorators in the module read them during the import.
+    """
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(suite.size or 2), INIT_METHOD="file://unused")
     if suite.is_in_wheel:
         return importlib.import_module(suite.module)

@@ -49,7 +49,8 @@ for variables in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package with three backends: one is valid, one has the name of a built-in, and one fails to import."""
+    """Install a package with four backends: one is valid, one has the name of a built-in backend, one fails to import,
+    and one names a class that does not exist."""
     (tmp_path / "modest_plugin.py").write_text(PLUGIN)
     (tmp_path / "broken_plugin.py").write_text("import a_library_nobody_has\n")
     metadata = tmp_path / "modest_plugin-1.0.dist-info"
@@ -91,7 +92,7 @@ def test_unknown_backend_is_rejected_with_a_suggestion() -> None:
     assert str(caught.value) == "Unknown backend 'dpd'. Did you mean 'ddp'? Available: ddp, horovod, local."
 
 
-def test_backend_argument_overrides_variable_and_variable_overrides_launcher_default(
+def test_backend_argument_overrides_variable_and_variable_overrides_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with unitrain.init() as backend:
@@ -151,12 +152,11 @@ def error_without_horovod(shadow: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    message_text = [
-        line for line in done.stdout.splitlines() if line.startswith("Backend")
-    ]  # Horovod also prints warnings
-    assert len(message_text) == 2, done.stdout
-    assert message_text[0] == message_text[1]
-    return message_text[0]
+    # Horovod also prints warnings.
+    messages = [line for line in done.stdout.splitlines() if line.startswith("Backend")]
+    assert len(messages) == 2, done.stdout
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, st
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    message_text = error_without_horovod(tmp_path)
-    assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
-    assert found in message_text
-    assert message_text.endswith("Build it for this torch with: unitrain horovod build")
+    message = error_without_horovod(tmp_path)
+    assert message.startswith("Backend 'horovod' cannot be loaded: ")
+    assert found in message
+    assert message.endswith("Build it for this torch with: unitrain horovod build")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(exte
     library.unlink()
     if extension == "unloadable":
         library.touch()
-    message_text = error_without_horovod(tmp_path)
-    assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
-    assert "mpi_lib_v2" in message_text
-    assert message_text.endswith("Build it for this torch with: unitrain horovod build")
+    message = error_without_horovod(tmp_path)
+    assert message.startswith("Backend 'horovod' cannot be loaded: ")
+    assert "mpi_lib_v2" in message
+    assert message.endswith("Build it for this torch with: unitrain horovod build")

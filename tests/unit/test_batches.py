@@ -156,12 +156,12 @@ class Sample:
     target: Tensor
 
 
-class Rows(Dataset[Any]):
-    """The same samples for every `kind`, which selects their structure."""
+class StructuredDataset(Dataset[Any]):
+    """The same samples in each structure: a mapping, a pair or a tuple of three."""
 
-    def __init__(self, kind: str, length: int = 26) -> None:
+    def __init__(self, structure: str, length: int = 26) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.kind = kind
+        self.structure = structure
         self.inputs = torch.randn(length, 6, generator=generator)
         self.targets = torch.randint(3, (length,), generator=generator)
 
@@ -171,9 +171,9 @@ class Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         inputs, target = self.inputs[index], self.targets[index]
         left, right = inputs[:2], inputs[2:]
-        if self.kind == "mapping":
+        if self.structure == "mapping":
             return {"left": left, "right": right, "target": target}
-        return (inputs, target) if self.kind == "pair" else (left, right, target)
+        return (inputs, target) if self.structure == "pair" else (left, right, target)
 
 
 def collate_samples(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Sample:
@@ -227,13 +227,13 @@ def build_trainer(backend: Backend, forward: Any = None, accuracy: Any = is_corr
     )  # fmt: skip
 
 
-def build_loader(kind: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
-    collate: Any = collate_samples if kind == "dataclass" else None
-    return DataLoader(Rows(kind, length), batch_size=batch_size, shuffle=True, collate_fn=collate)
+def build_loader(structure: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
+    collate: Any = collate_samples if structure == "dataclass" else None
+    return DataLoader(StructuredDataset(structure, length), batch_size=batch_size, shuffle=True, collate_fn=collate)
 
 
-def train(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], list[tuple[bool, bool]]]:
-    """Train on batches of structure `kind`, and return the parameters, the results and the calls of `forward`.
+def train(backend: Backend, structure: str) -> tuple[list[Tensor], dict[str, float], list[tuple[bool, bool]]]:
+    """Train on batches of the given structure, and return the parameters, the results and the calls of `forward`.
 
     For each call, the list contains whether the model was in training mode and whether it was the wrapped model.
     """
@@ -241,14 +241,14 @@ def train(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], 
 
     def record_call(model: nn.Module, batch: Any) -> Any:
         calls.append((model.training, model is trainer.model))
-        return FORWARD_FUNCTIONS[kind](model, batch)
+        return FORWARD_FUNCTIONS[structure](model, batch)
 
     size = 12 // backend.size
     accumulate = 2 if backend.size < 3 else 1  # a step has 12 samples for any number of ranks
     trainer = build_trainer(
-        backend, record_call if FORWARD_FUNCTIONS[kind] else None, gradient_accumulation_steps=accumulate
+        backend, record_call if FORWARD_FUNCTIONS[structure] else None, gradient_accumulation_steps=accumulate
     )
-    results = trainer.fit(build_loader(kind, size // accumulate), build_loader(kind, 5, 7))
+    results = trainer.fit(build_loader(structure, size // accumulate), build_loader(structure, 5, 7))
     return (
         [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],
         results,
@@ -257,21 +257,21 @@ def train(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], 
 
 
 def train_with_every_structure(backend: Backend) -> dict[str, Any]:
-    return {kind: train(backend, kind) for kind in FORWARD_FUNCTIONS}
+    return {structure: train(backend, structure) for structure in FORWARD_FUNCTIONS}
 
 
 def train_in_plain_torch() -> tuple[list[Tensor], float]:
     """Train in plain torch on global batches of 12; return the parameters and the loss on the validation samples."""
     from unitrain.data.order import epoch_order
 
-    model, rows = Model(), Rows("pair")
+    model, rows = Model(), StructuredDataset("pair")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(3):
         for part in epoch_order(26, seed=0, epoch=epoch, shuffle=True).split(12):
             nn.functional.cross_entropy(model(rows.inputs[part]), rows.targets[part]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    test = Rows("pair", 7)
+    test = StructuredDataset("pair", 7)
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(test.inputs), test.targets)
     return [parameter.detach() for parameter in model.parameters()], loss.item()
@@ -280,13 +280,13 @@ def train_in_plain_torch() -> tuple[list[Tensor], float]:
 def check_runs(runs: list[dict[str, Any]]) -> None:
     expected, loss = train_in_plain_torch()
     for run in runs:
-        for kind, (parameters, results, calls) in run.items():
+        for structure, (parameters, results, calls) in run.items():
             for one, pair, wanted in zip(parameters, runs[0]["pair"][0], expected, strict=True):
-                assert torch.equal(one, pair), kind
+                assert torch.equal(one, pair), structure
                 torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
-            assert results == runs[0]["pair"][1], kind
+            assert results == runs[0]["pair"][1], structure
             assert results["val_loss"] == pytest.approx(loss, abs=1e-6)
-            if kind != "pair":
+            if structure != "pair":
                 assert {training for training, _ in calls} == {True, False}
                 assert all(wrapped for training, wrapped in calls if training)
 
@@ -305,8 +305,8 @@ def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None
     runs = group.run(train_with_every_structure, timeout_seconds=200)
     check_runs(runs)
     for run in runs:
-        for kind in FORWARD_FUNCTIONS:
-            plain = [wrapped for training, wrapped in run[kind][2] if not training]
+        for structure in FORWARD_FUNCTIONS:
+            plain = [wrapped for training, wrapped in run[structure][2] if not training]
             assert not any(plain), "evaluation must call the model without its wrapper"
 
 
@@ -360,7 +360,7 @@ def raised_messages(backend: Backend) -> list[str]:
     attempts = [
         lambda: build_trainer(backend, 3, batch_size=2),
         lambda: build_trainer(backend, batch_size=2).fit(TensorDataset(*[torch.ones(6, 3)] * 3)),
-        lambda: build_trainer(backend, short, batch_size=2).fit(Rows("pair")),
+        lambda: build_trainer(backend, short, batch_size=2).fit(StructuredDataset("pair")),
         lambda: build_trainer(backend, batch_size=2).evaluate(three),
         lambda: build_trainer(backend, short, batch_size=2).evaluate(pair),
         lambda: shapeless.evaluate(pair),

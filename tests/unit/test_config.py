@@ -194,23 +194,32 @@ class _Unprintable:
     __hash__ = object.__hash__
 
 
-INVALID: list[Any] = [_Unprintable(), [_Unprintable()], 10**400, "x" * 10000, np.array([1, 2]), 1j, b"x", {"a": None}]
+UNUSUAL_VALUES: list[Any] = [
+    _Unprintable(),
+    [_Unprintable()],
+    10**400,
+    "x" * 10000,
+    np.array([1, 2]),
+    1j,
+    b"x",
+    {"a": None},
+]
 
 
-@pytest.mark.parametrize("kind", [TrainConfig, LocalSGDConfig, PowerSGD])
-def test_unusual_values_of_every_field_are_accepted_or_raise_a_config_error(kind: type[Any]) -> None:
+@pytest.mark.parametrize("config_class", [TrainConfig, LocalSGDConfig, PowerSGD])
+def test_unusual_values_of_every_field_are_accepted_or_raise_a_config_error(config_class: type[Any]) -> None:
     required: dict[str, Any] = {TrainConfig: {"max_epochs": 1, "output_dir": "runs"}, LocalSGDConfig: {"steps": 5}}.get(
-        kind, {}
+        config_class, {}
     )
     raised = 0
-    for field in dataclasses.fields(kind):
-        for value in INVALID:
+    for field in dataclasses.fields(config_class):
+        for value in UNUSUAL_VALUES:
             try:
-                kind(**{**required, field.name: value})
+                config_class(**{**required, field.name: value})
             except ConfigError as error:
                 assert len(str(error)) < 1500
                 raised += 1
-    assert raised > len(dataclasses.fields(kind)) * len(INVALID) // 2
+    assert raised > len(dataclasses.fields(config_class)) * len(UNUSUAL_VALUES) // 2
 
 
 def test_errors_describe_numbers_above_the_float_range_and_unprintable_values() -> None:

@@ -72,16 +72,16 @@ def decay(optimizer: Optimizer, total_steps: int) -> LRScheduler:
 def constant(optimizer: Optimizer, **options: float) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1.0)
 
-def nothing() -> nn.Module:
+def return_nothing() -> nn.Module:
     return None
 
-def number() -> nn.Module:
+def return_number() -> nn.Module:
     return 5
 
-def leave() -> nn.Module:
+def call_exit() -> nn.Module:
     sys.exit(0)
 
-def leave_later(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+def call_exit_later(optimizer: Optimizer, total_steps: int) -> LRScheduler:
     sys.exit(0)
 
 class Table:
@@ -153,7 +153,7 @@ def build(*words: str) -> dict[str, Any]:
     return build_arguments(parse(words))
 
 
-def train(*words: str) -> str:
+def run_train_command(*words: str) -> str:
     done = CliRunner().invoke(command_line, ["train", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -196,7 +196,7 @@ def test_settings_may_be_objects_and_val_data_may_have_several_datasets(folder: 
     assert isinstance(arguments["loggers"][1], unitrain.JSONLinesLogger)
 
 
-def test_initial_weights_depend_on_the_seed_only(folder: Path) -> None:
+def test_initial_weights_equal_those_of_torch_with_the_same_seed(folder: Path) -> None:
     torch.manual_seed(3)
     expected = nn.Linear(3, 5).weight
     assert torch.equal(build("config/run.yaml", "--seed=3")["model"].layers[0].weight, expected)
@@ -398,27 +398,29 @@ def test_exit_of_a_module_or_function_is_an_error(folder: Path) -> None:
     output = " ".join(done.stderr.split())
     assert "Error: leaving.yaml, line 1: model: the import of leaving called sys.exit(0) in" in output
     assert "leaving.py, line 2. Raise an exception instead" in output
-    (folder / "leaving.yaml").write_text("model: config_parts.leave\n")
+    (folder / "leaving.yaml").write_text("model: config_parts.call_exit\n")
     with pytest.raises(
-        ConfigError, match=r"leaving.yaml, line 1: model: config_parts.leave called sys.exit\(0\) in .*py"
+        ConfigError, match=r"leaving.yaml, line 1: model: config_parts.call_exit called sys.exit\(0\) in .*py"
     ):
         build("config/run.yaml", "leaving.yaml")
-    arguments = build("config/run.yaml", "--scheduler=config_parts.leave_later")
-    with pytest.raises(ConfigError, match=r"--scheduler: config_parts.leave_later called sys.exit\(0\)"):
+    arguments = build("config/run.yaml", "--scheduler=config_parts.call_exit_later")
+    with pytest.raises(ConfigError, match=r"--scheduler: config_parts.call_exit_later called sys.exit\(0\)"):
         arguments["scheduler"](arguments["optimizer"], 3)
 
 
-@pytest.mark.parametrize(("function", "kind"), [("nothing", "None"), ("number", "an object of type int")])
-def test_model_function_must_return_a_module(function: str, kind: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "returned"), [("return_nothing", "None"), ("return_number", "an object of type int")]
+)
+def test_model_function_must_return_a_module(function: str, returned: str, folder: Path) -> None:
     (folder / "wrong.yaml").write_text(f"seed: 1\nmodel: config_parts.{function}\n")
     message = (
-        rf"wrong.yaml, line 2: model: config_parts\.{function} returned {kind}, not a torch\.nn\.Module\. Return a"
+        rf"wrong.yaml, line 2: model: config_parts\.{function} returned {returned}, not a torch\.nn\.Module\. Return a"
     )
     with pytest.raises(ConfigError, match=message):
         build("config/run.yaml", "wrong.yaml")
 
 
-def test_standard_output_is_not_used_before_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsing_does_not_use_the_standard_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full:
         for output in (None, full):
             monkeypatch.setattr(sys, "stdout", output)
@@ -537,15 +539,15 @@ def test_unknown_options_after_the_file_are_rejected_before_the_start(
 
 
 def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) -> None:
-    shown = " ".join(train("--help").split())
+    shown = " ".join(run_train_command("--help").split())
     assert "--max_grad_norm" in shown
     assert "Clip the gradient norm of the global batch to this value." in shown
     assert "known subclasses" not in shown
-    of_class = " ".join(train("config/run.yaml", "--model.help", "config_parts.Network").split())
+    of_class = " ".join(run_train_command("config/run.yaml", "--model.help", "config_parts.Network").split())
     assert "the width of the hidden layer. (type: int, default: 4)" in of_class
-    printed = yaml.safe_load(train("--print_config"))
+    printed = yaml.safe_load(run_train_command("--print_config"))
     assert {"model", "train_data", "max_epochs", "batch_size"} <= printed.keys()
-    printed = train("config/run.yaml", "--print_config=comments")
+    printed = run_train_command("config/run.yaml", "--print_config=comments")
     assert "# Clip the gradient norm" in printed
     assert "known subclasses" not in printed
     (folder / "start.yaml").write_text(printed + "python_path: [config]\n" * ("\npython_path" not in printed))
@@ -555,20 +557,24 @@ def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) 
 def test_help_describes_the_parameters_of_a_function(folder: Path) -> None:
     (folder / "bad.yaml").write_text("train_data: {init_args: {sample: 3}}\noptimizer: {init_args: {lrr: 1}}\n")
     for words in (["bad.yaml", "--train_data.help"], ["--train_data.help", "config_parts.create_data"]):
-        shown = train("config/run.yaml", *words)
+        shown = run_train_command("config/run.yaml", *words)
         assert "Help for --train_data.help=config_parts.create_data\n" in shown
         assert re.search(r"--train_data.samples SAMPLES\s+\(type: int, default: 24\)", shown)
         assert "CONFIG" not in shown
         assert "<function" not in shown
-    assert "The function has no arguments." in train("config/run.yaml", "--model.help=config_parts.nothing")
-    assert "The function has no arguments." in train("config/run.yaml", "--scheduler.help", "config_parts.unannotated")
-    assert "--optimizer.momentum" in train("config/run.yaml", "bad.yaml", "--optimizer.help")
+    assert "The function has no arguments." in run_train_command(
+        "config/run.yaml", "--model.help=config_parts.return_nothing"
+    )
+    assert "The function has no arguments." in run_train_command(
+        "config/run.yaml", "--scheduler.help", "config_parts.unannotated"
+    )
+    assert "--optimizer.momentum" in run_train_command("config/run.yaml", "bad.yaml", "--optimizer.help")
     assert "config_parts' has no attribute 'x'" in error_message("config/run.yaml", "--model.help", "config_parts.x")
 
 
 def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:
     words = ["config/run.yaml", "--output_dir=runs/first", "--model.scale=null"]
-    assert re.search(r"final train_loss=\S+ val_loss=\S+ val_error=\S+\n", train(*words))
+    assert re.search(r"final train_loss=\S+ val_loss=\S+ val_error=\S+\n", run_train_command(*words))
     stored = folder / "runs" / "first" / "config.yaml"
     content = yaml.safe_load(stored.read_text())
     assert content["python_path"] == ["config"]
@@ -577,20 +583,20 @@ def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:
     (checkpoint, *_) = sorted((folder / "runs" / "first").glob("step-*"))
     assert (checkpoint / "config.yaml").read_text() == stored.read_text()
 
-    assert "in the new folder 'runs/first-2'" in train("runs/first/config.yaml")
+    assert "in the new folder 'runs/first-2'" in run_train_command("runs/first/config.yaml")
     assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "runs" / "first-2"))
-    train(f"{checkpoint.relative_to(folder)}/config.yaml", "--output_dir", "other")
+    run_train_command(f"{checkpoint.relative_to(folder)}/config.yaml", "--output_dir", "other")
     assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "other"))
 
-    train("runs/first/config.yaml", "--resume", "true", "--max_epochs", "3")
-    train("config/run.yaml", "--max_epochs=3", "--output_dir=whole", "--model.scale=null")
+    run_train_command("runs/first/config.yaml", "--resume", "true", "--max_epochs", "3")
+    run_train_command("config/run.yaml", "--max_epochs=3", "--output_dir=whole", "--model.scale=null")
     assert are_equal(load_weights(folder / "runs" / "first"), load_weights(folder / "whole"))
     assert yaml.safe_load(stored.read_text())["resume"] is False
     assert yaml.safe_load(stored.read_text())["max_epochs"] == 3
 
 
 def test_run_from_a_file_has_the_same_weights_as_a_run_from_a_script(folder: Path) -> None:
-    train("config/run.yaml", "--output_dir=from_file")
+    run_train_command("config/run.yaml", "--output_dir=from_file")
     import config_parts  # type: ignore[import-not-found]
 
     with unitrain.init(device="cpu") as backend:
@@ -661,7 +667,7 @@ def test_strings_that_look_like_other_types_are_stored_and_printed_with_quotes(f
     parsed = parse(["config/run.yaml", "config/strings.yaml"])
     assert parsed.instantiate("model").received == given
     (folder / "stored.yaml").write_text(parsed.to_yaml())
-    printed = train("config/run.yaml", "config/strings.yaml", "--print_config=comments")
+    printed = run_train_command("config/run.yaml", "config/strings.yaml", "--print_config=comments")
     assert "# Clip the gradient norm" in printed
     (folder / "printed.yaml").write_text(printed)
     for name in ("stored.yaml", "printed.yaml"):

@@ -1,4 +1,4 @@
-"""The cost formulas equal a simulation of the algorithms and reproduce published efficiencies."""
+"""The cost formulas equal a simulation of the algorithms and approximate published efficiencies."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ from unitrain.bench.cost_model import (
     tree_allreduce,
     tree_broadcast,
 )
-from unitrain.bench.cost_prediction import Layer, Model, StepWork, cost_functions, predict_step, uniform_work
-from unitrain.bench.cost_prediction import predict as calculate
+from unitrain.bench.cost_prediction import (
+    Layer,
+    Model,
+    StepWork,
+    cost_functions,
+    predict,
+    predict_step,
+    uniform_work,
+)
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
 
@@ -67,16 +74,19 @@ class Cluster:
         self.clocks = clocks
 
 
-ALL_RANKS = slice(0, ELEMENTS)
+ALL_ELEMENTS = slice(0, ELEMENTS)
 
 
-def part(number: int, parts: int, of: slice = ALL_RANKS) -> slice:
-    width = (of.stop - of.start) // parts
-    return slice(of.start + number * width, of.start + (number + 1) * width)
+def part(index: int, count: int, within: slice = ALL_ELEMENTS) -> slice:
+    """Return part `index` of `count` equal parts of a range of elements."""
+    width = (within.stop - within.start) // count
+    return slice(within.start + index * width, within.start + (index + 1) * width)
 
 
-def ring(cluster: Cluster, members: list[list[int]], of: list[slice], *, adds: bool) -> None:
+def run_rings(cluster: Cluster, members: list[list[int]], ranges: list[slice], *, adds: bool) -> None:
     """Run a reducescatter (if `adds`) or the allgather that follows it, in all rings simultaneously.
+
+    `members` and `ranges` contain the ranks and the elements of each ring.
 
     After the reducescatter, the i-th member of a ring has the sum of part i + 1.
     """
@@ -85,7 +95,7 @@ def ring(cluster: Cluster, members: list[list[int]], of: list[slice], *, adds: b
     for number in range(size - 1):
         cluster.step(
             (ring[i], ring[(i + 1) % size], part((i - number + shift) % size, size, within), adds)
-            for ring, within in zip(members, of, strict=True)
+            for ring, within in zip(members, ranges, strict=True)
             for i in range(size)
         )
 
@@ -93,20 +103,21 @@ def ring(cluster: Cluster, members: list[list[int]], of: list[slice], *, adds: b
 def simulate_ring(ranks: int) -> Cluster:
     cluster = Cluster(ranks)
     for adds in (True, False):
-        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=adds)
+        run_rings(cluster, [list(range(ranks))], [ALL_ELEMENTS], adds=adds)
     return cluster
 
 
 def fold(cluster: Cluster, ranks: int) -> list[int]:
-    """Add the arrays of ranks above the largest power of two to those of lower ranks; return the remaining ranks."""
+    """Add the arrays of the ranks above the largest power of two to those of lower ranks. Return the lower ranks."""
     power = 1 << (ranks.bit_length() - 1)
-    cluster.step((rank, rank - power, ALL_RANKS, True) for rank in range(power, ranks))
+    cluster.step((rank, rank - power, ALL_ELEMENTS, True) for rank in range(power, ranks))
     return list(range(power))
 
 
 def unfold(cluster: Cluster, ranks: int) -> None:
+    """Send the results to the ranks that `fold` left out."""
     power = 1 << (ranks.bit_length() - 1)
-    cluster.step((rank - power, rank, ALL_RANKS, False) for rank in range(power, ranks))
+    cluster.step((rank - power, rank, ALL_ELEMENTS, False) for rank in range(power, ranks))
 
 
 def simulate_recursive_doubling(ranks: int) -> Cluster:
@@ -114,7 +125,7 @@ def simulate_recursive_doubling(ranks: int) -> Cluster:
     members = fold(cluster, ranks)
     distance = 1
     while distance < len(members):
-        cluster.step((rank, rank ^ distance, ALL_RANKS, True) for rank in members)
+        cluster.step((rank, rank ^ distance, ALL_ELEMENTS, True) for rank in members)
         distance *= 2
     unfold(cluster, ranks)
     return cluster
@@ -123,7 +134,7 @@ def simulate_recursive_doubling(ranks: int) -> Cluster:
 def simulate_halving_doubling(ranks: int) -> Cluster:
     cluster = Cluster(ranks)
     members = fold(cluster, ranks)
-    held = dict.fromkeys(members, ALL_RANKS)
+    held = dict.fromkeys(members, ALL_ELEMENTS)
     distances = []
     distance = len(members) // 2
     while distance:
@@ -149,17 +160,19 @@ def simulate_tree(ranks: int) -> Cluster:
     distances = [1 << level for level in range((ranks - 1).bit_length())]
     for distance in distances:
         cluster.step(
-            (rank, rank - distance, ALL_RANKS, True) for rank in range(distance, ranks, 2 * distance) if rank < ranks
+            (rank, rank - distance, ALL_ELEMENTS, True) for rank in range(distance, ranks, 2 * distance) if rank < ranks
         )
     for distance in reversed(distances):
         cluster.step(
-            (rank - distance, rank, ALL_RANKS, False) for rank in range(distance, ranks, 2 * distance) if rank < ranks
+            (rank - distance, rank, ALL_ELEMENTS, False)
+            for rank in range(distance, ranks, 2 * distance)
+            if rank < ranks
         )
     return cluster
 
 
 def simulate_parameter_server(ranks: int, servers: int) -> Cluster:
-    """Simulate servers on separate hosts, numbered after the ranks. In each round, they serve different ranks."""
+    """Simulate servers on separate hosts, numbered after the ranks. In each round, servers serve different ranks."""
     cluster = Cluster(ranks + servers)
     cluster.arrays[ranks:] = 0
     cluster.expected = cluster.arrays.sum(0)
@@ -185,10 +198,10 @@ def simulate_hierarchical(hosts: int, per_host: int, between: Network, inside: N
     locals_ = [[host * per_host + local for local in range(per_host)] for host in range(hosts)]
     across = [[host * per_host + local for host in range(hosts)] for local in range(per_host)]
     own = [part((local + 1) % per_host, per_host) for local in range(per_host)]
-    ring(cluster, locals_, [ALL_RANKS] * hosts, adds=True)
+    run_rings(cluster, locals_, [ALL_ELEMENTS] * hosts, adds=True)
     for adds in (True, False):
-        ring(cluster, across, own, adds=adds)
-    ring(cluster, locals_, [ALL_RANKS] * hosts, adds=False)
+        run_rings(cluster, across, own, adds=adds)
+    run_rings(cluster, locals_, [ALL_ELEMENTS] * hosts, adds=False)
     return cluster
 
 
@@ -232,10 +245,10 @@ def test_hierarchical_allreduce_equals_the_simulation(hosts: int, per_host: int)
 def test_reducescatter_and_allgather_equal_the_simulation() -> None:
     for ranks in SIZES:
         cluster = Cluster(ranks)
-        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=True)
+        run_rings(cluster, [list(range(ranks))], [ALL_ELEMENTS], adds=True)
         assert cluster.clocks.max() == pytest.approx(ring_reducescatter(ranks, ELEMENTS, NETWORK))
         before = cluster.clocks.max()
-        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=False)
+        run_rings(cluster, [list(range(ranks))], [ALL_ELEMENTS], adds=False)
         assert cluster.clocks.max() - before == pytest.approx(ring_allgather(ranks, ELEMENTS, NETWORK))
         levels = (ranks - 1).bit_length()
         assert tree_broadcast(ranks, ELEMENTS, NETWORK) == levels * (NETWORK.alpha + ELEMENTS * NETWORK.beta)
@@ -325,10 +338,11 @@ MILLION, MEGABYTE = 1e6, 1 << 20
 # For ResNet-101, the test divides the 1656.82 images/s of 16 GPUs (docs/benchmarks.rst) by 16, which is slightly less
 # than the speed of one GPU.
 # Assumptions: 10 microseconds per message, 80 % of the line rate, one flat ring, and a backward pass of 2/3 of a step.
-# Gradients are spread evenly over the backward pass, except in VGG-16, whose three dense layers come first and have
-# 90 % of the gradients. Horovod's fusion buffer has its default size of 64 MB.
+# Gradients are spread evenly over the backward pass, except in VGG-16: its three dense layers come first in the
+# backward pass and have 90 % of the gradients. Horovod's fusion buffer has its default size of 64 MB.
 ETHERNET_25 = Network(alpha=10e-6, beta=1 / (0.8 * 25e9 / 8))
-# For each layer, last layer first: 10^9 multiply-adds per image of 224 x 224, and millions of parameters.
+# For each of the three dense layers and five blocks of convolutions, last first: 10^9 multiply-adds per image of
+# 224 x 224, and millions of parameters.
 VGG16 = [(0.0041, 4.10), (0.0168, 16.78), (0.1028, 102.76), (1.39, 7.08), (4.62, 5.90), (4.62, 1.48), (2.77, 0.22),
          (1.94, 0.04)]  # fmt: skip
 
@@ -347,7 +361,7 @@ def work_of_vgg16(seconds: float) -> StepWork:
     return StepWork(before=seconds - backward, layers=layers)
 
 
-def test_prediction_equals_the_published_efficiency_of_horovod_on_512_gpus() -> None:
+def test_prediction_is_close_to_the_published_efficiency_of_horovod_on_512_gpus() -> None:
     predicted = {
         "Inception V3": predict_efficiency_on_512_gpus(uniform_work(64 / 142, 4 * 23.8 * MILLION)),
         "ResNet-101": predict_efficiency_on_512_gpus(uniform_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
@@ -374,7 +388,7 @@ def test_predicted_efficiencies_are_similar_for_other_assumptions_about_the_netw
         assert vgg < even - 0.1
 
 
-def test_prediction_equals_the_published_efficiency_of_goyal_on_256_gpus() -> None:
+def test_prediction_is_close_to_the_published_efficiency_of_goyal_on_256_gpus() -> None:
     """Goyal et al. (2017) report an efficiency of about 90 % on 256 GPUs, relative to 8 GPUs.
 
     Published: 100 MB of gradients, a backward pass of 120 ms, hosts with 8 P100 GPUs, 50 Gbit/s, and recursive halving
@@ -402,7 +416,7 @@ def test_buckets_below_one_percent_of_the_gradients_change_the_exposed_time() ->
             parameters=gradient_bytes / 4, bytes_per_parameter=4, step_seconds=step_seconds, backward_share=2 / 3
         )
         costs = cost_functions(["ring"], None, 1)
-        (row,) = calculate(model, {("", "ring"): (network, None)}, costs, [8], bucket)["rows"]
+        (row,) = predict(model, {("", "ring"): (network, None)}, costs, [8], bucket)["rows"]
         return float(row["exposed_seconds"])
 
     for bucket in (1e6, 25e6, 60e6, 250e6):
@@ -412,7 +426,7 @@ def test_buckets_below_one_percent_of_the_gradients_change_the_exposed_time() ->
     assert exposed(25e6) < exposed(60e6) / 1.5 < exposed(250e6) / 4
 
 
-def predict(*arguments: str) -> tuple[int, str]:
+def run_predict_command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(command, ["bench", "predict", *arguments])
     return result.exit_code, result.output
 
@@ -430,7 +444,9 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
             {"kind": "train", "parameters": 25e6, "rows": [{**row, "phases": phases}, {**two, "phases": phases}]}
         )
     )
-    code, output = predict(str(measured), "--train", str(trained), "--json", str(saved), "--ranks", "1,2,1024")
+    code, output = run_predict_command(
+        str(measured), "--train", str(trained), "--json", str(saved), "--ranks", "1,2,1024"
+    )
     assert code == 0, output
     work = uniform_work(0.3, 1e8)
     seconds = {ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network)) for ranks in (2, 1024)}
@@ -450,7 +466,7 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
 
 def test_the_command_accepts_the_results_in_the_repository() -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    code, output = predict(
+    code, output = run_predict_command(
         str(folder / "bench_collectives.json"), "--train", str(folder / "bench_train_25M.json"), "--ranks", "1,2"
     )
     assert code == 0, output
@@ -461,7 +477,7 @@ def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     given = ["--latency", "10e-6", "--bandwidth", "2.5", "--parameters", "138e6", "--step-seconds", "0.42"]
     hosts = ["--ranks-per-host", "4", "--host-latency", "5e-6", "--host-bandwidth", "20"]
-    code, output = predict(*given, *hosts, "--ranks", "4,512", "--output", str(page))
+    code, output = run_predict_command(*given, *hosts, "--ranks", "4,512", "--output", str(page))
     assert code == 0, output
     text = page.read_text()
     for name in (*ALGORITHMS, "hierarchical"):
@@ -497,6 +513,6 @@ def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_of_predict_are_refused(arguments: str, message: str) -> None:
-    code, output = predict(*arguments.split())
+    code, output = run_predict_command(*arguments.split())
     assert code in (1, 2)
     assert message in " ".join(output.split())

@@ -64,13 +64,13 @@ def dataset_sizes(size: int, batch: int, accumulate: int) -> range:
     return range(3 * max(size, size * batch * accumulate) + 2)
 
 
-def indices_in_epoch(share: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
-    return [int(i) for batch, part in share.micro_batches(epoch, start) if part.samples for i in batch[1]]
+def indices_in_epoch(shard: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
+    return [int(i) for batch, part in shard.micro_batches(epoch, start) if part.samples for i in batch[1]]
 
 
-def positions_of(part: MicroBatch) -> range:
-    positions = part.positions
-    return range(positions.start, positions.stop, positions.step or 1) if part.samples else range(0)
+def positions_of(micro_batch: MicroBatch) -> range:
+    positions = micro_batch.positions
+    return range(positions.start, positions.stop, positions.step or 1) if micro_batch.samples else range(0)
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
@@ -113,7 +113,7 @@ def test_rank_0_always_has_samples_and_other_ranks_have_none_only_if_a_step_has_
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
                     assert rank > 0
-                    # The step has fewer samples than ranks. With batches of one sample, only its last micro-batch may.
+                    # The step has fewer samples than ranks, or its last micro-batch does, if batches have one sample.
                     assert part.step_samples < size or (batch == 1 and part.step_samples % size)
                 if part.step_samples >= size:
                     assert totals[part.step_end] or not part.ends_step
@@ -186,7 +186,7 @@ def test_epoch_order_depends_only_on_seed_and_epoch() -> None:
 def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
     dataset = create_tensor_dataset(3 * size * 2 * accumulate)
     for rank in range(size):
-        share = TrainingShard(
+        shard = TrainingShard(
             dataset,
             simulate_rank(rank, size),
             ShardSettings(batch_size=3, gradient_accumulation_steps=accumulate, seed=5, shuffle=shuffle),
@@ -195,7 +195,7 @@ def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuf
         for epoch in (0, 1, 4):
             sampler.set_epoch(epoch)
             expected = [batch[1].tolist() for batch in DataLoader(dataset, batch_size=3, sampler=sampler)]
-            assert [batch[1].tolist() for batch, _ in share.micro_batches(epoch)] == expected
+            assert [batch[1].tolist() for batch, _ in shard.micro_batches(epoch)] == expected
 
 
 def test_epoch_order_accepts_any_integer_seed() -> None:
@@ -203,29 +203,29 @@ def test_epoch_order_accepts_any_integer_seed() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["tensors", "dataset", "loader"])
-def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
+@pytest.mark.parametrize("source", ["tensors", "dataset", "loader"])
+def test_every_sample_is_used_once_per_epoch(size: int, source: str) -> None:
     for length in range(size, 3 * size + 2):
         data: Any = {
             "tensors": create_tensor_dataset(length),
             "dataset": Numbers(length),
             "loader": DataLoader(Numbers(length), batch_size=2, shuffle=True),
-        }[kind]
-        batch_size = None if kind == "loader" else 2
-        shares = [
+        }[source]
+        batch_size = None if source == "loader" else 2
+        shards = [
             TrainingShard(data, simulate_rank(rank, size), ShardSettings(batch_size=batch_size, seed=3))
             for rank in range(size)
         ]
-        epochs = [[index for share in shares for index in indices_in_epoch(share, epoch)] for epoch in (0, 1)]
+        epochs = [[index for shard in shards for index in indices_in_epoch(shard, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
-        steps = [sum(part.ends_step for _, part in share.micro_batches(0)) for share in shares]
-        assert steps == [share.steps_in_epoch() for share in shares]
+        steps = [sum(part.ends_step for _, part in shard.micro_batches(0)) for shard in shards]
+        assert steps == [shard.steps_in_epoch() for shard in shards]
         assert len(set(steps)) == 1
 
 
 def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> None:
-    share = TrainingShard(create_tensor_dataset(5), simulate_rank(2, 4), ShardSettings(batch_size=1, seed=0))
-    *_, (batch, part) = share.micro_batches(0)
+    shard = TrainingShard(create_tensor_dataset(5), simulate_rank(2, 4), ShardSettings(batch_size=1, seed=0))
+    *_, (batch, part) = shard.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
 
@@ -278,8 +278,8 @@ def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> 
     loader = DataLoader(dataset, batch_size=1)
     expected = batches(lambda: loader)
     assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, simulate_rank(0, 1)))) == expected
-    share = TrainingShard(dataset, simulate_rank(0, 1), ShardSettings(batch_size=1, shuffle=False))
-    assert batches(lambda: (batch for batch, _ in share.micro_batches(0))) == expected
+    shard = TrainingShard(dataset, simulate_rank(0, 1), ShardSettings(batch_size=1, shuffle=False))
+    assert batches(lambda: (batch for batch, _ in shard.micro_batches(0))) == expected
 
 
 def test_sampler_may_yield_negative_indices() -> None:
@@ -291,17 +291,17 @@ def test_sampler_may_yield_negative_indices() -> None:
     assert [batch[1].tolist() for batch, _ in TrainingShard(loader, simulate_rank(0, 1)).micro_batches(0)] == expected
 
 
-def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
+def test_dataloader_keeps_its_settings_if_its_order_is_replaced() -> None:
     def collate(items: list[tuple[Tensor, int]]) -> tuple[list[int], int]:
         info = get_worker_info()
         assert info is not None
         return [index for _, index in items], int(info.dataset.length)  # type: ignore[attr-defined]
 
-    def shrink(worker: int) -> None:
+    def change_length(worker: int) -> None:
         get_worker_info().dataset.length = 1000 + worker  # type: ignore[union-attr]
 
     loader = DataLoader(
-        Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
+        Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=change_length,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
     batches = [batch for batch, _ in TrainingShard(loader, simulate_rank(0, 1), ShardSettings(seed=5)).micro_batches(1)]
@@ -312,30 +312,30 @@ def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
     assert indices_in_epoch(plain) == [0, 1, 2, 3, 4]
 
 
-def samples_in_epoch(share: TrainingShard, epoch: int) -> list[float]:
-    return [float(value) for batch, _ in share.micro_batches(epoch) for value in batch[0]]
+def samples_in_epoch(shard: TrainingShard, epoch: int) -> list[float]:
+    return [float(value) for batch, _ in shard.micro_batches(epoch) for value in batch[0]]
 
 
-@pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a generator"])
-def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind: str) -> None:
-    def share(rank: int) -> TrainingShard:
-        if kind == "dataset":
+@pytest.mark.parametrize("source", ["dataset", "loader", "loader with a generator"])
+def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(source: str) -> None:
+    def create_shard(rank: int) -> TrainingShard:
+        if source == "dataset":
             return TrainingShard(Noisy(8), simulate_rank(rank, 2), ShardSettings(batch_size=2, num_workers=1, seed=1))
-        generator = torch.Generator().manual_seed(3) if kind.endswith("generator") else None
+        generator = torch.Generator().manual_seed(3) if source.endswith("generator") else None
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, generator=generator)
         return TrainingShard(loader, simulate_rank(rank, 2), ShardSettings(seed=1))
 
     before = torch.get_rng_state()
-    one = share(0)
+    one = create_shard(0)
     first, second = samples_in_epoch(one, 0), samples_in_epoch(one, 1)
-    assert first == samples_in_epoch(share(0), 0)
-    assert second == samples_in_epoch(share(0), 1)  # also if a run starts in epoch 1
+    assert first == samples_in_epoch(create_shard(0), 0)
+    assert second == samples_in_epoch(create_shard(0), 1)  # also if a run starts in epoch 1
     assert set(first).isdisjoint(second)
-    assert set(first).isdisjoint(samples_in_epoch(share(1), 0))
+    assert set(first).isdisjoint(samples_in_epoch(create_shard(1), 0))
     assert torch.equal(before, torch.get_rng_state())
 
 
-LOOPS_THAT_DO_NOT_END = """
+UNFINISHED_ITERATORS = """
 import torch
 import unitrain
 from torch import nn
@@ -378,22 +378,22 @@ if __name__ == "__main__":
 
 def test_iterators_that_are_not_exhausted_print_nothing_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(LOOPS_THAT_DO_NOT_END)
+    script.write_text(UNFINISHED_ITERATORS)
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "complete CallbackError\n", "")
 
 
 def test_persistent_workers_are_seeded_when_they_start() -> None:
-    def share(rank: int) -> TrainingShard:
+    def create_shard(rank: int) -> TrainingShard:
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, persistent_workers=True)
         return TrainingShard(loader, simulate_rank(rank, 2), ShardSettings(seed=1))
 
-    one, again = share(0), share(0)
+    one, again = create_shard(0), create_shard(0)
     first, second = samples_in_epoch(one, 0), samples_in_epoch(one, 1)
     assert (first, second) == (samples_in_epoch(again, 0), samples_in_epoch(again, 1))
     assert set(first).isdisjoint(second)
-    assert set(first).isdisjoint(samples_in_epoch(share(1), 0))
-    assert second != samples_in_epoch(share(0), 1)  # as documented, a run that starts in epoch 1 differs
+    assert set(first).isdisjoint(samples_in_epoch(create_shard(1), 0))
+    assert second != samples_in_epoch(create_shard(0), 1)  # as documented, a run that starts in epoch 1 differs
 
 
 def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
@@ -411,14 +411,17 @@ def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [create_tensor_dataset, Numbers])
-def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset[Any]]) -> None:
+@pytest.mark.parametrize("create_dataset", [create_tensor_dataset, Numbers])
+def test_every_sample_is_evaluated_once(size: int, create_dataset: Callable[[int], Dataset[Any]]) -> None:
     for length in range(1, 3 * size + 2):
-        shares = [list(EvaluationShard(make(length), simulate_rank(rank, size), batch_size=2)) for rank in range(size)]
-        assert [int(i) for share in shares for batch, _ in share for i in batch[1]] == list(range(length))
-        counts = [sum(info.samples for _, info in share) for share in shares]
+        shards = [
+            list(EvaluationShard(create_dataset(length), simulate_rank(rank, size), batch_size=2))
+            for rank in range(size)
+        ]
+        assert [int(i) for shard in shards for batch, _ in shard for i in batch[1]] == list(range(length))
+        counts = [sum(info.samples for _, info in shard) for shard in shards]
         assert max(counts) - min(counts) <= 1
-        assert all(len(batch[1]) == info.samples for share in shares for batch, info in share)
+        assert all(len(batch[1]) == info.samples for shard in shards for batch, info in shard)
 
 
 class Stream(IterableDataset[int]):
@@ -505,7 +508,7 @@ def test_different_batch_sizes_are_reported_only_if_they_change_the_evaluated_sa
         EvaluationShard(loader, rank, limit_batches=2)
 
 
-class CountingStream(IterableDataset[tuple[Tensor, int]]):
+class NumberStream(IterableDataset[tuple[Tensor, int]]):
     """Iterable dataset with the samples of `Numbers`."""
 
     def __init__(self, length: int) -> None:
@@ -518,13 +521,13 @@ class CountingStream(IterableDataset[tuple[Tensor, int]]):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: int) -> None:
     buckets = DataLoader(Numbers(20), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7]])
-    batches = DataLoader(CountingStream(20), batch_size=4)
+    batches = DataLoader(NumberStream(20), batch_size=4)
     for data, settings in (
         (create_tensor_dataset(20), {"batch_size": 4}),
         (create_tensor_dataset(20), {"batch_size": -(-4 // size), "items_per_limited_batch": 4}),
         (DataLoader(Numbers(20), batch_size=4), {}),
         *([(buckets, {})] if size == 1 else []),  # on several ranks, rank 0 sends the indices
-        (CountingStream(20), {"batch_size": 4}),
+        (NumberStream(20), {"batch_size": 4}),
         (batches, {}),
     ):
         evaluated = [

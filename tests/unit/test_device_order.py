@@ -26,7 +26,7 @@ from unitrain.optim.loss_weighting import Loss, LossKind, LossWeighting
 DEVICE = torch.device("meta")
 
 
-class Ranks(LocalBackend):
+class OneOfTwoRanks(LocalBackend):
     """One of two ranks with equal tensors. Unlike real backends, its collectives accept the meta device."""
 
     size = 2
@@ -41,7 +41,7 @@ class Ranks(LocalBackend):
         return torch.cat([tensor.detach().reshape(tensor.shape or (1,))] * 2)
 
 
-class CopiesFromHost(TorchFunctionMode):
+class HostCopyCounter(TorchFunctionMode):
     """Counts the device tensors that are created from Python numbers. On a GPU, the host waits for such a copy."""
 
     def __init__(self) -> None:
@@ -57,18 +57,18 @@ class CopiesFromHost(TorchFunctionMode):
 
 def test_sync_batch_norm_waits_for_the_device_only_in_the_first_forward() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).to(DEVICE)
-    unitrain.sync_batch_norm(model, Ranks())
+    unitrain.sync_batch_norm(model, OneOfTwoRanks())
     for layer in (model[1], model[3]):
         layer._was_checked = True  # the first-forward check reads values on the host
     for expected in (2, 0, 0):  # once per layer
-        with CopiesFromHost() as copies:
+        with HostCopyCounter() as copies:
             model(torch.randn(5, 3, 8, 8, device=DEVICE)).sum().backward()
         assert copies.count == expected
 
 
 def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
     aligner = StepAligner(
-        Ranks(),
+        OneOfTwoRanks(),
         gradient_accumulation_steps=1,
         uneven="weight",
         max_batches_ahead=2,
@@ -84,7 +84,7 @@ def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
     assert [part.step_samples for _, part in steps] == [8, 8, 8]
 
 
-class Operations(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counts operations. Each operation is one kernel on a GPU."""
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ def test_division_by_tokens_has_the_same_number_of_operations_for_any_number_of_
     for layers in (1, 40):
         model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        weighting = LossWeighting(Ranks())
+        weighting = LossWeighting(OneOfTwoRanks())
         weighting._kind = LossKind.SUM  # only the kind of the first loss is compared across ranks
         weighting.weight_loss(Loss(torch.ones((), device=DEVICE), tokens=7), micro_batch)
         for overlapped in weighting.overlapped_work():
             overlapped()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with Operations() as operations:
+        with OperationCounter() as operations:
             weighting.finish_step(optimizer, micro_batch)
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0

@@ -1,4 +1,5 @@
-"""Detection of the rank from the environment variables of each launcher, recorded from real runs."""
+"""Detection of the rank from the environment variables of each launcher. Most variables were recorded from real runs.
+Comments name the source of the others."""
 
 from __future__ import annotations
 
@@ -257,7 +258,7 @@ def test_invalid_variables_are_reported_with_a_fix(variables: dict[str, str], me
     assert str(caught.value) == message
 
 
-def get_ranks(backend: Backend) -> tuple[int, int, int]:
+def get_rank_and_size(backend: Backend) -> tuple[int, int, int]:
     return backend.rank, backend.size, backend.local_rank
 
 
@@ -265,8 +266,8 @@ def test_job_started_inside_other_jobs_ignores_their_variables(monkeypatch: pyte
     outer = SRUN | MPIRUN | HOROVODRUN | TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    assert run_ranks(get_ranks, 1, backend="local") == [(0, 1, 0)]
-    assert run_ranks(get_ranks, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
+    assert run_ranks(get_rank_and_size, 1, backend="local") == [(0, 1, 0)]
+    assert run_ranks(get_rank_and_size, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
     kept = environment.without_launcher_variables()
     assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # required by mpirun and srun
 

@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_processes_or_the_order(size: int, d
 
 
 def test_ordinary_sums_depend_on_the_order() -> None:
-    """Ensures that the test above does not use values whose ordinary sums are exact."""
+    """Ensure that the values of the previous test do not have exact ordinary sums."""
     terms = random_terms(5)
     sums = {tuple(sum(term[0] for term in order).flatten().tolist()) for order in itertools.permutations(terms)}
     assert len(sums) > 1

@@ -131,7 +131,7 @@ def test_allreduce_that_cannot_start_raises_the_error_of_the_failed_rank(defers_
 
 
 def run_cases_with_deferred_allreduces(backend: Backend) -> None:
-    """Run the contract cases for unused parameters, with all allreduces at the end of each backward pass."""
+    """Run some contract cases with all allreduces at the end of each backward pass."""
     assert backend._needs_group_order is False  # type: ignore[attr-defined]
     backend._needs_group_order = True  # type: ignore[attr-defined]
     gradients.collectives_may_run_inside_backward(backend)

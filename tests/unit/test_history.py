@@ -28,7 +28,7 @@ from unitrain.trainer import Trainer
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def data(samples: int) -> TensorDataset:
+def create_data(samples: int) -> TensorDataset:
     return TensorDataset(torch.ones(samples, 3), torch.ones(samples, 1))
 
 
@@ -40,7 +40,7 @@ def train(
     config = TrainConfig(**{"batch_size": 4, "log_every_n_steps": 2, "progress": "off", "output_dir": folder, **given})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config, callbacks=callbacks)
-    trainer.fit(data(22) if dataset is None else dataset)
+    trainer.fit(create_data(22) if dataset is None else dataset)
     return trainer
 
 
@@ -57,7 +57,7 @@ def test_sync_points_are_recorded_if_epochs_are_shorter_than_the_sync_interval(
         def on_step_end(self, trainer: Trainer) -> None:
             time.sleep(0.01)
 
-    train(tmp_path, data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
+    train(tmp_path, create_data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
     sync_point_rows = [row["step"] for row in read_rows(tmp_path, "steps.jsonl")]
     assert len(sync_point_rows) >= 5
     assert sync_point_rows[-1] > 100  # the run has 160 steps
@@ -136,7 +136,7 @@ def test_history_is_continued_after_a_stop_within_an_epoch(tmp_path: Path) -> No
     assert trainer.progress.step == 8
     stopped = read_rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
-    trainer.fit(data(22))  # the same Trainer uses a new StopCoordinator
+    trainer.fit(create_data(22))  # the same Trainer uses a new StopCoordinator
     assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 8]
     train(tmp_path, max_epochs=4, resume=True)
     assert [row["step"] for row in read_rows(tmp_path, "run.jsonl")] == [0, 8, 18]

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Replace Horovod's `poll`. Return the set of handles of finished operations, which tests extend."""
+    """Replace Horovod's `poll` and `synchronize`. Return the set of finished handles, which tests extend."""
     handles: set[int] = set()
     monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: handle in handles)
     monkeypatch.setattr(horovod_work.hvd, "synchronize", lambda handle: torch.ones(2))

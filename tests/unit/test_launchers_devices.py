@@ -36,10 +36,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def simulate_gpus(folder: Path, number: int) -> None:
-    """Create an nvidia-smi program that lists `number` GPUs."""
-    lines = "\n".join(f"GPU {index}: NVIDIA H100 (UUID: GPU-{index:04x})" for index in range(number))
-    write_program(folder, "nvidia-smi", f"cat <<END\n{lines}\nEND" if number else "echo No devices found.")
+def simulate_gpus(folder: Path, count: int) -> None:
+    """Create an nvidia-smi program that lists `count` GPUs."""
+    lines = "\n".join(f"GPU {index}: NVIDIA H100 (UUID: GPU-{index:04x})" for index in range(count))
+    write_program(folder, "nvidia-smi", f"cat <<END\n{lines}\nEND" if count else "echo No devices found.")
 
 
 def launch(script: Path, *options: str) -> str:

@@ -34,7 +34,7 @@ def test_warmup_grows_linearly_from_1_to_the_full_factor() -> None:
     assert str(factor) == "learning rates x 4 (linear scaling from batch size 256 to 1024), reached after 6 steps"
 
 
-def data() -> TensorDataset:
+def create_data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
 
@@ -51,7 +51,7 @@ def train(rate: float, **settings: Any) -> tuple[list[Tensor], torch.optim.Optim
     config = TrainConfig(**{"max_epochs": 2, "batch_size": 4, "progress": "off", **settings})
     Trainer(
         model, optimizer, nn.functional.mse_loss, backend=LOCAL, config=config, scheduler=scheduler
-    ).fit(data())  # fmt: skip
+    ).fit(create_data())  # fmt: skip
     return [parameter.detach() for parameter in model.parameters()], optimizer
 
 

@@ -1,4 +1,4 @@
-"""Loggers: values of a run and of its resumption, read back with the package of each logger."""
+"""Loggers: values of a new run and of a resumed run, read back with the package of each logger."""
 
 from __future__ import annotations
 
@@ -64,35 +64,37 @@ def round_points(points: logger_output.Points) -> logger_output.Points:
     return sorted((name, step, round(value, 6)) for name, step, value in points)  # TensorBoard stores float32
 
 
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_resumed_run_logs_every_step_once(kind: str, tmp_path: Path) -> None:
-    make, read = LOGGERS[kind]
-    log_run(make(), tmp_path, 0, 6, offset=0.25)
+@pytest.mark.parametrize("logger_name", LOGGERS)
+def test_resumed_run_logs_every_step_once(logger_name: str, tmp_path: Path) -> None:
+    create_logger, read = LOGGERS[logger_name]
+    log_run(create_logger(), tmp_path, 0, 6, offset=0.25)
     assert round_points(read(tmp_path)) == expected_points(dict.fromkeys(range(1, 7), 0.25))
-    log_run(make(), tmp_path, 4, 8, offset=0.75)
-    again = 0.75 if kind in REWOUND else 0.25
+    log_run(create_logger(), tmp_path, 4, 8, offset=0.75)
+    again = 0.75 if logger_name in REWOUND else 0.25
     steps = {**dict.fromkeys(range(1, 5), 0.25), 5: again, 6: again, 7: 0.75, 8: 0.75}
     assert round_points(read(tmp_path)) == expected_points(steps)
 
 
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_run_that_is_not_resumed_creates_a_new_run(kind: str, tmp_path: Path) -> None:
-    make, read = LOGGERS[kind]
-    log_run(make(), tmp_path, 0, 3, offset=0.25)
-    log_run(make(), tmp_path, 0, 2, offset=0.75)
+@pytest.mark.parametrize("logger_name", LOGGERS)
+def test_run_that_is_not_resumed_creates_a_new_run(logger_name: str, tmp_path: Path) -> None:
+    create_logger, read = LOGGERS[logger_name]
+    log_run(create_logger(), tmp_path, 0, 3, offset=0.25)
+    log_run(create_logger(), tmp_path, 0, 2, offset=0.75)
     second = expected_points(dict.fromkeys(range(1, 3), 0.75))
     found = round_points(read(tmp_path))
-    assert found == (second if kind in REWOUND else sorted(expected_points(dict.fromkeys(range(1, 4), 0.25)) + second))
-    if kind == "wandb":
+    assert found == (
+        second if logger_name in REWOUND else sorted(expected_points(dict.fromkeys(range(1, 4), 0.25)) + second)
+    )
+    if logger_name == "wandb":
         assert len({name for name, _ in logger_output.wandb_starts(tmp_path)}) == 2
-    if kind == "mlflow":
+    if logger_name == "mlflow":
         assert len(logger_output.mlflow_runs(tmp_path)[1]) == 2
 
 
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_nan_infinity_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
-    make, read = LOGGERS[kind]
-    logger = make()
+@pytest.mark.parametrize("logger_name", LOGGERS)
+def test_nan_infinity_and_unusual_names_are_logged(logger_name: str, tmp_path: Path) -> None:
+    create_logger, read = LOGGERS[logger_name]
+    logger = create_logger()
     logger.prepare(tmp_path)
     logger.start(RunInfo(0, tmp_path, DESCRIPTION))
     logger.log({"loss": math.nan, "rate": math.inf}, 1)
@@ -219,14 +221,14 @@ def test_mlflow_uses_an_experiment_that_another_process_creates_at_the_same_time
 
 
 def test_csv_and_json_lines_loggers_remove_an_incomplete_line(tmp_path: Path) -> None:
-    for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
-        make, read = LOGGERS[kind]
-        log_run(make(), tmp_path, 0, 12, offset=0.5)
+    for logger_name, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
+        create_logger, read = LOGGERS[logger_name]
+        log_run(create_logger(), tmp_path, 0, 12, offset=0.5)
         uninterrupted = (tmp_path / name).read_text()
         (tmp_path / name).write_text(
-            uninterrupted[:-1] if kind == "json lines" else uninterrupted[: uninterrupted.rindex("12") + 1]
+            uninterrupted[:-1] if logger_name == "json lines" else uninterrupted[: uninterrupted.rindex("12") + 1]
         )
-        log_run(make(), tmp_path, 11, 12, offset=0.5)
+        log_run(create_logger(), tmp_path, 11, 12, offset=0.5)
         assert round_points(read(tmp_path)) == expected_points(dict.fromkeys(range(1, 13), 0.5))
 
 

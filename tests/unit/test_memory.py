@@ -232,7 +232,7 @@ def test_shared_storage_is_counted_once() -> None:
     assert element_bytes([sparse]) == 32
 
 
-def test_missing_state_means_sharding_only_if_the_optimizer_has_state() -> None:
+def test_state_is_incomplete_only_if_a_parameter_that_needs_state_has_none() -> None:
     """SGD has state only for parameters with momentum."""
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "momentum": 0.9}]

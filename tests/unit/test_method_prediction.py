@@ -33,8 +33,8 @@ def test_prediction_of_synchronous_training_equals_predict_step() -> None:
 
 
 def test_bf16_exchanges_buckets_during_the_backward_pass_and_gathers_them_afterwards() -> None:
-    """On a fast network, the exchange of a bucket overlaps with the backward pass, and only that of the last bucket and
-    the allgathers of all buckets are exposed. Each collective sends 3 messages per bucket."""
+    """On a fast network, only the exchange of the last bucket and the allgathers of all buckets are exposed. The other
+    exchanges overlap with the backward pass. Each collective sends 3 messages per bucket."""
     network = Network(alpha=1e-6, beta=1e-9)
     buckets: list[float] = []
 
@@ -68,7 +68,7 @@ def test_synchronization_is_divided_by_the_number_of_local_steps() -> None:
 
 @pytest.mark.parametrize(("bytes_per_parameter", "sent"), [(2, 6e6), (4, 6e6), (8, 12e6)])
 def test_weights_are_communicated_in_the_dtype_of_the_computation(bytes_per_parameter: int, sent: float) -> None:
-    """Local SGD computes with weights in half precision in float32."""
+    """For weights in half precision, local SGD computes and communicates in float32."""
     model = replace(MODEL, bytes_per_parameter=bytes_per_parameter)
     found = predict_method("local-sgd", model, 4, NETWORK, local_steps=1)
     assert found.sent_bytes == pytest.approx(sent)
@@ -134,7 +134,7 @@ def test_displayed_settings_are_valid(local_steps: int) -> None:
         assert isinstance(config, TrainConfig)
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def run_predict_command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(command, ["bench", "predict", *arguments])
     return result.exit_code, " ".join(result.output.split())
 
@@ -144,7 +144,9 @@ GIVEN = ("--latency", "1e-3", "--bandwidth", "0.0125", "--parameters", "1e6", "-
 
 def test_the_command_lists_methods_with_their_settings(tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
-    code, output = run(*GIVEN, "--methods", "local-sgd, streaming", "--ranks", "4", "--json", str(saved))
+    code, output = run_predict_command(
+        *GIVEN, "--methods", "local-sgd, streaming", "--ranks", "4", "--json", str(saved)
+    )
     assert code == 0, output
     first, second = json.loads(saved.read_text())["rows"]
     assert (first["method"], second["method"]) == ("local-sgd", "streaming")
@@ -152,7 +154,7 @@ def test_the_command_lists_methods_with_their_settings(tmp_path: Path) -> None:
     assert second["speedup"] == pytest.approx(predict("synchronous")[0] / 0.1)
     assert "local-sgd: TrainConfig(local_sgd=25)" in output
     assert "synchronous" not in output
-    code, output = run(*GIVEN, "--methods", "all")
+    code, output = run_predict_command(*GIVEN, "--methods", "all")
     assert code == 0, output
     for name in METHODS:
         assert (f" {name} 8 " in output) == (name != "local-sgd-hosts")
@@ -174,6 +176,6 @@ def test_the_command_lists_methods_with_their_settings(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(arguments: str, message: str) -> None:
-    code, output = run(*GIVEN, *arguments.split())
+    code, output = run_predict_command(*GIVEN, *arguments.split())
     assert code == 2
     assert message in output

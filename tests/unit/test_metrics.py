@@ -143,9 +143,9 @@ def test_mean_metric_accepts_means_and_values_per_sample_alternately() -> None:
     assert mean_of((1.0, 2), (torch.tensor([2.0, 3.0]), 2), (torch.tensor([4.0]), 1), (5.0, 1)) == 16 / 6
 
 
-@pytest.mark.parametrize("number", [np.int64(2), np.int32(2), np.float64(2), torch.tensor(2), torch.tensor(2.0)])
-def test_mean_metric_accepts_counts_of_numpy_and_torch(number: object) -> None:
-    assert mean_of((1.0, number), (torch.tensor([4.0, 6.0]), number)) == 3.0
+@pytest.mark.parametrize("count", [np.int64(2), np.int32(2), np.float64(2), torch.tensor(2), torch.tensor(2.0)])
+def test_mean_metric_accepts_counts_of_numpy_and_torch(count: object) -> None:
+    assert mean_of((1.0, count), (torch.tensor([4.0, 6.0]), count)) == 3.0
 
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3)])

@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 from click.testing import CliRunner
 
-from tests.support.migration import convert, in_ddp, in_horovod, problems
+from tests.support.migration import convert, ddp_script, find_problems, horovod_script
 from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError
 from unitrain.migrate import migrate, num_changed_lines, unified_diff
@@ -137,25 +137,25 @@ def test_accelerate_and_fabric_use_the_process_group_of_the_backend(
     converted = convert(f"{library}\ntrainer = {call}\nlast = 1\n")
     start = "backend = unitrain.init()\n"
     assert converted == (f"{library}\nimport unitrain\n{start}trainer = {call}\n{check}last = 1\nbackend.shutdown()\n")
-    assert problems(f"{library}\ntrain({call})\nlast = 1\n") == {2: call}
+    assert find_problems(f"{library}\ntrain({call})\nlast = 1\n") == {2: call}
 
 
 def test_settings_that_do_not_use_ddp_are_refused() -> None:
     fabric = "from lightning.fabric import Fabric\nfabric = Fabric(strategy='fsdp')\nlast = 1\n"
-    assert problems(fabric) == {2: "strategy"}
+    assert find_problems(fabric) == {2: "strategy"}
     script = "from accelerate import Accelerator\naccelerator = Accelerator({})\n{}accelerator.end_training()\nx = 1\n"
     assert "end_training" not in convert(script.format("", ""))
-    assert problems(script.format("", "accelerator.init_trackers('run')\n")) == {4: "accelerator.end_training()"}
-    assert problems(script.format("fsdp_plugin=plugin", "")) == {2: "fsdp_plugin"}
+    assert find_problems(script.format("", "accelerator.init_trackers('run')\n")) == {4: "accelerator.end_training()"}
+    assert find_problems(script.format("fsdp_plugin=plugin", "")) == {2: "fsdp_plugin"}
 
 
 @pytest.mark.parametrize("line", ["dist.barrier()", "DistributedSampler(data)"])
 def test_attributes_of_ddp_models_are_kept_if_the_script_needs_a_process_group(line: str) -> None:
     header = "from torch.utils.data import DistributedSampler"
     body = "model = torch.nn.parallel.DistributedDataParallel(m)\nmodel.module.save()\nlast = 1"
-    assert "\nmodel.module.save()\n" in convert(in_ddp(f"{line}\n{body}", header))
+    assert "\nmodel.module.save()\n" in convert(ddp_script(f"{line}\n{body}", header))
     other = "DistributedSampler(data, num_replicas=2, rank=0)\n"
-    assert "\nbackend.unwrap(model).save()\n" in convert(in_ddp(f"{other}{body}", header))
+    assert "\nbackend.unwrap(model).save()\n" in convert(ddp_script(f"{other}{body}", header))
 
 
 def test_each_changed_line_of_the_original_script_has_a_reason() -> None:
@@ -195,7 +195,7 @@ def test_each_changed_line_of_the_original_script_has_a_reason() -> None:
     ],
 )
 def test_supported_call_of_horovod_is_converted(line: str, converted: str) -> None:
-    assert convert(in_horovod(line + "\nlast = 1")) == (
+    assert convert(horovod_script(line + "\nlast = 1")) == (
         f"import torch\nimport unitrain\n\nbackend = unitrain.init()\n{converted}\nlast = 1\nbackend.shutdown()\n"
     )
 
@@ -219,12 +219,12 @@ def test_supported_call_of_horovod_is_converted(line: str, converted: str) -> No
     ],
 )
 def test_unsupported_call_of_horovod_is_refused(line: str, name: str) -> None:
-    assert problems(in_horovod(line, "import os")) == {5: name}
+    assert find_problems(horovod_script(line, "import os")) == {5: name}
 
 
 def script_with_optimizer(before: str, wrapping: str, after: str = "") -> str:
     create = "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=1)\n"
-    return in_horovod(f"{create}{before}{wrapping}\n{after}last = 1")
+    return horovod_script(f"{create}{before}{wrapping}\n{after}last = 1")
 
 
 PARAMETERS = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
@@ -276,7 +276,7 @@ def test_model_is_wrapped_after_its_state_is_loaded(before: str, wrapping: str, 
     ],
 )
 def test_unsupported_optimizer_of_horovod_is_refused(wrapping: str, after: str, found: dict[int, str]) -> None:
-    result = problems(script_with_optimizer("", wrapping, after))
+    result = find_problems(script_with_optimizer("", wrapping, after))
     assert result == found
 
 
@@ -292,7 +292,7 @@ def test_unsupported_optimizer_of_horovod_is_refused(wrapping: str, after: str, 
     ],
 )
 def test_supported_call_of_torch_distributed_is_converted(line: str, converted: str) -> None:
-    result = convert(in_ddp(line + "\nlast = 1"))
+    result = convert(ddp_script(line + "\nlast = 1"))
     assert result.partition("backend = unitrain.init()\n")[2] == f"{converted}\nlast = 1\nbackend.shutdown()\n"
 
 
@@ -315,22 +315,22 @@ def test_supported_call_of_torch_distributed_is_converted(line: str, converted: 
     ],
 )
 def test_unsupported_call_of_torch_distributed_is_refused(line: str, name: str) -> None:
-    assert problems(in_ddp(f"{line}\nlast = 1")).get(6) == name
+    assert find_problems(ddp_script(f"{line}\nlast = 1")).get(6) == name
 
 
 def test_communication_hook_of_a_distributed_model_is_refused() -> None:
     wrapper = "model = torch.nn.parallel.DistributedDataParallel(m)\n"
-    assert problems(in_ddp(f"{wrapper}model.register_comm_hook(None, hook)\nlast = 1")) == {
+    assert find_problems(ddp_script(f"{wrapper}model.register_comm_hook(None, hook)\nlast = 1")) == {
         7: "model.register_comm_hook"
     }
     line = "model.require_backward_grad_sync = False"
-    assert problems(in_ddp(f"{wrapper}{line}\nlast = 1")) == {7: "model.require_backward_grad_sync"}
+    assert find_problems(ddp_script(f"{wrapper}{line}\nlast = 1")) == {7: "model.require_backward_grad_sync"}
 
 
 @pytest.mark.parametrize("module", ["pytorch_lightning", "lightning", "lightning.pytorch", "transformers"])
 def test_trainers_of_other_libraries_are_refused(module: str) -> None:
     header = f"from {module} import Trainer"
-    assert problems(in_horovod("trainer = Trainer(accelerator='horovod')\nlast = 1", header)) == {5: "Trainer"}
+    assert find_problems(horovod_script("trainer = Trainer(accelerator='horovod')\nlast = 1", header)) == {5: "Trainer"}
 
 
 def test_models_are_tracked_through_functions_and_attributes() -> None:
@@ -362,30 +362,30 @@ def test_models_are_tracked_through_functions_and_attributes() -> None:
     assert "global backend\n" in converted
 
 
-def test_init_is_refused_under_a_condition_and_before_the_ranks_are_started() -> None:
-    assert problems("""
+def test_conditional_or_missing_init_and_use_before_init_are_refused() -> None:
+    assert find_problems("""
         import torch.distributed as dist
         if distributed:
             dist.init_process_group()
         """) == {3: "dist.init_process_group()"}
-    assert problems("""
+    assert find_problems("""
         import horovod.torch as hvd
         size = hvd.size()
         hvd.init()
         """) == {2: "hvd.size()"}
-    assert problems("""
+    assert find_problems("""
         import horovod.torch as hvd
         size = hvd.size()
         def main():
             hvd.init()
         main()
         """) == {2: "hvd.size()"}
-    assert problems("""
+    assert find_problems("""
         import horovod.torch as hvd
         def main():
             hvd.init()
         """) == {3: "hvd.init()"}
-    assert problems("import horovod.torch as hvd\nprint(hvd.rank())\n") == {
+    assert find_problems("import horovod.torch as hvd\nprint(hvd.rank())\n") == {
         1: "This file uses Horovod, but does not start it"
     }
 
@@ -395,16 +395,16 @@ def test_arguments_of_init_process_group_are_converted_or_refused() -> None:
     converted = convert(script.format("'nccl', timeout=timedelta(minutes=5), rank=0, world_size=2"))
     assert "backend = unitrain.init(timeout_seconds=(timedelta(minutes=5)).total_seconds())\n" in converted
     assert "backend = unitrain.init()\n" in convert(script.format("'nccl', timeout=None"))
-    assert problems(script.format("'nccl', init_method='tcp://a:1'")) == {2: "init_method"}
-    assert problems(script.format("store=s")) == {2: "store"}
+    assert find_problems(script.format("'nccl', init_method='tcp://a:1'")) == {2: "init_method"}
+    assert find_problems(script.format("store=s")) == {2: "store"}
 
 
 def test_exit_before_the_backend_is_shut_down_is_refused() -> None:
-    assert problems(f"import sys\n{in_ddp('sys.exit(0)')}") == {7: "sys.exit(0)"}
+    assert find_problems(f"import sys\n{ddp_script('sys.exit(0)')}") == {7: "sys.exit(0)"}
 
 
 def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
-    converted = convert(in_horovod("backend = 'x'\nprint(backend, hvd.rank())"))
+    converted = convert(horovod_script("backend = 'x'\nprint(backend, hvd.rank())"))
     assert "unitrain_backend = unitrain.init()\nbackend = 'x'\nprint(backend, unitrain_backend.rank)\n" in converted
 
 
@@ -417,7 +417,7 @@ def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
     ],
 )
 @pytest.mark.parametrize("other", ["", "import horovod.torch as hvd\nhvd.init()\n"])
-def test_imports_of_all_names_are_refused(module: str, fix: str, other: str) -> None:
+def test_wildcard_imports_are_refused(module: str, fix: str, other: str) -> None:
     result = migrate(f"import torch\nfrom {module} import *\n{other}allreduce(rank())\n")
     assert result.source is None
     (problem,) = result.problems
@@ -453,7 +453,7 @@ def test_imports_by_a_string_are_refused(expression: str, other: str) -> None:
     ],
 )
 def test_names_in_strings_are_refused(expression: str) -> None:
-    assert expression in problems(in_horovod(f"name = 'rank'\nx = {expression}\nlast = 1")).values()
+    assert expression in find_problems(horovod_script(f"name = 'rank'\nx = {expression}\nlast = 1")).values()
 
 
 def test_strings_that_use_other_names_are_kept() -> None:
@@ -461,7 +461,7 @@ def test_strings_that_use_other_names_are_kept() -> None:
         "a = globals()['x']\nb = eval('torch.float32')\nexec('my_hvd = x.hvd')\nimport importlib\n"
         "c = importlib.import_module('json')\nmodel.eval()\n"
     )
-    assert lines in convert(in_horovod(f"{lines}last = 1", "from user.all import *\nfrom .horovod.torch import *"))
+    assert lines in convert(horovod_script(f"{lines}last = 1", "from user.all import *\nfrom .horovod.torch import *"))
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_scripts_that_cannot_be_converted_are_refused(source: str, message: str)
 
 def test_user_modules_with_the_name_of_a_library_are_kept() -> None:
     own = "from .horovod import helper\nfrom . import horovod\n"
-    assert own in convert(in_horovod("print(hvd.rank())", own))
+    assert own in convert(horovod_script("print(hvd.rank())", own))
 
 
 def test_statements_are_inserted_before_a_removed_statement() -> None:
@@ -503,7 +503,7 @@ def test_form_feed_does_not_end_a_line_of_the_diff() -> None:
     assert diff.endswith("\n a = '\f'\n-b = 1\n+b = 2\n")
 
 
-def test_command_prints_a_diff_that_patch_applies_and_the_reasons(tmp_path: Path) -> None:
+def test_command_prints_a_diff_that_git_can_apply_and_the_reasons(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(HOROVOD)
     result = CliRunner().invoke(command, ["migrate", str(path)])
@@ -546,13 +546,13 @@ def test_command_reports_a_script_that_cannot_be_written(tmp_path: Path, monkeyp
 
 def test_command_lists_the_lines_that_it_cannot_convert(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(in_horovod("hvd.join()"))
+    path.write_text(horovod_script("hvd.join()"))
     result = CliRunner().invoke(command, ["migrate", "--write", str(path)])
     assert result.exit_code == 1
     assert f"{path}:5: hvd.join: Remove it if all ranks have the same number of batches" in result.stderr
     assert f"{path} was not converted: 1 problem.\n" in result.stderr
     assert result.stdout == ""
-    assert path.read_text() == in_horovod("hvd.join()")
+    assert path.read_text() == horovod_script("hvd.join()")
     path.write_text("print(1)\n")
     assert CliRunner().invoke(command, ["migrate", str(path)]).exit_code == 2
 
@@ -574,7 +574,7 @@ def test_command_rejects_a_fifo_without_reading_it(tmp_path: Path) -> None:
 def test_work_is_proportional_to_the_number_of_lines() -> None:
     def num_calls(num_functions: int) -> int:
         function = "def f{0}(a):\n    print(a)\n    return torch.relu(a)\nx{0} = f{0}({0})\n"
-        script = in_horovod("".join(map(function.format, range(num_functions))) + "print(hvd.rank())")
+        script = horovod_script("".join(map(function.format, range(num_functions))) + "print(hvd.rank())")
         profile = cProfile.Profile()
         profile.runcall(migrate, script)
         return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.migration import convert, in_ddp, in_horovod, problems
+from tests.support.migration import convert, ddp_script, find_problems, horovod_script
 from unitrain.errors import ConfigError
 from unitrain.migrate import migrate
 
@@ -35,17 +35,17 @@ def converted_lines(script: str) -> str:
     ],
 )
 def test_string_inside_an_f_string_uses_the_other_quote_character(line: str, expected: str) -> None:
-    assert converted_lines(in_horovod(f"{line}\nlast = 1")) == f"{expected}\n"
+    assert converted_lines(horovod_script(f"{line}\nlast = 1")) == f"{expected}\n"
 
 
 @pytest.mark.parametrize("name", ["hvd.allreduce(x, op=hvd.Sum)", "hvd.Compression.fp16"])
 def test_string_inside_f_strings_with_both_quote_characters_is_refused(name: str) -> None:
     line = "print(f'{f\"{" + name + "}\"}')"
-    assert problems(in_horovod(f"{line}\nlast = 1")) == {5: name}
+    assert find_problems(horovod_script(f"{line}\nlast = 1")) == {5: name}
 
 
 def test_converted_line_that_is_not_valid_python_is_refused() -> None:
-    result = migrate(in_horovod("y = 1\nx = hvd.broadcast(y, root := 1)\nlast = 1"))
+    result = migrate(horovod_script("y = 1\nx = hvd.broadcast(y, root := 1)\nlast = 1"))
     assert result.source is None
     (problem,) = result.problems
     assert (problem.line, problem.name) == (6, "x = backend.broadcast(y, root=root := 1)")
@@ -81,7 +81,7 @@ def test_byte_order_mark_and_invalid_escape_sequences_are_accepted() -> None:
     "tensor", ["x", "x.grad", "xs[0]", "xs[-1].data", "xs[i]", "xs[1:n]", "state['w']", "self.nets[0].weight.grad"]
 )
 def test_in_place_collective_on_a_variable_is_converted(tensor: str) -> None:
-    lines = converted_lines(in_horovod(f"y = hvd.broadcast_({tensor}, 0)\nlast = 1"))
+    lines = converted_lines(horovod_script(f"y = hvd.broadcast_({tensor}, 0)\nlast = 1"))
     assert lines == f"y = {tensor}.copy_(backend.broadcast({tensor}, root=0))\n"
 
 
@@ -91,17 +91,17 @@ def test_in_place_collective_on_a_variable_is_converted(tensor: str) -> None:
 @pytest.mark.parametrize("collective", ["hvd.allreduce_({}, op=hvd.Sum)", "hvd.broadcast_({}, 0)"])
 def test_in_place_collective_is_refused_if_its_tensor_would_be_evaluated_twice(collective: str, tensor: str) -> None:
     call = collective.format(tensor)
-    assert problems(in_horovod(f"{call}\nlast = 1")) == {5: call}
+    assert find_problems(horovod_script(f"{call}\nlast = 1")) == {5: call}
 
 
 @pytest.mark.parametrize(
     ("target", "model"), [("opt", "build()"), ("opt", "nets[next(i)]"), ("opts[make()]", "model"), ("f().opt", "model")]
 )
 def test_optimizer_is_refused_if_the_model_or_target_would_be_evaluated_twice(target: str, model: str) -> None:
-    script = in_horovod(
+    script = horovod_script(
         f"{target} = hvd.DistributedOptimizer(opt, named_parameters={model}.named_parameters())\nlast = 1"
     )
-    assert list(problems(script)) == [5]
+    assert list(find_problems(script)) == [5]
 
 
 def test_calls_in_the_arguments_of_a_wrapped_optimizer_are_converted() -> None:
@@ -110,11 +110,11 @@ def test_calls_in_the_arguments_of_a_wrapped_optimizer_are_converted() -> None:
         f"opt = hvd.DistributedOptimizer({optimizer.format('hvd.size()')}, named_parameters=model.named_parameters())"
     )
     expected = optimizer.format("backend.size")
-    assert converted_lines(in_horovod(f"{line}\nlast = 1")) == (
+    assert converted_lines(horovod_script(f"{line}\nlast = 1")) == (
         f"model = backend.distributed_model(model)\nopt = backend.distributed_optimizer({expected}, model)\n"
     )
     state = "hvd.broadcast_optimizer_state(opt, root_rank=0)"
-    assert converted_lines(in_horovod(f"{line}\n{state}\nlast = 1")) == (
+    assert converted_lines(horovod_script(f"{line}\n{state}\nlast = 1")) == (
         f"opt = {expected}\nmodel = backend.distributed_model(model)\nopt = backend.distributed_optimizer(opt, model)\n"
     )
 
@@ -136,7 +136,8 @@ def test_calls_in_the_arguments_of_a_wrapped_optimizer_are_converted() -> None:
 )
 def test_synchronize_of_the_optimizer_is_removed(lines: str, expected: str) -> None:
     assert (
-        converted_lines(in_horovod(f"{OPTIMIZER}{lines}last = 1")).partition("optimizer(opt, model)\n")[2] == expected
+        converted_lines(horovod_script(f"{OPTIMIZER}{lines}last = 1")).partition("optimizer(opt, model)\n")[2]
+        == expected
     )
 
 
@@ -152,11 +153,11 @@ def test_synchronize_of_the_optimizer_is_removed(lines: str, expected: str) -> N
     ],
 )
 def test_synchronize_of_other_objects_is_kept(lines: str) -> None:
-    assert converted_lines(in_horovod(f"{OPTIMIZER}{lines}last = 1")).endswith(f"optimizer(opt, model)\n{lines}")
+    assert converted_lines(horovod_script(f"{OPTIMIZER}{lines}last = 1")).endswith(f"optimizer(opt, model)\n{lines}")
 
 
 def test_synchronize_of_an_unknown_object_is_kept_and_mentioned() -> None:
-    result = migrate(in_horovod(f"{OPTIMIZER}def f(timer):\n    timer.synchronize()\nlast = 1"))
+    result = migrate(horovod_script(f"{OPTIMIZER}def f(timer):\n    timer.synchronize()\nlast = 1"))
     assert (9, "unchanged: if this object is the optimizer, remove the call") in {
         (reason.line, reason.text) for reason in result.reasons
     }
@@ -164,12 +165,12 @@ def test_synchronize_of_an_unknown_object_is_kept_and_mentioned() -> None:
 
 def test_synchronize_in_a_function_that_is_called_with_several_objects_is_refused() -> None:
     lines = "def finish(x):\n    x.synchronize()\nfinish(opt)\nfinish(meter)\n"
-    assert problems(in_horovod(f"{OPTIMIZER}{lines}last = 1")) == {9: "x.synchronize()"}
+    assert find_problems(horovod_script(f"{OPTIMIZER}{lines}last = 1")) == {9: "x.synchronize()"}
 
 
 def test_skip_synchronize_of_an_unknown_object_is_refused() -> None:
     lines = "with other.skip_synchronize():\n    other.step()\n"
-    assert problems(in_horovod(f"{OPTIMIZER}{lines}last = 1")) == {8: "other.skip_synchronize()"}
+    assert find_problems(horovod_script(f"{OPTIMIZER}{lines}last = 1")) == {8: "other.skip_synchronize()"}
 
 
 def test_end_training_is_removed_only_if_the_object_is_the_accelerator() -> None:
@@ -177,7 +178,7 @@ def test_end_training_is_removed_only_if_the_object_is_the_accelerator() -> None
     lines = "def stop(a):\n    print(a)\n    a.end_training()\nstop(accelerator)\naccelerator.end_training()\n"
     converted = convert(f"{header}run = Run()\nrun.end_training()\n{lines}last = 1\n")
     assert "run = Run()\nrun.end_training()\ndef stop(a):\n    print(a)\nstop(accelerator)\nlast = 1\n" in converted
-    assert problems(f"{header}{lines}stop(run)\nlast = 1\n") == {5: "a.end_training()"}
+    assert find_problems(f"{header}{lines}stop(run)\nlast = 1\n") == {5: "a.end_training()"}
 
 
 @pytest.mark.parametrize(
@@ -196,12 +197,12 @@ def test_scripts_that_start_their_own_ranks_are_refused(start: str, end: str) ->
         "import torch.multiprocessing as mp\nimport torch.distributed as dist\ndef run(r, n):\n"
         f"    dist.init_process_group('gloo')\n    {end}\ndef outer():\n    run(0, 1)\n{start}\n"
     )
-    assert 8 in problems(script)
+    assert 8 in find_problems(script)
 
 
 def test_scripts_that_start_other_processes_are_converted() -> None:
     line = "mp.Process(target=load).start()"
-    assert line in convert(in_ddp(f"def load(): pass\n{line}\nlast = 1", "import torch.multiprocessing as mp"))
+    assert line in convert(ddp_script(f"def load(): pass\n{line}\nlast = 1", "import torch.multiprocessing as mp"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_scripts_that_start_other_processes_are_converted() -> None:
 )
 def test_rank_variable_that_is_also_used_elsewhere_is_refused(before: str, rank: str, after: str) -> None:
     script = f"import os\nimport torch.distributed as dist\n{before}\ndist.init_process_group(rank={rank})\n{after}\n"
-    assert problems(script) == {4: f"rank={rank}"}
+    assert find_problems(script) == {4: f"rank={rank}"}
 
 
 def test_rank_that_is_passed_to_a_function_is_refused() -> None:
@@ -224,7 +225,7 @@ def test_rank_that_is_passed_to_a_function_is_refused() -> None:
         "import torch.distributed as dist\ndef setup(rank, n):\n    dist.init_process_group(rank=rank, world_size=n)\n"
         "def main():\n    setup(args.rank, 2)\n    print(args.rank)\nmain()\n"
     )
-    assert problems(script) == {3: "rank=rank"}
+    assert find_problems(script) == {3: "rank=rank"}
 
 
 @pytest.mark.parametrize(
@@ -255,13 +256,13 @@ def test_rank_of_the_launcher_is_converted(before: str, rank: str) -> None:
         "os.putenv('RANK', '0')",
     ],
 )
-def test_each_form_of_reading_a_launcher_variable_is_refused(line: str) -> None:
-    assert list(problems(in_ddp(line.replace("; ", "\n") + "\nlast = 1"))) == [6 + line.count(";")]
+def test_each_form_of_reading_or_setting_a_launcher_variable_is_refused(line: str) -> None:
+    assert list(find_problems(ddp_script(line.replace("; ", "\n") + "\nlast = 1"))) == [6 + line.count(";")]
 
 
 def test_launcher_variable_that_is_read_through_an_alias_is_converted() -> None:
     lines = "env = os.environ\nrank = int(env['RANK'])\nsize = int(env.get('WORLD_SIZE', 1))\n"
-    assert "rank = backend.rank\nsize = backend.size\n" in convert(in_ddp(f"{lines}last = 1"))
+    assert "rank = backend.rank\nsize = backend.size\n" in convert(ddp_script(f"{lines}last = 1"))
 
 
 @pytest.mark.parametrize("use", ["total = hvd.allreduce(result)", "report()"])
@@ -270,22 +271,22 @@ def test_use_of_the_backend_after_the_main_function_is_refused(use: str) -> None
         "import horovod.torch as hvd\ndef main():\n    hvd.init()\n    return 1\ndef report():\n    print(hvd.rank())\n"
         f"if __name__ == '__main__':\n    result = main()\n    {use}\n"
     )
-    assert list(problems(script)) == [9]
+    assert list(find_problems(script)) == [9]
 
 
 @pytest.mark.parametrize("end", ["exit(0)", "quit()", "os._exit(0)", "raise SystemExit(0)"])
 def test_each_form_of_exit_before_the_backend_is_shut_down_is_refused(end: str) -> None:
-    assert problems(in_ddp(end)) == {6: end}
+    assert find_problems(ddp_script(end)) == {6: end}
 
 
 def test_name_of_the_backend_differs_from_all_variables() -> None:
-    converted = convert(in_horovod("backend = unitrain_backend = 1\nprint(hvd.rank())"))
+    converted = convert(horovod_script("backend = unitrain_backend = 1\nprint(hvd.rank())"))
     assert "unitrain_unitrain_backend = unitrain.init()\n" in converted
 
 
 @pytest.mark.parametrize(("argument", "is_mentioned"), [("", True), (", broadcast_buffers=False", False)])
 def test_reasons_mention_broadcast_buffers_if_ddp_broadcasts_buffers(argument: str, is_mentioned: bool) -> None:
-    result = migrate(in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net{argument})\nlast = 1"))
+    result = migrate(ddp_script(f"net = torch.nn.parallel.DistributedDataParallel(net{argument})\nlast = 1"))
     assert result.source is not None
     texts = [reason.text for reason in result.reasons if reason.line == 6]
     assert any("unitrain.broadcast_buffers(model, backend)" in text for text in texts) is is_mentioned
@@ -307,7 +308,7 @@ if __name__ == "__main__":
 """
 
 
-def started_in_setup(body: str, call: str = "main()") -> str:
+def script_that_starts_in_setup(body: str, call: str = "main()") -> str:
     lines = ("\n".join(f"    {line}" for line in text.split("\n")) for text in (body, call))
     return STARTED_IN_SETUP.format(body=next(lines), call=next(lines))
 
@@ -325,7 +326,7 @@ def started_in_setup(body: str, call: str = "main()") -> str:
     ],
 )
 def test_backend_is_started_around_the_main_function_if_it_is_used_before_the_start(body: str) -> None:
-    converted = convert(started_in_setup(body))
+    converted = convert(script_that_starts_in_setup(body))
     assert "    with unitrain.init() as backend:\n        main()\n" in converted
     assert converted.count("unitrain.init") == 1
 
@@ -342,13 +343,15 @@ def test_backend_is_started_around_the_main_function_if_it_is_used_before_the_st
     ],
 )
 def test_backend_is_started_in_place_if_each_use_follows_the_start(body: str) -> None:
-    converted = convert(started_in_setup(body))
+    converted = convert(script_that_starts_in_setup(body))
     assert "def setup():\n    global backend\n    backend = unitrain.init()\n" in converted
     assert "    backend.shutdown()\n" in converted
 
 
 def test_backend_is_started_under_the_main_guard_if_it_is_used_there() -> None:
-    converted = convert(started_in_setup("setup()", 'size = int(os.environ["WORLD_SIZE"])\nmain()\nprint(size)'))
+    converted = convert(
+        script_that_starts_in_setup("setup()", 'size = int(os.environ["WORLD_SIZE"])\nmain()\nprint(size)')
+    )
     assert converted.endswith(
         "def main():\n    backend.shutdown()\n"
         'if __name__ == "__main__":\n    backend = unitrain.init()\n    size = backend.size\n'
@@ -376,12 +379,12 @@ def test_backend_is_started_under_the_main_guard_if_it_is_used_there() -> None:
 )
 def test_function_that_uses_the_backend_before_the_start_is_refused(script: str, line: int) -> None:
     log = 'import os\ndef log():\n    print(int(os.environ["RANK"]))\n'
-    assert problems(script.format(log)) == {line: 'int(os.environ["RANK"])'}
+    assert find_problems(script.format(log)) == {line: 'int(os.environ["RANK"])'}
 
 
 @pytest.mark.parametrize("line", ["atexit.register(dist.destroy_process_group)", "stop = dist.destroy_process_group"])
 def test_shutdown_that_is_not_called_is_refused(line: str) -> None:
-    assert problems(in_ddp(f"{line}\nlast = 1", "import atexit")) == {6: "dist.destroy_process_group"}
+    assert find_problems(ddp_script(f"{line}\nlast = 1", "import atexit")) == {6: "dist.destroy_process_group"}
 
 
 WRAP = "    opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
@@ -414,13 +417,13 @@ main()
             WRAP_IN_FUNCTION.replace("wrap(model, opt)\n    model(1)", "wrap(opt=opt, net=model)\n    model.train()"),
             "line 16 uses model,",
         ),
-        (in_horovod("model = net = Net()\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"), "line 8"),
+        (horovod_script("model = net = Net()\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"), "line 8"),
         (
-            in_horovod("net = Net()\nmodel = net\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+            horovod_script("net = Net()\nmodel = net\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
             "line 9",
         ),
         (
-            in_horovod("model = Net()\nnet = model\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+            horovod_script("model = Net()\nnet = model\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
             "line 9",
         ),
     ],
@@ -446,7 +449,7 @@ def test_object_that_stores_the_model_before_it_is_wrapped_is_refused() -> None:
         WRAP_IN_FUNCTION.replace("model(1)\nmain", "torch.save(model.state_dict(), 'm')\nmain"),
         WRAP_IN_FUNCTION.replace("opt = wrap(", "model, opt = wrap(").replace("return opt", "return net, opt"),
         WRAP_IN_FUNCTION.replace("wrap(model, opt)", "wrap(Net(), opt)"),
-        in_horovod("net = Net()\nmodel = copy(net)\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
+        horovod_script("net = Net()\nmodel = copy(net)\nopt = SGD()\n" + WRAP.replace("    ", "") + "model(1)\nx = 1"),
     ],
 )
 def test_model_is_wrapped_if_no_other_variable_is_used_for_training(script: str) -> None:
@@ -480,10 +483,10 @@ def test_optimizer_of_another_function_does_not_determine_the_model() -> None:
         "import horovod.torch as hvd\nhvd.init()\ndef other():\n    opt = SGD(net.parameters())\n    return opt\n"
         "def main(opt):\n    opt = hvd.DistributedOptimizer(opt)\nmain(other())\nx = 1\n"
     )
-    assert problems(script) == {7: "named_parameters"}
+    assert find_problems(script) == {7: "named_parameters"}
 
 
-def texts_of_line(script: str, line: int) -> str:
+def reasons_for_line(script: str, line: int) -> str:
     result = migrate(script)
     assert result.source is not None, result.problems
     return "\n".join(reason.text for reason in result.reasons if reason.line == line)
@@ -498,10 +501,10 @@ def texts_of_line(script: str, line: int) -> str:
     ],
 )
 def test_removed_arguments_of_ddp_are_mentioned(argument: str, hint: str) -> None:
-    script = in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")
-    assert hint in texts_of_line(script, 6)
+    script = ddp_script(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")
+    assert hint in reasons_for_line(script, 6)
     name = argument.partition("=")[0]
-    assert name not in texts_of_line(script.replace(argument, f"{name}=None"), 6)
+    assert name not in reasons_for_line(script.replace(argument, f"{name}=None"), 6)
 
 
 @pytest.mark.parametrize(
@@ -513,35 +516,39 @@ def test_removed_arguments_of_ddp_are_mentioned(argument: str, hint: str) -> Non
         ("process_group=g", "over all ranks"),
     ],
 )
-def test_refused_arguments_of_ddp_have_an_equivalent(argument: str, fix: str) -> None:
-    (problem,) = migrate(in_ddp(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")).problems
+def test_refused_arguments_of_ddp_are_reported_with_a_fix(argument: str, fix: str) -> None:
+    (problem,) = migrate(
+        ddp_script(f"net = torch.nn.parallel.DistributedDataParallel(net, {argument})\nlast = 1")
+    ).problems
     assert fix in problem.fix
 
 
 def test_defaults_of_ddp_are_removed() -> None:
     options = "process_group=None, static_graph=False, broadcast_buffers=None, find_unused_parameters=True"
     line = f"net = torch.nn.parallel.DistributedDataParallel(net, {options})"
-    assert "net = backend.distributed_model(net, find_unused_parameters=True)\n" in convert(in_ddp(f"{line}\nlast = 1"))
+    assert "net = backend.distributed_model(net, find_unused_parameters=True)\n" in convert(
+        ddp_script(f"{line}\nlast = 1")
+    )
 
 
 def test_differences_from_the_optimizer_of_horovod_are_mentioned() -> None:
-    script = in_horovod(f"{OPTIMIZER[:-2]}, gradient_predivide_factor=2.0, num_groups=3)\nlast = 1")
-    texts = texts_of_line(script, 7)
+    script = horovod_script(f"{OPTIMIZER[:-2]}, gradient_predivide_factor=2.0, num_groups=3)\nlast = 1")
+    texts = reasons_for_line(script, 7)
     for text in ("find_unused_parameters=True", "gradient_predivide_factor is removed", "num_groups is removed"):
         assert text in texts
 
 
 def test_reason_for_the_line_of_the_optimizer_refers_to_its_replacement() -> None:
-    script = in_horovod(f"{OPTIMIZER}hvd.broadcast_parameters(model.state_dict(), 0)\nlast = 1")
-    assert texts_of_line(script, 7) == "replaced by the calls below"
+    script = horovod_script(f"{OPTIMIZER}hvd.broadcast_parameters(model.state_dict(), 0)\nlast = 1")
+    assert reasons_for_line(script, 7) == "replaced by the calls below"
     before = "hvd.broadcast_optimizer_state(opt, 0)\nopt = hvd.Dist"
-    script = in_horovod(f"{OPTIMIZER.replace('opt = hvd.Dist', before)}last = 1")
-    assert texts_of_line(script, 7) == "replaced by the call of distributed_optimizer below"
+    script = horovod_script(f"{OPTIMIZER.replace('opt = hvd.Dist', before)}last = 1")
+    assert reasons_for_line(script, 7) == "replaced by the call of distributed_optimizer below"
 
 
 def test_members_of_a_model_in_a_container_are_mentioned() -> None:
-    script = in_ddp("nets = {0: torch.nn.parallel.DistributedDataParallel(net)}\nnets[0].module.save()\nlast = 1")
-    assert "if nets[0] is a distributed model, use backend.unwrap(nets[0])" in texts_of_line(script, 7)
+    script = ddp_script("nets = {0: torch.nn.parallel.DistributedDataParallel(net)}\nnets[0].module.save()\nlast = 1")
+    assert "if nets[0] is a distributed model, use backend.unwrap(nets[0])" in reasons_for_line(script, 7)
 
 
 @pytest.mark.parametrize(
@@ -553,17 +560,17 @@ def test_members_of_a_model_in_a_container_are_mentioned() -> None:
     ],
 )
 def test_members_of_ddp_models_are_converted_for_each_form_of_assignment(function: str, use: str) -> None:
-    script = in_ddp(f"def wrap():\n    {function}\n{use}\nprint(model.module)\nlast = 1")
+    script = ddp_script(f"def wrap():\n    {function}\n{use}\nprint(model.module)\nlast = 1")
     assert "print(backend.unwrap(model))\n" in convert(script)
 
 
-GLOO = "import torch\nimport torch.distributed as dist\ndist.init_process_group({})\n{}\nlast = 1\n"
+INIT_SCRIPT = "import torch\nimport torch.distributed as dist\ndist.init_process_group({})\n{}\nlast = 1\n"
 
 
 @pytest.mark.parametrize("line", ["x = 1", "model = Net().to('cpu')", "x = y.to(torch.float64)", "x = 'a'"])
 def test_script_for_cpus_remains_on_cpus(line: str) -> None:
-    assert 'backend = unitrain.init(device="cpu")\n' in convert(GLOO.format("'gloo'", line))
-    timeout = convert(GLOO.format("'gloo', timeout=t", line))
+    assert 'backend = unitrain.init(device="cpu")\n' in convert(INIT_SCRIPT.format("'gloo'", line))
+    timeout = convert(INIT_SCRIPT.format("'gloo', timeout=t", line))
     assert 'backend = unitrain.init(device="cpu", timeout_seconds=(t).total_seconds())\n' in timeout
 
 
@@ -572,10 +579,10 @@ def test_script_for_cpus_remains_on_cpus(line: str) -> None:
     ["model = Net().cuda()", "model = Net().to(rank)", "device = args.device", "x = y.to('cuda:0')", "n = args.gpu"],
 )
 def test_gloo_is_mentioned_if_the_script_may_use_gpus(line: str) -> None:
-    script = GLOO.format("backend='gloo'", line)
+    script = INIT_SCRIPT.format("backend='gloo'", line)
     assert "backend = unitrain.init()\n" in convert(script)
-    assert "UNITRAIN_TRANSPORT=gloo" in texts_of_line(script, 3)
-    assert 'unitrain.init(device="cpu")' in texts_of_line(script, 3)
+    assert "UNITRAIN_TRANSPORT=gloo" in reasons_for_line(script, 3)
+    assert 'unitrain.init(device="cpu")' in reasons_for_line(script, 3)
 
 
 @pytest.mark.parametrize(
@@ -591,11 +598,11 @@ def test_gloo_is_mentioned_if_the_script_may_use_gpus(line: str) -> None:
     ],
 )
 def test_transport_of_the_script_is_mentioned_unless_unitrain_selects_it(transport: str, hint: str | None) -> None:
-    texts = texts_of_line(GLOO.format(transport, "x = 1"), 3)
+    texts = reasons_for_line(INIT_SCRIPT.format(transport, "x = 1"), 3)
     assert ("UNITRAIN_TRANSPORT" in texts) is (hint is not None)
     assert hint is None or hint in texts
 
 
 def test_device_of_init_process_group_is_mentioned() -> None:
-    assert "device_id is removed" in texts_of_line(GLOO.format("'nccl', device_id=device", "x = 1"), 3)
-    assert problems(GLOO.format("'nccl', _ranks=[0]", "x = 1")) == {3: "_ranks"}
+    assert "device_id is removed" in reasons_for_line(INIT_SCRIPT.format("'nccl', device_id=device", "x = 1"), 3)
+    assert find_problems(INIT_SCRIPT.format("'nccl', _ranks=[0]", "x = 1")) == {3: "_ranks"}

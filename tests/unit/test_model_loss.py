@@ -128,24 +128,24 @@ def test_predict_returns_the_outputs_without_the_loss(returned: str) -> None:
 
 
 class TokenModel(nn.Module):
-    """A model that returns the mean loss over the labels other than -100, in an object of class `kind`."""
+    """A model that returns the mean loss over the labels other than -100, in an object of class `output_class`."""
 
-    def __init__(self, kind: Any, *, is_shifted: bool) -> None:
+    def __init__(self, output_class: Any, *, is_shifted: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.kind, self.is_shifted = nn.Embedding(5, 5), kind, is_shifted
+        self.layer, self.output_class, self.is_shifted = nn.Embedding(5, 5), output_class, is_shifted
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         scores = self.layer(input_ids)
         expected = labels[:, 1:] if self.is_shifted else labels
         predicted = scores[:, : expected.shape[1]]
-        return self.kind(loss=cross_entropy(predicted.flatten(0, 1), expected.flatten()), scores=scores)
+        return self.output_class(loss=cross_entropy(predicted.flatten(0, 1), expected.flatten()), scores=scores)
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
     def __init__(self, dtype: torch.dtype = torch.int64) -> None:
         self.ids = torch.randint(5, (8, 6), generator=torch.Generator().manual_seed(2))
-        lengths = torch.tensor([6, 5, 2, 1, 1, 1, 3, 6])  # if labels are shifted, step 2 of 4 has no labels
+        lengths = torch.tensor([6, 5, 2, 1, 1, 1, 3, 6])  # if labels are shifted, micro-batch 3 of 4 has no labels
         self.labels = torch.where(torch.arange(6) < lengths[:, None], self.ids, -100).to(dtype)
 
     def __len__(self) -> int:
@@ -165,8 +165,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_are_weighted_by_their_number_of_labels(case: str) -> None:
-    kind, is_shifted, loss_fn = CASES[case]
-    found, expected = TokenModel(kind, is_shifted=is_shifted), TokenModel(SimpleNamespace, is_shifted=is_shifted)
+    output_class, is_shifted, loss_fn = CASES[case]
+    found, expected = (
+        TokenModel(output_class, is_shifted=is_shifted),
+        TokenModel(SimpleNamespace, is_shifted=is_shifted),
+    )
     tokens = Tokens()
     build_trainer(found, loss_fn, batch_size=2, gradient_accumulation_steps=2, shuffle=False).fit(tokens)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
@@ -321,7 +324,7 @@ def test_stream_of_batches_with_different_lengths_is_rejected() -> None:
     assert "the first dimensions of its tensors differ ('inputs': 3, 'labels': 2). Make the samples the first" in found
 
 
-def raise_error_for_different_keys(backend: Any) -> str:
+def get_error_for_different_keys(backend: Any) -> str:
     extra = {"scale": 1.0} if backend.rank == 1 else {}
     return error_message(lambda: build_trainer(Regression(), backend=backend).fit(Rows(**extra)))
 
@@ -339,7 +342,7 @@ def loader_batches(backend: Any) -> tuple[list[Tensor], list[float], list[int]]:
 
 @pytest.mark.ci
 def test_keys_that_differ_between_ranks_are_rejected_and_sharded_loader_yields_mappings() -> None:
-    for found in run_ranks(raise_error_for_different_keys, 2):
+    for found in run_ranks(get_error_for_different_keys, 2):
         assert found.startswith(
             "DataError: The batches do not have the same keys on every rank (rank 0: 'inputs', 'labels'; rank 1: "
             "'inputs', 'labels', 'scale'). Give every rank the same data"

@@ -81,7 +81,7 @@ def test_stages_without_trainable_parameters_are_excluded() -> None:
 
 def test_first_stage_of_1f1b_has_fewer_blocks_because_it_holds_more_micro_batches() -> None:
     costs = [create_block_cost(held=10) for _ in range(6)]
-    # Stage 0 holds the activations of two micro-batches. Stage 1 holds the activations of one and its stage input.
+    # Stage 0 holds the activations of two micro-batches. Stage 1 holds those of one micro-batch, and its stage input.
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "1f1b")) == [2, 4]
     assert partition(6, 2, create_memory_cost(costs, 2, 4, "gpipe")) == [3, 3]
     assert partition(6, 2, create_memory_cost(costs, 2, 1, "1f1b")) == [3, 3]

@@ -29,14 +29,14 @@ finally:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_termination_signal_raises_system_exit(number: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_signal_raises_system_exit(signal_number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
+    process.send_signal(signal_number)
     assert process.communicate(timeout=30)[0] == "cleaned up\n"
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal_number
 
 
 def test_sighup_is_ignored_under_nohup() -> None:

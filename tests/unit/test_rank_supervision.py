@@ -24,7 +24,7 @@ from unitrain.supervisor.ranks import MAX_UNAUTHENTICATED, RankConnections
 from unitrain.supervisor.standby import Standby
 
 KEY = "0123456789abcdef"
-# A rank without torch, which exits normally, exits after a checkpoint, or kills itself.
+# A rank without torch. The second argument determines how it ends.
 RANK = """
 import os, signal, sys, time
 from unitrain.bootstrap.authentication import authenticate
@@ -68,14 +68,15 @@ class Rank:
         assert self.process.stdout is not None
         self.process.stdout.readline()  # the rank is connected, or was requested to exit
 
-    def end(self) -> int:
+    def finish(self) -> int:
+        """Let the process end, and return its exit code."""
         _, self.stderr = self.process.communicate("\n", timeout=30)
         return self.process.returncode
 
 
-def wait_until(happens: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
-    while not happens():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -91,9 +92,9 @@ def test_first_crashed_rank_is_known_unless_another_rank_exited_before() -> None
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         crashing, exiting = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "exits normally")
         wait_until(lambda: len(ranks._connections) == 2)
-        assert crashing.end() == -signal.SIGKILL
+        assert crashing.finish() == -signal.SIGKILL
         wait_until(lambda: ranks.crashed_ranks)
-        assert exiting.end() == 0
+        assert exiting.finish() == 0
         ranks.exit_all_ranks(30)
         assert (ranks.crashed_ranks, ranks.first_crashed_rank, ranks.unreachable_ranks, ranks.is_preempted) == (
             [1],
@@ -104,9 +105,9 @@ def test_first_crashed_rank_is_known_unless_another_rank_exited_before() -> None
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         crashing, exiting = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "exits normally")
         wait_until(lambda: len(ranks._connections) == 2)
-        assert exiting.end() == 0
+        assert exiting.finish() == 0
         wait_until(lambda: len(ranks._connections) == 1)
-        crashing.end()
+        crashing.finish()
         ranks.exit_all_ranks(30)
         assert (ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], None)
 
@@ -117,7 +118,7 @@ def test_crash_after_the_backend_was_shut_down_does_not_require_a_restart(ending
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         rank = Rank(ranks, 0, ending)
         wait_until(lambda: ranks.num_running == 1 or ending == "is killed after shutdown")
-        assert rank.end() == -signal.SIGKILL
+        assert rank.finish() == -signal.SIGKILL
         wait_until(lambda: ranks.crashed_ranks)
         assert ranks.has_running_rank_crashed == (ending == "is killed")
 
@@ -130,7 +131,7 @@ def test_exit_request_reaches_a_rank_that_connects_before_or_after_it(early: boo
         rank = Rank(ranks, 0, "handles SIGTERM")
         if not early:
             ranks.request_exit()
-        assert rank.end() == 0
+        assert rank.finish() == 0
         wait_until(lambda: ranks.is_preempted)
         assert ranks.crashed_ranks == []
 
@@ -153,8 +154,8 @@ def test_first_crashed_rank_is_unknown_if_the_launcher_kills_ranks_after_a_host_
         wait_until(lambda: len(ranks._connections) == 2)
         with ranks._state_changed:
             ranks._record_disconnect(1, DisconnectReason.UNREACHABLE, "")
-        crashing.end()
-        lost.end()
+        crashing.finish()
+        lost.finish()
         wait_until(lambda: ranks.crashed_ranks)
         assert (ranks.unreachable_ranks, ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], [0], None)
 
@@ -182,7 +183,7 @@ def test_standby_ranks_run_after_the_supervisor_starts_them() -> None:
         wait_until(lambda: ranks.num_running == 2)
         assert not ranks.has_disconnected_ranks
         assert not ranks.has_running_rank_crashed
-        assert (early.end(), late.end()) == (0, 0)
+        assert (early.finish(), late.finish()) == (0, 0)
         ranks.exit_all_ranks(30)
         assert ranks.crashed_ranks == []
 
@@ -240,12 +241,12 @@ def test_supervisor_does_not_wait_for_failed_standby_ranks_until_the_job_ends() 
     assert not any(thread.name == "unitrain standby" for thread in threading.enumerate())
 
 
-def test_ranks_exit_after_a_checkpoint_if_the_supervisor_has_exited() -> None:
+def test_ranks_receive_sigterm_if_the_supervisor_has_exited() -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         handles, plain = Rank(ranks, 0, "handles SIGTERM"), Rank(ranks, 1, "has no handler")
         wait_until(lambda: len(ranks._connections) == 2)
-    assert handles.end() == 0
-    assert plain.end() == -signal.SIGTERM
+    assert handles.finish() == 0
+    assert plain.finish() == -signal.SIGTERM
 
 
 def test_rank_with_a_closed_stderr_pipe_exits_if_the_supervisor_has_exited() -> None:
@@ -255,7 +256,7 @@ def test_rank_with_a_closed_stderr_pipe_exits_if_the_supervisor_has_exited() -> 
         assert rank.process.stderr is not None
         rank.process.stderr.close()  # as if the reader of the pipe (the launcher) has exited
         rank.process.stderr = None
-    assert rank.end() == -signal.SIGTERM
+    assert rank.finish() == -signal.SIGTERM
 
 
 def test_connections_without_the_key_or_job_are_ignored() -> None:
@@ -266,7 +267,7 @@ def test_connections_without_the_key_or_job_are_ignored() -> None:
         for text in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * 2000):
             with socket.create_connection((host, int(port)), timeout=10) as connection:
                 connection.sendall(text)
-        assert (other.end(), without_key.end()) == (0, 0)
+        assert (other.finish(), without_key.finish()) == (0, 0)
         assert "rank 0 cannot reach unitrain launch" in without_key.stderr
         ranks.exit_all_ranks(0)
         assert (ranks.crashed_ranks, ranks.unreachable_ranks, ranks.is_preempted) == ([], [], False)
@@ -322,6 +323,6 @@ def test_many_connections_without_the_key_do_not_exhaust_the_threads() -> None:
         for connection in (idle[0], idle[99]):
             assert len(connection.recv(100)) <= 16, "the supervisor may send its nonce before it closes the connection"
             assert connection.recv(100) == b""
-        assert rank.end() == 0
+        assert rank.finish() == 0
         wait_until(lambda: ranks.has_disconnected_ranks)
         assert ranks.crashed_ranks == []

@@ -72,8 +72,9 @@ def test_missing_rendezvous_address_is_reported_with_a_fix(launcher: str, messag
     assert str(caught.value) == message
 
 
-class ServerWithoutAddress(BaseHTTPRequestHandler):
-    """Simulated server of horovodrun before rank 0 publishes its address. It does not respond after `silent_from`."""
+class NoAddressHandler(BaseHTTPRequestHandler):
+    """Handles requests like horovodrun's server before rank 0 publishes its address. Does not respond after
+    `silent_from`."""
 
     def do_GET(self) -> None:
         if time.monotonic() > self.server.silent_from:  # type: ignore[attr-defined]
@@ -94,7 +95,7 @@ def horovodrun_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             held.bind(("127.0.0.1", 0))
             yield f"127.0.0.1:{held.getsockname()[1]}"
         return
-    server = ThreadingHTTPServer(("127.0.0.1", 0), ServerWithoutAddress)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NoAddressHandler)
     server.over = Event()  # type: ignore[attr-defined]
     server.daemon_threads = False  # server_close waits for the remaining requests
     server.silent_from = time.monotonic() + (1.6 if request.param == "stops responding" else 60)  # type: ignore[attr-defined]
@@ -135,7 +136,7 @@ def test_only_addresses_with_a_listener_are_reachable() -> None:
 
 
 @contextlib.contextmanager
-def start_other_program(kind: str) -> Iterator[int]:
+def start_other_program(behavior: str) -> Iterator[int]:
     """Simulate a program other than rank 0. It accepts connections, and then is silent, closes them or sends HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held: list[socket.socket] = []
@@ -144,9 +145,9 @@ def start_other_program(kind: str) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 while True:
                     held.append(server.accept()[0])
-                    if kind == "http":
+                    if behavior == "http":
                         held[-1].sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-                    if kind in ("http", "closes"):
+                    if behavior in ("http", "closes"):
                         held.pop().close()
 
         thread = Thread(target=serve, daemon=True)
@@ -161,9 +162,11 @@ def start_other_program(kind: str) -> Iterator[int]:
 NOT_RANK_ZERO = "the program that listens there does not respond like rank 0"
 
 
-@pytest.mark.parametrize("kind", ["silent", "closes", "http"])
-def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_other_program(kind) as port:
+@pytest.mark.parametrize("behavior", ["silent", "closes", "http"])
+def test_another_program_on_the_port_is_reported_within_the_timeout(
+    behavior: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_other_program(behavior) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Warnings about different properties that can prevent bit-identical results."""
+"""Warnings about properties that differ between runs or ranks and can prevent bit-identical results."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def run_on_ranks(size: int, function: Callable[[int], T]) -> list[T]:
         return list(pool.map(function, range(size), timeout=60))
 
 
-def connect(size: int, *, declining: int = -1) -> list[RowExchange | None]:
+def connect(size: int, *, declining_rank: int = -1) -> list[RowExchange | None]:
     store = HashStore()
 
     def connect_rank(rank: int) -> RowExchange | None:
@@ -46,7 +46,7 @@ def connect(size: int, *, declining: int = -1) -> list[RowExchange | None]:
         rendezvous = Rendezvous(info, store, LOOPBACK, timedelta(seconds=30))
         # Skip the cached property, which would wait for the other ranks while it holds a lock that threads share.
         vars(rendezvous)["own_address"] = LOOPBACK
-        return RowExchange.connect(rendezvous, is_wanted=rank != declining)
+        return RowExchange.connect(rendezvous, is_wanted=rank != declining_rank)
 
     return run_on_ranks(size, connect_rank)
 
@@ -104,7 +104,7 @@ def test_allgather_waits_for_a_late_rank() -> None:
 
 
 def test_ranks_do_not_connect_if_one_rank_declines() -> None:
-    assert connect(3, declining=1) == [None] * 3
+    assert connect(3, declining_rank=1) == [None] * 3
 
 
 def test_ranks_do_not_connect_if_one_rank_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:

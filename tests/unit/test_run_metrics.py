@@ -49,7 +49,7 @@ class Block(nn.Module):
         return self.second(torch.relu(self.first(inputs)))
 
 
-def count(model: nn.Module, inputs: Tensor, tokens: Tensor | None = None) -> FlopsMeasurement:
+def count_flops(model: nn.Module, inputs: Tensor, tokens: Tensor | None = None) -> FlopsMeasurement:
     measurement = FlopsMeasurement(is_enabled=True)
 
     def forward_backward(batch: Tensor, micro_batch: MicroBatch) -> Loss:
@@ -69,7 +69,7 @@ def test_flops_count_matrix_products_but_not_recomputation(checkpointing: bool) 
     model = nn.Sequential(Block(), Block())
     if checkpointing:
         checkpoint_activations(model, Block)
-    found = count(model, torch.randn(4, 10, 16), torch.tensor(20.0))
+    found = count_flops(model, torch.randn(4, 10, 16), torch.tensor(20.0))
     products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # forward pass of a sample with 10 positions
     # The backward pass has as many FLOPs for the weights and as many for the inputs, except those of the first layer.
     assert found.flops_per_sample == 3 * products - 2 * 10 * 16 * 32
@@ -84,7 +84,7 @@ def test_flops_of_attention_are_counted() -> None:
 
     model = nn.Module()
     model.forward = attend  # type: ignore[method-assign]
-    found = count(model, torch.randn(3, 2, 10, 8, requires_grad=True))
+    found = count_flops(model, torch.randn(3, 2, 10, 8, requires_grad=True))
     product = 2 * 2 * 10 * 10 * 8
     assert found.flops_per_sample in (6 * product, 7 * product)
 
@@ -251,7 +251,7 @@ def test_port_in_use_is_an_error_or_is_retried(values: RunValues, caplog: pytest
         (["--metrics-port", "9400", "--metrics-address", "127.0.0..1"], "is not available on 127.0.0..1"),
     ],
 )
-def test_launch_rejects_metrics_options(options: list[str], message: str, tmp_path: Path) -> None:
+def test_launch_rejects_invalid_metrics_options(options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     result = CliRunner().invoke(command_line, ["launch", *options, str(tmp_path / "train.py")])
     assert result.exit_code == 2

@@ -33,9 +33,9 @@ def collect_means(sync_steps: list[int]) -> tuple[list[float], float]:
 
 
 def test_mean_since_sync_includes_the_steps_since_the_last_sync_point() -> None:
-    seen, uninterrupted = collect_means([2, 10])
+    seen, epoch_mean = collect_means([2, 10])
     assert seen == pytest.approx([1.5 / 3, 6.5 / 3], rel=1e-6)
-    assert uninterrupted == pytest.approx(5.5 / 3, rel=1e-6)
+    assert epoch_mean == pytest.approx(5.5 / 3, rel=1e-6)
 
 
 def test_epoch_mean_does_not_depend_on_sync_points() -> None:
@@ -94,8 +94,10 @@ def test_unfinished_step_is_not_included_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 5])
-@pytest.mark.parametrize("at", [0, 1, 99, 100, 130])
-def test_mean_of_a_resumed_run_is_bit_identical_to_that_of_an_uninterrupted_run(at: int, count: int | None) -> None:
+@pytest.mark.parametrize("resume_step", [0, 1, 99, 100, 130])
+def test_mean_of_a_resumed_run_is_bit_identical_to_that_of_an_uninterrupted_run(
+    resume_step: int, count: int | None
+) -> None:
     values = torch.randn(170, generator=torch.Generator().manual_seed(3))
 
     def collect(loss: RunningLoss, values: torch.Tensor) -> RunningLoss:
@@ -105,10 +107,10 @@ def test_mean_of_a_resumed_run_is_bit_identical_to_that_of_an_uninterrupted_run(
         return loss
 
     resumed = RunningLoss(LOCAL)
-    resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:at]).state_dict())
-    uninterrupted = collect(RunningLoss(LOCAL), values[:at])
-    assert collect(resumed, values[at:]).reduce_epoch_mean(1, 1) == collect(
-        uninterrupted, values[at:]
+    resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:resume_step]).state_dict())
+    uninterrupted = collect(RunningLoss(LOCAL), values[:resume_step])
+    assert collect(resumed, values[resume_step:]).reduce_epoch_mean(1, 1) == collect(
+        uninterrupted, values[resume_step:]
     ).reduce_epoch_mean(1, 1)
     assert resumed.steps == 170
 
@@ -130,7 +132,7 @@ def test_mean_since_sync_is_over_all_ranks() -> None:
     assert loss.pop_mean_since_sync([loss.local_sums(), [5.0, 1.0]], 1, 1) == 8 / 4
 
 
-class ThreeRanks(LocalBackend):
+class OneOfThreeRanks(LocalBackend):
     """One of three ranks. Its peers have the sums 0.2 and 0.3 and one token each. Additions are rounded."""
 
     PEERS = ([0.2, 1.0], [0.3, 1.0])
@@ -148,7 +150,7 @@ def token_loss(communicator: LocalBackend, value: float) -> RunningLoss:
 
 
 def test_mean_since_sync_is_zero_after_an_epoch_if_its_first_steps_have_no_tokens() -> None:
-    ranks = ThreeRanks(torch.device("cpu"))
+    ranks = OneOfThreeRanks(torch.device("cpu"))
     loss = token_loss(ranks, 0.1)
     rows = [loss.local_sums(), *ranks.PEERS]
     assert loss.pop_mean_since_sync(rows, 1, 1) == pytest.approx(0.2)
@@ -162,7 +164,9 @@ def test_mean_since_sync_is_zero_after_an_epoch_if_its_first_steps_have_no_token
 def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_no_steps_have_run() -> None:
     states = [token_loss(LOCAL, value).state_dict()["ranks"][0] for value in (0.1, 0.2, 0.3)]
     loss = RunningLoss(LOCAL)
-    loss.load_state_dict({"steps": 1, "seen": [sum_exactly([[0.1, 1.0], *ThreeRanks.PEERS]), 3.0], "ranks": states})
+    loss.load_state_dict(
+        {"steps": 1, "seen": [sum_exactly([[0.1, 1.0], *OneOfThreeRanks.PEERS]), 3.0], "ranks": states}
+    )
     assert sync_mean(loss, 1, 1) == 0.0
 
 

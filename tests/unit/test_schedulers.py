@@ -20,11 +20,11 @@ from unitrain.progress.training_progress import TrainingProgress
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def build(optimizer: torch.optim.Optimizer, total_steps: int = 4) -> ReduceLROnPlateau:
+def build_plateau_scheduler(optimizer: torch.optim.Optimizer, total_steps: int = 4) -> ReduceLROnPlateau:
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
 
 
-def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) -> float:
+def train_and_return_rate(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) -> float:
     """Train for four epochs, and return the final learning rate."""
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
@@ -39,26 +39,32 @@ def fit(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) ->
 
 def test_number_of_steps_is_exact_for_runs_of_the_maximum_length() -> None:
     progress = TrainingProgress()
-    share = TrainingShard(TensorDataset(torch.zeros(16)), LOCAL, ShardSettings(batch_size=8))  # 2 steps per epoch
+    shard = TrainingShard(TensorDataset(torch.zeros(16)), LOCAL, ShardSettings(batch_size=8))  # 2 steps per epoch
     by_steps = TrainConfig(max_steps=2**63 - 1, batch_size=8, scheduler_interval="epoch")
-    assert total_scheduler_steps(by_steps, progress, share) == 2**62
+    assert total_scheduler_steps(by_steps, progress, shard) == 2**62
     by_epochs = TrainConfig(max_epochs=2**63 - 1, batch_size=8)
-    assert remaining_steps(by_epochs, progress, share) == 2**64 - 2
+    assert remaining_steps(by_epochs, progress, shard) == 2**64 - 2
 
 
 @pytest.mark.parametrize("monitor", [None, "train_loss"])
-def test_function_that_builds_a_plateau_scheduler_equals_the_scheduler(monitor: str | None) -> None:
-    found = fit(build, is_function=True, monitor=monitor)
-    assert found == fit(build, is_function=False, monitor=monitor) == pytest.approx(0.1 / 16)
+def test_plateau_scheduler_may_be_built_by_a_function(monitor: str | None) -> None:
+    found = train_and_return_rate(build_plateau_scheduler, is_function=True, monitor=monitor)
+    assert (
+        found
+        == train_and_return_rate(build_plateau_scheduler, is_function=False, monitor=monitor)
+        == pytest.approx(0.1 / 16)
+    )
 
 
 @pytest.mark.parametrize("is_function", [True, False])
 def test_plateau_scheduler_with_interval_step_raises(is_function: bool) -> None:
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs the results of an epoch"):
-        fit(build, is_function=is_function, scheduler_interval="step")
+        train_and_return_rate(build_plateau_scheduler, is_function=is_function, scheduler_interval="step")
 
 
 @pytest.mark.parametrize("is_function", [True, False])
 def test_monitor_without_a_plateau_scheduler_raises(is_function: bool) -> None:
     with pytest.raises(ConfigError, match="is used only by ReduceLROnPlateau"):
-        fit(lambda optimizer, total_steps=4: StepLR(optimizer, 1), is_function=is_function, monitor="val_loss")
+        train_and_return_rate(
+            lambda optimizer, total_steps=4: StepLR(optimizer, 1), is_function=is_function, monitor="val_loss"
+        )

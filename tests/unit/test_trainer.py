@@ -29,7 +29,7 @@ from unitrain.progress import display
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
-MakeOptimizer = Callable[[Any], Optimizer]
+OptimizerFactory = Callable[[Any], Optimizer]
 
 
 def network() -> nn.Module:
@@ -42,21 +42,21 @@ def samples(length: int = 22, seed: int = 1) -> TensorDataset:
     return TensorDataset(torch.randn(length, 6, generator=generator), torch.randint(3, (length,), generator=generator))
 
 
-def momentum(parameters: Any) -> Optimizer:
+def create_sgd(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def adamw(parameters: Any) -> Optimizer:
+def create_adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.01)
 
 
-def settings(**more: Any) -> TrainConfig:
+def create_config(**more: Any) -> TrainConfig:
     length = {} if "max_steps" in more or "max_epochs" in more else {"max_epochs": 3}
     return TrainConfig(**{"batch_size": 4, "progress": "off", **length, **more})
 
 
 def build_trainer(
-    config: TrainConfig, model: nn.Module | None = None, optimizer: MakeOptimizer = momentum, **more: Any
+    config: TrainConfig, model: nn.Module | None = None, optimizer: OptimizerFactory = create_sgd, **more: Any
 ) -> Trainer:
     model = network() if model is None else model
     return Trainer(model, optimizer(model.parameters()), nn.CrossEntropyLoss(), backend=LOCAL, config=config, **more)
@@ -64,7 +64,7 @@ def build_trainer(
 
 def train_in_plain_torch(
     data: TensorDataset,
-    optimizer_class: MakeOptimizer,
+    optimizer_class: OptimizerFactory,
     *,
     max_epochs: int,
     batch_size: int,
@@ -92,12 +92,12 @@ def train_in_plain_torch(
     return model, losses
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("optimizer", [create_sgd, create_adamw])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("length", [21, 24])
 def test_trainer_is_bit_identical_to_a_plain_torch_loop(
-    optimizer: MakeOptimizer, accumulate: int, clip_norm: float | None, length: int
+    optimizer: OptimizerFactory, accumulate: int, clip_norm: float | None, length: int
 ) -> None:
     given = {
         "max_epochs": 3,
@@ -107,7 +107,7 @@ def test_trainer_is_bit_identical_to_a_plain_torch_loop(
         "seed": 5,
     }
     expected, losses = train_in_plain_torch(samples(length), optimizer, **given)
-    trainer = build_trainer(settings(**given), optimizer=optimizer)
+    trainer = build_trainer(create_config(**given), optimizer=optimizer)
     results = trainer.fit(samples(length))
     for name, value in expected.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
@@ -117,7 +117,9 @@ def test_trainer_is_bit_identical_to_a_plain_torch_loop(
 def test_accumulation_equals_the_global_batch_up_to_rounding() -> None:
     models = []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
-        trainer = build_trainer(settings(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4))
+        trainer = build_trainer(
+            create_config(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4)
+        )
         trainer.fit(samples(29))
         models.append(trainer.model.state_dict())
     for other in models[1:]:
@@ -127,7 +129,7 @@ def test_accumulation_equals_the_global_batch_up_to_rounding() -> None:
 
 def test_dataloader_and_its_dataset_give_equal_training() -> None:
     opaque: Any = DataLoader(samples(), batch_size=4, shuffle=True, num_workers=1)
-    plain, loaded = build_trainer(settings()), build_trainer(settings(batch_size=None))
+    plain, loaded = build_trainer(create_config()), build_trainer(create_config(batch_size=None))
     plain.fit(samples())
     loaded.fit(opaque)
     for name, value in plain.model.state_dict().items():
@@ -137,9 +139,9 @@ def test_dataloader_and_its_dataset_give_equal_training() -> None:
 @pytest.mark.parametrize(("unit", "expected"), [("step", 18), ("epoch", 3)])
 def test_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expected: int) -> None:
     model = network()
-    optimizer = momentum(model.parameters())
+    optimizer = create_sgd(model.parameters())
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
-    config = settings(scheduler_interval=unit, gradient_accumulation_steps=1)
+    config = create_config(scheduler_interval=unit, gradient_accumulation_steps=1)
     Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
     assert scheduler.last_epoch == expected
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**expected)
@@ -147,9 +149,9 @@ def test_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expected: i
 
 def test_epoch_scheduler_steps_at_the_end_of_the_epoch() -> None:
     model = network()
-    optimizer = momentum(model.parameters())
+    optimizer = create_sgd(model.parameters())
     scheduler = StepLR(optimizer, 1)
-    config = settings(scheduler_interval="epoch", max_steps=8)  # an epoch has 6 steps
+    config = create_config(scheduler_interval="epoch", max_steps=8)  # an epoch has 6 steps
     Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
     assert scheduler.last_epoch == 1
 
@@ -159,39 +161,39 @@ def test_plateau_scheduler_uses_the_validation_loss() -> None:
     optimizer = SGD(model.parameters(), lr=1e-12)
     scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
     plateau = {"backend": LOCAL, "scheduler": scheduler}
-    Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(scheduler_interval="epoch"), **plateau).fit(
+    Trainer(model, optimizer, nn.CrossEntropyLoss(), config=create_config(scheduler_interval="epoch"), **plateau).fit(
         samples(), samples(9)
     )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-14)
     with pytest.raises(
         ConfigError, match=r"^ReduceLROnPlateau needs the results of an epoch.*scheduler_interval=\"epoch\""
     ):
-        Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(), **plateau)
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), config=create_config(), **plateau)
 
 
 def test_max_steps_counts_optimizer_steps() -> None:
-    trainer = build_trainer(settings(max_steps=8, gradient_accumulation_steps=2))
+    trainer = build_trainer(create_config(max_steps=8, gradient_accumulation_steps=2))
     trainer.fit(samples())  # an epoch has 3 steps
     assert (trainer.progress.epoch, trainer.progress.step, trainer.progress.sample) == (2, 8, 16)
-    uninterrupted = build_trainer(settings(max_steps=6, gradient_accumulation_steps=2))
-    uninterrupted.fit(samples())
-    assert (uninterrupted.progress.epoch, uninterrupted.progress.sample) == (2, 0)
+    complete_epochs = build_trainer(create_config(max_steps=6, gradient_accumulation_steps=2))
+    complete_epochs.fit(samples())
+    assert (complete_epochs.progress.epoch, complete_epochs.progress.sample) == (2, 0)
 
 
 def test_second_fit_of_a_finished_run_does_not_train() -> None:
-    trainer = build_trainer(settings(max_epochs=1))
+    trainer = build_trainer(create_config(max_epochs=1))
     trainer.fit(samples())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     assert trainer.fit(samples()) == {}
     assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("show_every", [2, 1000])
-def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_every: int) -> None:
+@pytest.mark.parametrize("log_every", [2, 1000])
+def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, log_every: int) -> None:
     inputs, targets = samples().tensors
     broken = inputs.clone()
-    broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float("inf")  # this sample is in step 10 of the run
-    trainer = build_trainer(settings(output_dir=tmp_path, log_every_n_steps=show_every))
+    broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float("inf")  # each epoch uses this sample
+    trainer = build_trainer(create_config(output_dir=tmp_path, log_every_n_steps=log_every))
     with pytest.raises(
         NonFiniteLossError, match=r"^The mean loss became nan in epoch 1, by step \d+\. Lower the learning"
     ):
@@ -202,7 +204,7 @@ def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_e
 
 def test_non_finite_loss_is_detected_at_the_next_sync_point() -> None:
     inputs, targets = samples().tensors
-    trainer = build_trainer(settings(log_every_n_steps=2))
+    trainer = build_trainer(create_config(log_every_n_steps=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
         trainer.fit(TensorDataset(inputs * float("nan"), targets))
 
@@ -214,10 +216,10 @@ def test_gradients_of_parameters_without_an_optimizer_are_ignored(precision: str
     for frozen in (True, False):
         model = network()
         model[0].requires_grad_(not frozen)  # type: ignore[index]
-        optimizer = momentum(model[3].parameters())  # type: ignore[index]
+        optimizer = create_sgd(model[3].parameters())  # type: ignore[index]
         Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
-            config=settings(max_grad_norm=0.05, find_unused_parameters=True, precision=precision),
+            config=create_config(max_grad_norm=0.05, find_unused_parameters=True, precision=precision),
         ).fit(samples())  # fmt: skip
         results.append([parameter.detach().clone() for parameter in model.parameters()])
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -227,9 +229,9 @@ def test_gradients_of_parameters_without_an_optimizer_are_ignored(precision: str
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
     given = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "precision": precision, "shuffle": False}
-    uninterrupted = build_trainer(settings(**given))
+    uninterrupted = build_trainer(create_config(**given))
     results = uninterrupted.fit(samples())
-    stopped, calls, loss_fn = build_trainer(settings(**given)), 0, nn.CrossEntropyLoss()
+    stopped, calls, loss_fn = build_trainer(create_config(**given)), 0, nn.CrossEntropyLoss()
 
     def interrupted(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
@@ -259,8 +261,8 @@ def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
 )
 def test_batch_settings_with_equal_global_batches_give_equal_training(given: dict[str, Any], data: Any) -> None:
     first, other = (
-        build_trainer(settings(batch_size=2, gradient_accumulation_steps=4)),
-        build_trainer(settings(**given)),
+        build_trainer(create_config(batch_size=2, gradient_accumulation_steps=4)),
+        build_trainer(create_config(**given)),
     )
     first.fit(samples())
     other.fit(data)
@@ -271,10 +273,10 @@ def test_batch_settings_with_equal_global_batches_give_equal_training(given: dic
 def test_plateau_scheduler_uses_the_monitored_result() -> None:
     def trainer(monitor: str | None) -> Trainer:
         model = network()
-        optimizer = momentum(model.parameters())
+        optimizer = create_sgd(model.parameters())
         return Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, metrics={"zero": lambda output, target: 0.0},
-            config=settings(max_epochs=4, scheduler_interval="epoch", monitor=monitor),
+            config=create_config(max_epochs=4, scheduler_interval="epoch", monitor=monitor),
             scheduler=ReduceLROnPlateau(optimizer, patience=0, threshold=0.0),
         )  # fmt: skip
 
@@ -286,15 +288,15 @@ def test_plateau_scheduler_uses_the_monitored_result() -> None:
     with pytest.raises(ConfigError, match=r"monitor 'val_zer' is not .* Did you mean 'val_zero'\? Available: train"):
         trainer("val_zer").fit(samples(), samples(9))
     with pytest.raises(ConfigError, match=r"monitor 'val_loss' is used only by ReduceLROnPlateau, which this run does"):
-        build_trainer(settings(monitor="val_loss"))
+        build_trainer(create_config(monitor="val_loss"))
 
 
 def test_history_has_one_row_per_epoch(tmp_path: Path) -> None:
     model = network()
-    optimizer = momentum(model.parameters())
+    optimizer = create_sgd(model.parameters())
     trainer = Trainer(
         model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
-        config=settings(output_dir=tmp_path, log_every_n_steps=1),
+        config=create_config(output_dir=tmp_path, log_every_n_steps=1),
         scheduler=StepLR(optimizer, 6), metrics={"accuracy": lambda output, target: output.argmax(1) == target},
     )  # fmt: skip
     results = trainer.fit(samples(), samples(9))
@@ -322,7 +324,7 @@ def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
     model.frozen.eval()
     per_sample: Callable[[Any, Any], Tensor] = lambda output, target: output.argmax(1) == target  # noqa: E731
     mean: Callable[[Any, Any], Tensor] = lambda output, target: (output.argmax(1) == target).float().mean()  # noqa: E731
-    trainer = build_trainer(settings(), model, metrics={"accuracy": per_sample, "mean": mean})
+    trainer = build_trainer(create_config(), model, metrics={"accuracy": per_sample, "mean": mean})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     results = trainer.evaluate(samples(23))
     assert model.modes == {(False, False)}
@@ -338,7 +340,7 @@ def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
     assert results["loss"] == pytest.approx(nn.functional.cross_entropy(output, targets).item(), rel=1e-6)
 
 
-class Sizes(nn.Linear):
+class BatchSizeRecorder(nn.Linear):
     """A model that records the batch sizes of an evaluation."""
 
     seen: list[int]
@@ -362,9 +364,9 @@ class Sizes(nn.Linear):
 def test_batch_size_of_the_training_loader_is_the_default_for_evaluation(
     val_data: Any, given: dict[str, Any], expected: list[int]
 ) -> None:
-    model = Sizes(6, 3)
+    model = BatchSizeRecorder(6, 3)
     model.seen = []
-    trainer = build_trainer(settings(max_epochs=1, **given), model)
+    trainer = build_trainer(create_config(max_epochs=1, **given), model)
     trainer.fit(DataLoader(samples(), batch_size=5), val_data)
     assert model.seen == expected
     model.seen.clear()
@@ -376,7 +378,7 @@ def test_evaluation_without_a_batch_size_names_eval_batch_size() -> None:
     with pytest.raises(
         ConfigError, match=r"^TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
     ):
-        build_trainer(settings(batch_size=None)).evaluate(samples())
+        build_trainer(create_config(batch_size=None)).evaluate(samples())
 
 
 def test_inputs_may_be_nested_structures() -> None:
@@ -395,7 +397,10 @@ def test_inputs_may_be_nested_structures() -> None:
         def forward(self, inputs: dict[str, Any]) -> Tensor:
             return self.head(torch.cat([inputs["left"], *inputs["both"]], dim=1))  # type: ignore[no-any-return]
 
-    assert build_trainer(settings(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {"train_loss", "val_loss"}
+    assert build_trainer(create_config(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {
+        "train_loss",
+        "val_loss",
+    }
 
 
 def test_invalid_trainer_arguments_are_rejected() -> None:
@@ -403,38 +408,46 @@ def test_invalid_trainer_arguments_are_rejected() -> None:
     with pytest.raises(
         DataError, match=r"^A batch must be a pair \(inputs, targets\) or a mapping .*, got a list of 3\."
     ):
-        build_trainer(settings()).fit(TensorDataset(inputs, inputs, targets))
+        build_trainer(create_config()).fit(TensorDataset(inputs, inputs, targets))
     model = network()
     trainer = Trainer(
-        model, momentum(model.parameters()), nn.CrossEntropyLoss(reduction="none"), backend=LOCAL, config=settings()
+        model,
+        create_sgd(model.parameters()),
+        nn.CrossEntropyLoss(reduction="none"),
+        backend=LOCAL,
+        config=create_config(),
     )
     with pytest.raises(ModelError, match=r"^The loss must be one number, got shape \[4\]\. .*loss\.mean\(\), or a"):
         trainer.fit(samples())
     with pytest.raises(ModelError, match="1 of the optimizer's 1 parameters do not belong to Sequential"):
         Trainer(
-            network(), momentum([nn.Parameter(torch.ones(1))]), nn.CrossEntropyLoss(), backend=LOCAL, config=settings()
+            network(),
+            create_sgd([nn.Parameter(torch.ones(1))]),
+            nn.CrossEntropyLoss(),
+            backend=LOCAL,
+            config=create_config(),
         )
     with pytest.raises(DataError, match=r"^The evaluation data is empty\."):
-        build_trainer(settings()).fit(samples(), samples(0))
+        build_trainer(create_config()).fit(samples(), samples(0))
     with pytest.raises(ConfigError, match="without a batch size"):
-        build_trainer(settings(batch_size=None)).fit(samples())
+        build_trainer(create_config(batch_size=None)).fit(samples())
 
 
 def test_history_that_cannot_be_written_raises(tmp_path: Path) -> None:
-    trainer = build_trainer(settings(output_dir=tmp_path))
+    trainer = build_trainer(create_config(output_dir=tmp_path))
     (tmp_path / "history.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"^Cannot write .*history\.jsonl' is not a regular file"):
         trainer.fit(samples())
 
 
 def test_optimizer_state_loaded_before_training_is_kept() -> None:
-    first = build_trainer(settings(max_epochs=1))
+    first = build_trainer(create_config(max_epochs=1))
     first.fit(samples())
     model = network()
     model.load_state_dict(first.model.state_dict())
-    optimizer = momentum(model.parameters())
+    optimizer = create_sgd(model.parameters())
     optimizer.load_state_dict(first.optimizer.state_dict())
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(max_epochs=1))
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=create_config(max_epochs=1))
     assert trainer.optimizer is optimizer
     states = (made.state_dict()["state"] for made in (first.optimizer, optimizer))
     for left, right in zip(*(state.values() for state in states), strict=True):
@@ -442,30 +455,30 @@ def test_optimizer_state_loaded_before_training_is_kept() -> None:
 
 
 def test_progress_prints_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    build_trainer(settings(progress="auto")).fit(samples(), samples(9))
+    build_trainer(create_config(progress="auto")).fit(samples(), samples(9))
     out, err = capfd.readouterr()
     assert out == ""
     lines = err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert all("train_loss" in line and "val_loss" in line and "samples/s" in line for line in lines)
-    build_trainer(settings(progress="off")).fit(samples())
+    build_trainer(create_config(progress="off")).fit(samples())
     assert capfd.readouterr() == ("", "")
 
 
 def test_progress_draws_a_bar_on_a_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
-    build_trainer(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
+    build_trainer(create_config(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
     err = capfd.readouterr().err
     assert "20/20" in err
     assert "loss" in err
     assert "━" in err
 
 
-@pytest.mark.parametrize("kind", [display._Lines, display._Bar])
-def test_progress_fits_80_columns(kind: type[display._TimedDisplay]) -> None:
+@pytest.mark.parametrize("display_class", [display._Lines, display._Bar])
+def test_progress_fits_80_columns(display_class: type[display._TimedDisplay]) -> None:
     screen = io.StringIO()
-    shown = kind(Console(file=screen, force_terminal=True, width=80, color_system=None))
+    shown = display_class(Console(file=screen, force_terminal=True, width=80, color_system=None))
     shown.interval_seconds = -1.0
     with shown:
         shown.start(12_345, 100)
@@ -482,10 +495,10 @@ def test_progress_fits_80_columns(kind: type[display._TimedDisplay]) -> None:
     assert all(f"val_metric_{number} {number / 3:.4f}" in text for number in range(9))
 
 
-@pytest.mark.parametrize("kind", [display._Lines, display._Bar])
-def test_brackets_in_messages_and_names_are_not_markup(kind: type[display._TimedDisplay]) -> None:
+@pytest.mark.parametrize("display_class", [display._Lines, display._Bar])
+def test_brackets_in_messages_and_names_are_not_markup(display_class: type[display._TimedDisplay]) -> None:
     screen = io.StringIO()
-    with kind(Console(file=screen, width=80, color_system=None)) as shown:
+    with display_class(Console(file=screen, width=80, color_system=None)) as shown:
         shown.start(3, 1)
         shown.show_message("stopped after step 1: see [/tmp/x] and [red]")
         shown.show_validation(1, {"val_[bold]": 0.5})

@@ -39,7 +39,7 @@ from unitrain.launchers.translation.job import LauncherOption
 from unitrain.launchers.translation.options import Syntax
 from unitrain.launchers.translation.words import join, split, split_assignments
 
-LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
+COMMAND_TARGETS = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
 
 def translated_lines(line: str, target: str) -> list[str]:
@@ -337,7 +337,7 @@ def test_host_discovery_is_translated_or_rejected() -> None:
             f"The script './hosts.sh' lists the hosts while the job runs, but {target} needs them at the start. "
             "Name them with their slots, as in: --hosts node1:2,node2:2"
         )
-    code, out, notes = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
+    code, out, notes = run_translate_command(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
     assert code == 0
     assert out.startswith("mpiexec -n 4 -hosts a:2,b:2 ")
     assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in notes
@@ -732,7 +732,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 @settings(max_examples=150)
-@given(jobs(), st.sampled_from(LINES))
+@given(jobs(), st.sampled_from(COMMAND_TARGETS))
 def test_parse_inverts_build(job: Job, target: str) -> None:
     if target == "unitrain":
         job = replace(job, program=("python", "train.py", *job.program[3:]))
@@ -1109,13 +1109,13 @@ def test_syntax_has_every_option_of_hydra_and_srun() -> None:
 # --- the command ---
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
+def run_translate_command(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(command, ["translate", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
 def test_translate_command_prints_lines_and_notes() -> None:
-    code, out, notes = run(
+    code, out, notes = run_translate_command(
         "horovodrun -np 4 -H a:2,b:2 --verbose python train.py", "--to", "torchrun", "--backend", "ddp"
     )
     assert code == 0
@@ -1123,20 +1123,23 @@ def test_translate_command_prints_lines_and_notes() -> None:
     first, second = (f"torchrun --nnodes 2 --node-rank {number} {common}" for number in range(2))
     assert out.splitlines() == ["# on a", first, "# on b", second]
     assert notes.startswith("note: --verbose of horovodrun is left out: ")
-    assert run("--to", "horovodrun", "--", "torchrun", "t.py", "a b")[1] == (
+    assert run_translate_command("--to", "horovodrun", "--", "torchrun", "t.py", "a b")[1] == (
         "UNITRAIN_BACKEND=ddp horovodrun -np 1 --gloo python t.py 'a b'\n"
     )
-    assert run("srun -N 2 python t.py", "--to", "mpiexec", "--hosts", "a:1,b:1")[1].startswith(
+    assert run_translate_command("srun -N 2 python t.py", "--to", "mpiexec", "--hosts", "a:1,b:1")[1].startswith(
         "mpiexec -n 2 -hosts a:1,b:1"
     )
-    assert run("torchrun t.py", "--to", "sbatch")[1].startswith("#!/bin/bash\n#SBATCH --job-name=t\n")
+    assert run_translate_command("torchrun t.py", "--to", "sbatch")[1].startswith("#!/bin/bash\n#SBATCH --job-name=t\n")
 
 
 def test_translate_command_reports_invalid_arguments() -> None:
-    code, _, notes = run("torchrun t.py", "--to", "horovodru")
+    code, _, notes = run_translate_command("torchrun t.py", "--to", "horovodru")
     assert code == 2
     assert notes.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
-    assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
+    assert (
+        "Unknown backend 'dpd'. Did you mean 'ddp'?"
+        in run_translate_command("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
+    )
 
 
 def test_batch_script_quotes_values_and_rejects_line_breaks() -> None:

@@ -12,14 +12,14 @@ from unitrain import processes
 from unitrain.monitoring import watchdog
 
 
-@pytest.mark.parametrize("kind", ["none", "closed", "broken pipe"])
-def test_report_is_discarded_if_stderr_is_unusable(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stderr_state", ["none", "closed", "broken pipe"])
+def test_report_is_discarded_if_stderr_is_unusable(stderr_state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stderr = os.fdopen(writer, "w")
-    if kind != "broken pipe":
+    if stderr_state != "broken pipe":
         stderr.close()
-    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stderr)
+    monkeypatch.setattr(sys, "stderr", None if stderr_state == "none" else stderr)
     processes.print_to_stderr(["unitrain: rank 1 failed first"])
     monkeypatch.undo()
     with contextlib.suppress(BrokenPipeError):
