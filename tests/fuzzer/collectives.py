@@ -53,11 +53,11 @@ def simpler_collectives(case: Case) -> Iterator[Case]:
         yield {**case, "size": 2}
 
 
-def input_tensor(case: Case, number: int, rank: int) -> Tensor:
-    """Return the input of a rank for call `number`, a tensor of shape [rows * size, 2]."""
-    _, _, op, name, rows, special = case["calls"][number]
+def input_tensor(case: Case, call_index: int, rank: int) -> Tensor:
+    """Return the input of a rank for call `call_index`: a tensor of shape [rows * size, 2]."""
+    _, _, op, name, rows, special = case["calls"][call_index]
     dtype: torch.dtype = getattr(torch, name)
-    generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank)
+    generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * call_index + rank)
     shape = (rows * case["size"], 2)
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -65,7 +65,7 @@ def input_tensor(case: Case, number: int, rank: int) -> Tensor:
         value = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
         if special in ("nan", "inf") and rows and rank == case["seed"] % case["size"]:
             # Transports reduce parts of a tensor in different orders. NaN is lost only in some of these orders.
-            value[number % len(value), 0] = value[len(value) // 2, 0] = value[-1, 1] = float(special)
+            value[call_index % len(value), 0] = value[len(value) // 2, 0] = value[-1, 1] = float(special)
         return value.to(dtype)
     value = torch.randint(0, 5, shape, generator=generator)
     if special == "large" and op in ("min", "max", "sum") and rows:
@@ -78,11 +78,11 @@ def input_tensor(case: Case, number: int, rank: int) -> Tensor:
     return value.to(dtype)
 
 
-def input_weights(case: Case, number: int, rank: int) -> Tensor:
+def input_weights(case: Case, call_index: int, rank: int) -> Tensor:
     """Return the weights by which a rank multiplies the result of a differentiable allgather. The loss of the rank is
     the sum of the products."""
-    _, _, _, name, rows, _ = case["calls"][number]
-    generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank + 5)
+    _, _, _, name, rows, _ = case["calls"][call_index]
+    generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * call_index + rank + 5)
     value = torch.randn(rows * case["size"] ** 2, 2, generator=generator, dtype=torch.float64)
     return value.to(getattr(torch, name))
 

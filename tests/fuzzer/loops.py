@@ -104,16 +104,16 @@ class SharedParts(nn.Module):
 
 def run_step(
     case: Case,
-    number: int,
+    step_index: int,
     rank: int,
     model: nn.Module,
     call: Callable[..., Any],
     no_sync: Callable[[], Any] = nullcontext,
 ) -> None:
-    """Run the operations before step `number` on one rank's inputs. `call` is the wrapped model."""
-    forwards = sum(operation[0] == "forward" for operations in case["steps"][:number] for operation in operations)
+    """Run the operations before step `step_index` on one rank's inputs. `call` is the wrapped model."""
+    forwards = sum(operation[0] == "forward" for operations in case["steps"][:step_index] for operation in operations)
     losses: list[Tensor] = []
-    for name, *settings in case["steps"][number]:
+    for name, *settings in case["steps"][step_index]:
         if name == "forward":
             sync, wrapped, part = settings
             generator = torch.Generator().manual_seed(1000 * case["seed"] + 10 * forwards + rank)

@@ -178,8 +178,8 @@ class Oracle:
         self.case = case
         self.features = set(case["features"])
         self.model = parts.Network(case)
-        self.optimizer = parts.optimizer_of(case, self.model, late=False)
-        self.scheduler = parts.scheduler_of(case, self.optimizer)
+        self.optimizer = parts.create_optimizer(case, self.model, late=False)
+        self.scheduler = parts.create_scheduler(case, self.optimizer)
         self.forward, self.loss_fn = parts.Forward(case), parts.loss_function(case)
         self.inputs, self.targets = parts.samples(case)
         self.average: nn.Module | None = copy.deepcopy(self.model) if case["ema"] else None
@@ -347,7 +347,7 @@ class Oracle:
         output, target = self._outputs()
         loss = self.loss_fn(output, target)
         results = {"loss": float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)}
-        for name, metric in parts.metrics_of(self.case).items():
+        for name, metric in parts.create_metrics(self.case).items():
             if name[0].isupper():
                 metric.update(output, target)
                 results[name] = float(metric.compute())

@@ -324,7 +324,7 @@ def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     settings |= {"batch_size": batch_size, "drop_last": case["drop_last"]}
     if case["sampler"] == "shuffle":
         return DataLoader(dataset, shuffle=True, **settings)
-    return DataLoader(dataset, sampler=sampler_of(case, dataset), **settings)
+    return DataLoader(dataset, sampler=create_sampler(case, dataset), **settings)
 
 
 def subset_indices(case: Case) -> list[int]:
@@ -332,7 +332,7 @@ def subset_indices(case: Case) -> list[int]:
     return [count - 1, *range(count - 2)]
 
 
-def sampler_of(case: Case, dataset: Any) -> Any:
+def create_sampler(case: Case, dataset: Any) -> Any:
     name = case["sampler"]
     if name is None:
         return None
@@ -391,7 +391,7 @@ def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
 # Optimization
 
 
-def optimizer_of(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
+def create_optimizer(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
     """Return the optimizer. If `late`, include the parameter group that the case adds during the run."""
     initial_parameters = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
     name, settings = case["optimizer"], dict(case["optimizer_settings"])
@@ -405,7 +405,7 @@ def add_late_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model.late_part.parameters())})
 
 
-def scheduler_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+def create_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
     """Return the torch scheduler of the case."""
     s: Any = lr_scheduler
     lr = optimizer.param_groups[0]["lr"]
@@ -487,7 +487,7 @@ def create_flattened_metric(name: str) -> Any:
     return Flattened()
 
 
-def metrics_of(case: Case) -> dict[str, Any]:
+def create_metrics(case: Case) -> dict[str, Any]:
     """Return the metrics of a case by name. Names that start with a capital letter are torchmetrics metrics."""
     made: dict[str, Any] = {"squares": mean_square, "each": square_sums}
     if "in_place" in case["metrics"]:

@@ -188,7 +188,7 @@ def _check_replicas(case: Case, rank_results: list[dict[str, Any]]) -> None:
     """Raise _FailedError unless all ranks end with the same parameters, optimizer state and results."""
     for rank, other in enumerate(rank_results):
         for name in ("parameters", "average", "optimizer", "results"):
-            if worst := list(differences(other[name], rank_results[0][name], 0.0, name)):
+            if worst := list(find_differences(other[name], rank_results[0][name], 0.0, name)):
                 raise _FailedError(f"replicas: rank {rank} and rank 0: {worst[0]}")
 
 
@@ -208,16 +208,16 @@ def _compare(case: Case, found: dict[str, Any], expected: dict[str, Any], tolera
     for name in ("rates", "epochs", "parameters", "buffers", "average", "optimizer", "evaluate", "predict"):
         if name == "buffers" and "max_norm" in case["features"]:
             continue
-        wrong += list(differences(found.get(name), expected.get(name), tolerance, name))[:2]
+        wrong += list(find_differences(found.get(name), expected.get(name), tolerance, name))[:2]
     shared = found["results"].keys() & expected["results"].keys()  # without remaining steps, there is no loss
     found_results, expected_results = ({name: one["results"][name] for name in shared} for one in (found, expected))
-    wrong += list(differences(found_results, expected_results, tolerance, "results"))[:2]
+    wrong += list(find_differences(found_results, expected_results, tolerance, "results"))[:2]
     if case["counting"]:
-        wrong += list(differences(found["counting"], expected["counting"], 0.0, "counting"))
+        wrong += list(find_differences(found["counting"], expected["counting"], 0.0, "counting"))
     return wrong
 
 
-def differences(found: Any, expected: Any, tolerance: float, path: str) -> Iterator[str]:
+def find_differences(found: Any, expected: Any, tolerance: float, path: str) -> Iterator[str]:
     """Yield the locations at which two nested values differ by more than `tolerance`, relative to 1 + the expected
     value."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
@@ -241,12 +241,12 @@ def differences(found: Any, expected: Any, tolerance: float, path: str) -> Itera
             yield f"{path} has {_abbreviate_names(added)} and lacks {_abbreviate_names(missing)}"
         for key in found.keys() & expected.keys():
             loose = LOOSE if any(name in str(key) for name in cases.TORCHMETRICS) else tolerance
-            yield from differences(found[key], expected[key], max(loose, tolerance), f"{path}.{key}")
+            yield from find_differences(found[key], expected[key], max(loose, tolerance), f"{path}.{key}")
     elif isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             yield f"{path} has {len(found)} entries, not {len(expected)}"
         for index, (one, other) in enumerate(zip(found, expected, strict=False)):
-            yield from differences(one, other, tolerance, f"{path}[{index}]")
+            yield from find_differences(one, other, tolerance, f"{path}[{index}]")
     elif isinstance(found, (int, float)) and isinstance(expected, (int, float)):
         if found != found and expected != expected:
             return

@@ -94,27 +94,27 @@ class StepCounter(unitrain.Callback):
         self.seen = state["seen"]
 
 
-def run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
-    """Run segment `number` of a case, and return its results or the exception that it raised."""
+def run(backend: Backend, case: Case, segment_index: int, folder: str) -> dict[str, Any]:
+    """Run segment `segment_index` of a case, and return its results or the exception that it raised."""
     try:
-        return _run(backend, case, number, folder)
+        return _run(backend, case, segment_index, folder)
     except Exception as error:
         return {"error": (type(error).__name__, str(error)), "traceback": traceback.format_exc()}
 
 
-def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
-    segment = case["segments"][number]
-    end, start = segment["end"], case["_starts"][number]
+def _run(backend: Backend, case: Case, segment_index: int, folder: str) -> dict[str, Any]:
+    segment = case["segments"][segment_index]
+    end, start = segment["end"], case["_starts"][segment_index]
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
     model = parts.Network(case)
     change = case["change"]
     changed = bool(change) and start >= change[1]
-    optimizer = parts.optimizer_of(case, model, late=changed and change[0] == "add")
+    optimizer = parts.create_optimizer(case, model, late=changed and change[0] == "add")
     if change and change[0] in ("freeze", "unfreeze"):
         model.first.requires_grad_((change[0] == "unfreeze") == changed)
-    scheduler = parts.scheduler_of(case, optimizer)
+    scheduler = parts.create_scheduler(case, optimizer)
     recorder = Recorder(case, end, model, optimizer)
     callbacks: list[unitrain.Callback] = [recorder]
     counting = StepCounter(case["counting"]) if case["counting"] else None
@@ -129,9 +129,9 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
         optimizer,
         parts.loss_function(case),
         backend=backend,
-        config=config_of(case, segment, folder),
+        config=create_config(case, segment, folder),
         scheduler=scheduler,
-        metrics=parts.metrics_of(case),
+        metrics=parts.create_metrics(case),
         forward=forward,
         callbacks=callbacks,
     )
@@ -170,7 +170,7 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
     return outcome
 
 
-def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
+def create_config(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
     """Return the settings of one segment of a case."""
     end = segment["end"]
     stops = end is not None and end[0] == "steps"

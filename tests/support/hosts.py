@@ -118,10 +118,10 @@ class Host:
         """Kill all processes on this host except the listening sshd."""
         kill_until_none_is_left(self.find_processes, _UP_SECONDS)
 
-    def signal(self, pid: int, number: signal.Signals) -> None:
+    def signal(self, pid: int, signal_number: signal.Signals) -> None:
         """Send a signal to a process of this host, given its process ID on this machine."""
         assert pid in self.find_processes()
-        os.kill(pid, number)
+        os.kill(pid, signal_number)
 
     def disconnect_network(self) -> None:
         """Disconnect the network of this host. Packets are lost without an error."""

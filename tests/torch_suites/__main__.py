@@ -107,7 +107,7 @@ def write_table(
         "",
         f"Written by `make test-torch-suites` on {datetime.date.today()}, with torch {torch.__version__} on CPUs."
         f"{source} "
-        "Numbers count the tests that pass. A test that passes with Gloo and fails with Horovod is listed with its "
+        "The numbers count the tests that pass. A test that passes with Gloo and fails with Horovod is listed with its "
         "reason.",
         "",
         "| suite | Gloo | " + " | ".join(titles) + " | listed |",

@@ -61,7 +61,7 @@ class Job:
             except OSError:
                 outcomes = [None] * self._size
             seconds = time.monotonic() - started
-        outcome = _merge(outcomes, seconds)
+        outcome = _merge_outcomes(outcomes, seconds)
         if outcome[0] == rank.FAILED:
             self.stop()
         return outcome
@@ -168,7 +168,7 @@ def _accept(listener: Listener, size: int) -> list[Connection]:
     return [connections[number] for number in range(size)]
 
 
-def _merge(outcomes: list[Outcome | None], seconds: float) -> Outcome:
+def _merge_outcomes(outcomes: list[Outcome | None], seconds: float) -> Outcome:
     """Combine the outcomes of all ranks into the outcome of the test. A test has passed if every rank has passed."""
     failures = [
         f"rank {number}: {'did not finish' if outcome is None else outcome[1]}"

@@ -51,13 +51,13 @@ class Rank:
                 class_name, test, folder = connection.recv()
             except EOFError:
                 return
-            connection.send(self._run(class_name, test, Path(folder)))
+            connection.send(self._run_test(class_name, test, Path(folder)))
 
-    def _run(self, class_name: str, test: str, folder: Path) -> tuple[str, str, float]:
+    def _run_test(self, class_name: str, test: str, folder: Path) -> tuple[str, str, float]:
         """Run a test, and return the outcome, the details and the seconds."""
         started = time.monotonic()
         try:
-            self._call(self._classes[class_name], test, folder)
+            self._call_test(self._classes[class_name], test, folder)
         except unittest.SkipTest as reason:
             outcome, detail = SKIPPED, str(reason)
         except SystemExit as stop:
@@ -74,7 +74,7 @@ class Rank:
                 outcome, detail = FAILED, traceback.format_exc()
         return outcome, detail, time.monotonic() - started
 
-    def _call(self, test_class: Any, test: str, folder: Path) -> None:
+    def _call_test(self, test_class: Any, test: str, folder: Path) -> None:
         tempfile.tempdir = str(folder)
         common_utils.set_rng_seed()
         if issubclass(test_class, common_distributed.MultiProcContinuousTest):
@@ -146,7 +146,7 @@ class Rank:
 
         initialize = dist.init_process_group
 
-        def create(store: Any, rank: int, size: int, *options: Any) -> Any:
+        def create_group(store: Any, rank: int, size: int, *options: Any) -> Any:
             timeout = next((option for option in options if isinstance(option, timedelta)), timedelta(seconds=50))
             self._destroy_groups()
             initialize(self._backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -154,7 +154,7 @@ class Rank:
 
         for test_class in self._classes.values():
             if hasattr(test_class, "_create_process_group_gloo"):
-                test_class._create_process_group_gloo = lambda self, *arguments: create(*arguments)
+                test_class._create_process_group_gloo = lambda self, *arguments: create_group(*arguments)
 
 
 def main(module: ModuleType, classes: list[type[unittest.TestCase]], backend: str, connection: Connection) -> None:

@@ -149,7 +149,7 @@ def error_message(*words: str) -> str:
     return str(caught.value)
 
 
-def build(*words: str) -> dict[str, Any]:
+def build_trainer_arguments(*words: str) -> dict[str, Any]:
     return build_arguments(parse(words))
 
 
@@ -170,7 +170,9 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 
 def test_files_and_options_are_merged_in_order(folder: Path) -> None:
     (folder / "fast.yaml").write_text("batch_size: 8\noptimizer: {init_args: {lr: 0.2}}\nkeep_last: null\n")
-    arguments = build("config/run.yaml", "fast.yaml", "--max_epochs", "3", "--model.hidden=6", "--output_dir=runs")
+    arguments = build_trainer_arguments(
+        "config/run.yaml", "fast.yaml", "--max_epochs", "3", "--model.hidden=6", "--output_dir=runs"
+    )
     config, model, optimizer = arguments["config"], arguments["model"], arguments["optimizer"]
     assert (config.max_epochs, config.batch_size, config.keep_last) == (3, 8, None)
     assert model.layers[0].out_features == 6
@@ -188,7 +190,7 @@ def test_settings_may_be_objects_and_val_data_may_have_several_datasets(folder: 
         "local_sgd: {steps: 4}\nloggers: [csv, {class_path: unitrain.JSONLinesLogger}]\n"
         "checkpoint_activations: [Linear]\noutput_dir: runs\n"
     )
-    arguments = build("config/run.yaml", "more.yaml")
+    arguments = build_trainer_arguments("config/run.yaml", "more.yaml")
     assert list(arguments["val_data"]) == ["one", "two"]
     assert arguments["config"].local_sgd == unitrain.LocalSGDConfig(steps=4)
     assert arguments["config"].checkpoint_activations == ("Linear",)
@@ -199,21 +201,27 @@ def test_settings_may_be_objects_and_val_data_may_have_several_datasets(folder: 
 def test_initial_weights_equal_those_of_torch_with_the_same_seed(folder: Path) -> None:
     torch.manual_seed(3)
     expected = nn.Linear(3, 5).weight
-    assert torch.equal(build("config/run.yaml", "--seed=3")["model"].layers[0].weight, expected)
+    assert torch.equal(build_trainer_arguments("config/run.yaml", "--seed=3")["model"].layers[0].weight, expected)
 
 
 def test_scheduler_may_be_a_class_or_a_function(folder: Path) -> None:
-    cosine = build("config/run.yaml", "--scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--scheduler.T_max=7")
+    cosine = build_trainer_arguments(
+        "config/run.yaml", "--scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--scheduler.T_max=7"
+    )
     assert isinstance(cosine["scheduler"], CosineAnnealingLR)
     assert cosine["scheduler"].T_max == 7
     assert cosine["scheduler"].optimizer is cosine["optimizer"]
-    cycle = build("config/run.yaml", "--scheduler=torch.optim.lr_scheduler.OneCycleLR", "--scheduler.max_lr=0.3")
+    cycle = build_trainer_arguments(
+        "config/run.yaml", "--scheduler=torch.optim.lr_scheduler.OneCycleLR", "--scheduler.max_lr=0.3"
+    )
     planned = cycle["scheduler"](cycle["optimizer"], 11)
     assert isinstance(planned, OneCycleLR)
     assert planned.total_steps == 11
-    decay = build("config/run.yaml", "--scheduler=config_parts.decay")
+    decay = build_trainer_arguments("config/run.yaml", "--scheduler=config_parts.decay")
     assert decay["scheduler"](decay["optimizer"], 4).lr_lambdas[0](1) == 0.75
-    assert isinstance(build("config/run.yaml", "--scheduler=config_parts.constant")["scheduler"], LambdaLR)
+    assert isinstance(
+        build_trainer_arguments("config/run.yaml", "--scheduler=config_parts.constant")["scheduler"], LambdaLR
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,7 +346,7 @@ def test_name_that_is_not_a_configuration_file_is_reported(folder: Path) -> None
 
 def test_exception_in_a_constructor_names_the_key_of_the_class(folder: Path) -> None:
     with pytest.raises(ValueError, match="13 is not supported") as caught:
-        build("config/run.yaml", "--model.hidden=13")
+        build_trainer_arguments("config/run.yaml", "--model.hidden=13")
     assert caught.value.__notes__[0].startswith("config/run.yaml, line 1: model: the exception was raised")
 
 
@@ -360,7 +368,7 @@ def test_exception_in_a_class_or_function_is_raised_with_a_note(
 ) -> None:
     (folder / "failing.yaml").write_text(text)
     with pytest.raises(error, match=message) as caught:
-        build("config/run.yaml", "failing.yaml")
+        build_trainer_arguments("config/run.yaml", "failing.yaml")
     assert caught.value.__notes__[0].startswith(f"failing.yaml, line 1: {text.partition(':')[0]}: the exception was")
     assert caught.traceback[-1].name in ("create_data", "__init__")
 
@@ -402,8 +410,8 @@ def test_exit_of_a_module_or_function_is_an_error(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"leaving.yaml, line 1: model: config_parts.call_exit called sys.exit\(0\) in .*py"
     ):
-        build("config/run.yaml", "leaving.yaml")
-    arguments = build("config/run.yaml", "--scheduler=config_parts.call_exit_later")
+        build_trainer_arguments("config/run.yaml", "leaving.yaml")
+    arguments = build_trainer_arguments("config/run.yaml", "--scheduler=config_parts.call_exit_later")
     with pytest.raises(ConfigError, match=r"--scheduler: config_parts.call_exit_later called sys.exit\(0\)"):
         arguments["scheduler"](arguments["optimizer"], 3)
 
@@ -417,7 +425,7 @@ def test_model_function_must_return_a_module(function: str, returned: str, folde
         rf"wrong.yaml, line 2: model: config_parts\.{function} returned {returned}, not a torch\.nn\.Module\. Return a"
     )
     with pytest.raises(ConfigError, match=message):
-        build("config/run.yaml", "wrong.yaml")
+        build_trainer_arguments("config/run.yaml", "wrong.yaml")
 
 
 def test_parsing_does_not_use_the_standard_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +436,9 @@ def test_parsing_does_not_use_the_standard_output(folder: Path, monkeypatch: pyt
 
 
 def test_dataset_need_not_be_a_subclass_of_torch_dataset(folder: Path) -> None:
-    arguments = build("config/run.yaml", "--train_data=config_parts.create_table", "--val_data=config_parts.Table")
+    arguments = build_trainer_arguments(
+        "config/run.yaml", "--train_data=config_parts.create_table", "--val_data=config_parts.Table"
+    )
     assert [type(arguments[name]).__name__ for name in ("train_data", "val_data")] == ["Table", "Table"]
 
 
@@ -551,7 +561,10 @@ def test_help_describes_keys_and_print_config_prints_a_valid_file(folder: Path) 
     assert "# Clip the gradient norm" in printed
     assert "known subclasses" not in printed
     (folder / "start.yaml").write_text(printed + "python_path: [config]\n" * ("\npython_path" not in printed))
-    assert build("config/run.yaml", "start.yaml")["config"] == build("config/run.yaml")["config"]
+    assert (
+        build_trainer_arguments("config/run.yaml", "start.yaml")["config"]
+        == build_trainer_arguments("config/run.yaml")["config"]
+    )
 
 
 def test_help_describes_the_parameters_of_a_function(folder: Path) -> None:

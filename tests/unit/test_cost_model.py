@@ -205,7 +205,7 @@ def simulate_hierarchical(hosts: int, per_host: int, between: Network, inside: N
     return cluster
 
 
-def check(cluster: Cluster, seconds: float) -> None:
+def check_sums_and_time(cluster: Cluster, seconds: float) -> None:
     """Check that every rank has the sum, and that the last rank finishes after exactly `seconds`."""
     assert np.array_equal(cluster.arrays, np.tile(cluster.expected, (len(cluster.arrays), 1)))
     assert cluster.clocks.max() == pytest.approx(seconds, rel=1e-12, abs=1e-12)
@@ -222,24 +222,24 @@ def check(cluster: Cluster, seconds: float) -> None:
     ids=["ring", "recursive doubling", "tree"],
 )
 def test_formulas_equal_the_simulation(simulate: Callable[[int], Cluster], cost: Any, ranks: int) -> None:
-    check(simulate(ranks), cost(ranks, ELEMENTS, NETWORK))
+    check_sums_and_time(simulate(ranks), cost(ranks, ELEMENTS, NETWORK))
 
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_halving_and_doubling_equals_the_simulation(ranks: int) -> None:
-    check(simulate_halving_doubling(ranks), halving_doubling_allreduce(ranks, ELEMENTS, NETWORK))
+    check_sums_and_time(simulate_halving_doubling(ranks), halving_doubling_allreduce(ranks, ELEMENTS, NETWORK))
 
 
 @pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (3, 1), (3, 3), (4, 2), (8, 3), (12, 12)])
 def test_parameter_servers_equal_the_simulation(ranks: int, servers: int) -> None:
-    check(simulate_parameter_server(ranks, servers), parameter_server(ranks, ELEMENTS, NETWORK, servers))
+    check_sums_and_time(simulate_parameter_server(ranks, servers), parameter_server(ranks, ELEMENTS, NETWORK, servers))
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 2), (3, 2), (2, 3), (4, 4), (5, 1)])
 def test_hierarchical_allreduce_equals_the_simulation(hosts: int, per_host: int) -> None:
     inside = Network(alpha=0.5, beta=0.125, gamma=0.25)
     seconds = hierarchical_allreduce(hosts * per_host, ELEMENTS, NETWORK, per_host, inside)
-    check(simulate_hierarchical(hosts, per_host, NETWORK, inside), seconds)
+    check_sums_and_time(simulate_hierarchical(hosts, per_host, NETWORK, inside), seconds)
 
 
 def test_reducescatter_and_allgather_equal_the_simulation() -> None:

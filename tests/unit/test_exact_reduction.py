@@ -48,7 +48,7 @@ class ThreadedAllreduce:
         return start
 
 
-def reduce(
+def reduce_on_processes(
     terms: Sequence[Term], size: int = 1, *, parameters: Sequence[Tensor] | None = None, allows_unused: bool = False
 ) -> list[list[Tensor | None]]:
     """Reduce the terms of all logical ranks on `size` processes, and return the means of each process."""
@@ -94,7 +94,7 @@ def exact_mean(values: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
 def test_error_of_the_mean_is_at_most_a_few_roundings(count: int, dtype: torch.dtype, bits: int) -> None:
     terms = random_terms(count, dtype)
-    (means,) = reduce(terms)
+    (means,) = reduce_on_processes(terms)
     quantum = 2.0 ** (math.ceil(math.log2(count)) - (30 if dtype == torch.float32 else 62))
     for number, mean in enumerate(means):
         expected = exact_mean([term[number] for term in terms])
@@ -110,7 +110,7 @@ def test_error_of_the_mean_is_less_than_twice_that_of_an_ordinary_sum(count: int
     terms: list[Term] = [[torch.randn(20_000, generator=generator)] for _ in range(count)]
     expected = exact_mean([term[0] for term in terms])
     ordinary = sum(term[0] for term in terms) / count
-    ((mean,),) = reduce(terms)
+    ((mean,),) = reduce_on_processes(terms)
     errors = [float((found.double() - expected).square().mean().sqrt()) for found in (mean, ordinary)]
     assert errors[0] < 2 * errors[1]
 
@@ -119,8 +119,8 @@ def test_error_of_the_mean_is_less_than_twice_that_of_an_ordinary_sum(count: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bits_do_not_depend_on_the_number_of_processes_or_the_order(size: int, dtype: torch.dtype) -> None:
     terms = random_terms(5, dtype)
-    (alone,) = reduce(terms)
-    for means in [*reduce(terms, size), *reduce(terms[::-1], size)]:
+    (alone,) = reduce_on_processes(terms)
+    for means in [*reduce_on_processes(terms, size), *reduce_on_processes(terms[::-1], size)]:
         for mean, expected in zip(means, alone, strict=True):
             assert torch.equal(mean, expected)
 
@@ -221,8 +221,8 @@ def test_gradient_that_is_added_twice_disables_overlap_or_raises_an_error() -> N
 def test_mean_is_accurate_if_one_logical_rank_has_far_larger_or_smaller_gradients(factor: float) -> None:
     terms = random_terms(4)
     terms[2] = [value * factor for value in terms[2]]
-    (alone,) = reduce(terms)
-    for means in reduce(terms, 3):
+    (alone,) = reduce_on_processes(terms)
+    for means in reduce_on_processes(terms, 3):
         assert all(torch.equal(mean, other) for mean, other in zip(means, alone, strict=True))
     for number in (0, 2):
         expected = exact_mean([term[number] for term in terms])
@@ -233,25 +233,25 @@ def test_mean_is_accurate_if_one_logical_rank_has_far_larger_or_smaller_gradient
 def test_value_that_is_not_finite_makes_the_gradient_nan(value: float) -> None:
     terms = random_terms(3)
     terms[1][0][0, 0] = value
-    for means in reduce(terms, 2):
+    for means in reduce_on_processes(terms, 2):
         assert means[0].isnan().all()
         assert means[2].isfinite().all()
 
 
 def test_zero_gradients_stay_zero() -> None:
-    for means in reduce([[torch.zeros(3)], [-torch.zeros(3)]], 2):
+    for means in reduce_on_processes([[torch.zeros(3)], [-torch.zeros(3)]], 2):
         assert torch.equal(means[0], torch.zeros(3))
 
 
 def test_unused_parameters_raise_an_error_unless_they_are_allowed() -> None:
     first: list[Term] = [[torch.ones(2), None, None], [None, torch.ones(3), None], [torch.ones(2), None, None]]
     parameters = [torch.ones(2), torch.ones(3), torch.ones(4)]
-    for means in reduce(first, 3, parameters=parameters, allows_unused=True):
+    for means in reduce_on_processes(first, 3, parameters=parameters, allows_unused=True):
         torch.testing.assert_close(means[0], torch.full((2,), 2 / 3))
         torch.testing.assert_close(means[1], torch.full((3,), 1 / 3))
         assert means[2] is None
     with pytest.raises(ModelError, match="3 parameters received no gradient on some logical rank: p0, p1, p2"):
-        reduce(first, 1, parameters=parameters)
+        reduce_on_processes(first, 1, parameters=parameters)
 
 
 @pytest.mark.parametrize("allows_unused", [False, True])
@@ -276,7 +276,7 @@ def test_processes_that_freeze_different_parameters_raise_an_error(allows_unused
 def test_gradients_may_be_complex_or_channels_last() -> None:
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     numbers = torch.randn(5, dtype=torch.complex64)
-    ((mean_images, mean_numbers),) = reduce([[images, numbers], [images * 3, numbers.conj()]])
+    ((mean_images, mean_numbers),) = reduce_on_processes([[images, numbers], [images * 3, numbers.conj()]])
     assert mean_images.stride() == images.stride()
     torch.testing.assert_close(mean_images, images * 2)
     torch.testing.assert_close(mean_numbers, numbers.real.to(torch.complex64))
@@ -285,7 +285,7 @@ def test_gradients_may_be_complex_or_channels_last() -> None:
 def test_sparse_gradients_raise_an_error() -> None:
     sparse = torch.ones(3, 2).to_sparse()
     with pytest.raises(ModelError, match=r"layout torch\.sparse_coo"):
-        reduce([[sparse]], parameters=[torch.ones(3, 2)])
+        reduce_on_processes([[sparse]], parameters=[torch.ones(3, 2)])
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def finished(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def finished_handles(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Replace Horovod's `poll` and `synchronize`. Return the set of finished handles, which tests extend."""
     handles: set[int] = set()
     monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: handle in handles)
@@ -36,8 +36,8 @@ def start_work(completions: horovod_work.CompletionQueue, handle: int) -> horovo
     return work
 
 
-def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
-    finished.add(1)
+def test_abort_does_not_wait_for_pending_operations(finished_handles: set[int]) -> None:
+    finished_handles.add(1)
     completions = horovod_work.CompletionQueue()
     works = [start_work(completions, handle) for handle in (1, 2, 3)]
     works[0].wait()
@@ -62,8 +62,8 @@ def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
     assert works[0].is_success()
 
 
-def test_completed_works_keep_only_small_results(finished: set[int]) -> None:
-    finished |= {1, 2, 3}
+def test_completed_works_keep_only_small_results(finished_handles: set[int]) -> None:
+    finished_handles |= {1, 2, 3}
     completions = horovod_work.CompletionQueue()
     results = [torch.ones(4), torch.ones(100_000)[:4], torch.ones(100_000)]
     references = []
@@ -78,7 +78,7 @@ def test_completed_works_keep_only_small_results(finished: set[int]) -> None:
 
 
 def test_error_in_the_processing_of_a_result_is_raised_once(
-    finished: set[int], monkeypatch: pytest.MonkeyPatch
+    finished_handles: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward = -1
     ends: list[Any] = []
@@ -92,7 +92,7 @@ def test_error_in_the_processing_of_a_result_is_raised_once(
     for backward in (-1, 0, 1):
         work = start_work(completions, backward + 2)
         work._process_output = fail if backward < 1 else None
-        finished.add(backward + 2)  # last, because the background thread then completes the work
+        finished_handles.add(backward + 2)  # last, because the background thread then completes the work
         if backward < 1:
             with pytest.raises(ValueError, match=f"backward pass {backward}"):
                 work.wait()
@@ -104,7 +104,9 @@ def test_error_in_the_processing_of_a_result_is_raised_once(
 
 
 @pytest.mark.parametrize("completer", ["unitrain-horovod", "MainThread"])
-def test_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
+def test_callback_may_stop_the_queue(
+    finished_handles: set[int], monkeypatch: pytest.MonkeyPatch, completer: str
+) -> None:
     """The callback runs in the first thread that polls after an operation has finished."""
     poll = horovod_work.hvd.poll
     monkeypatch.setattr(
@@ -121,7 +123,7 @@ def test_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.Mon
             results.append(error)
 
     work.get_future().add_done_callback(stop)
-    finished.add(1)
+    finished_handles.add(1)
     work.wait()
     completions.stop()
     assert results == [None]

@@ -42,7 +42,7 @@ def simulate_gpus(folder: Path, count: int) -> None:
     write_program(folder, "nvidia-smi", f"cat <<END\n{lines}\nEND" if count else "echo No devices found.")
 
 
-def launch(script: Path, *options: str) -> str:
+def run_launch_command(script: Path, *options: str) -> str:
     """Return the output of `unitrain launch --dry-run`, or the error message as one line."""
     result = CliRunner().invoke(unitrain, ["launch", "--dry-run", *options, str(script)])
     if result.exit_code == 0:
@@ -79,7 +79,7 @@ def test_devices_selects_gpus_and_ranks_on_a_host_with_four_gpus(
     options: list[str], selected: Selection, script: Path
 ) -> None:
     simulate_gpus(script.parent, 4)
-    assert parse_selection(launch(script, *options)) == selected
+    assert parse_selection(run_launch_command(script, *options)) == selected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_devices_is_the_number_of_processes_on_a_host_without_gpus(
     options: list[str], selected: Selection, script: Path
 ) -> None:
     simulate_gpus(script.parent, 0)
-    assert parse_selection(launch(script, *options)) == selected
+    assert parse_selection(run_launch_command(script, *options)) == selected
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_indices_are_relative_to_cuda_visible_devices(
 ) -> None:
     simulate_gpus(script.parent, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert parse_selection(launch(script, *options)) == Selection(selected, len(selected.split(",")))
+    assert parse_selection(run_launch_command(script, *options)) == Selection(selected, len(selected.split(",")))
 
 
 def test_repeated_and_hidden_gpus_are_not_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,24 +152,24 @@ def test_repeated_and_hidden_gpus_are_not_counted(script: Path, monkeypatch: pyt
 )  # fmt: skip
 def test_invalid_devices_are_rejected_with_a_fix(gpus: int, options: list[str], message: str, script: Path) -> None:
     simulate_gpus(script.parent, gpus)
-    assert launch(script, "--devices", *options).startswith(message)
+    assert run_launch_command(script, "--devices", *options).startswith(message)
 
 
 def test_message_of_a_missing_gpu_contains_cuda_visible_devices(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpus(script.parent, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     message = "--devices 2,3 selects GPU 3, but this host has 2 GPUs listed in CUDA_VISIBLE_DEVICES=2,3, with indices "
-    assert launch(script, "--devices", "2,3").startswith(message)
+    assert run_launch_command(script, "--devices", "2,3").startswith(message)
     several = "--devices 2 selects GPUs of a, b, but CUDA_VISIBLE_DEVICES=2,3 refers to the GPUs of this host. Clear it"
-    assert launch(script, "--devices", "2", "-H", "a:2,b:2").startswith(several)
-    assert "CUDA_VISIBLE_DEVICES=''" in launch(script, "--devices", "0", "-H", "a:2,b:2")
+    assert run_launch_command(script, "--devices", "2", "-H", "a:2,b:2").startswith(several)
+    assert "CUDA_VISIBLE_DEVICES=''" in run_launch_command(script, "--devices", "0", "-H", "a:2,b:2")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "none"])
 def test_every_launcher_on_this_host_sets_cuda_visible_devices(launcher: str, script: Path) -> None:
     simulate_gpus(script.parent, 4)
     write_program(script.parent, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    command = launch(script, "--devices", "[3]", "--launcher", launcher)
+    command = run_launch_command(script, "--devices", "[3]", "--launcher", launcher)
     assert re.search(r"(^| )CUDA_VISIBLE_DEVICES=3 ", command)
     assert (" -x CUDA_VISIBLE_DEVICES " in command) == (launcher == "mpirun")
     if launcher in ("horovodrun", "mpirun"):
@@ -179,15 +179,17 @@ def test_every_launcher_on_this_host_sets_cuda_visible_devices(launcher: str, sc
 def test_devices_are_selected_on_each_of_several_hosts(script: Path) -> None:
     """The number of GPUs on this host is ignored, because this host may be a login node."""
     simulate_gpus(script.parent, 0)
-    lines = launch(script, "--devices", "1,3", "-H", "a:4,b:2").splitlines()
+    lines = run_launch_command(script, "--devices", "1,3", "-H", "a:4,b:2").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["on a", "on b"]
     assert [parse_selection(line) for line in lines] == [Selection("1,3", 2)] * 2
-    command = launch(script, "--devices", "3", "-H", "a:4,b:4", "--backend", "horovod")
+    command = run_launch_command(script, "--devices", "3", "-H", "a:4,b:4", "--backend", "horovod")
     assert "CUDA_VISIBLE_DEVICES=0,1,2 " in command
     assert " -np 6 -H a:3,b:3 " in command
     # horovodrun does not send this variable to other hosts.
     assert f" env CUDA_VISIBLE_DEVICES=0,1,2 {sys.executable} " in command
-    command = launch(script, "-x", "CUDA_VISIBLE_DEVICES=1", "-H", "a:4,b:4", "--backend", "horovod", "--mpi")
+    command = run_launch_command(
+        script, "-x", "CUDA_VISIBLE_DEVICES=1", "-H", "a:4,b:4", "--backend", "horovod", "--mpi"
+    )
     assert f" env CUDA_VISIBLE_DEVICES=1 {sys.executable} " in command
 
 

@@ -16,7 +16,7 @@ from unitrain.metrics.running_loss import RunningLoss
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
+def pop_sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
     return loss.pop_mean_since_sync([loss.local_sums()], epoch, step)
 
 
@@ -28,7 +28,7 @@ def collect_means(sync_steps: list[int]) -> tuple[list[float], float]:
         loss.add(torch.tensor(step / 3), 3)
         loss.finish_step()
         if step in sync_steps:
-            seen.append(sync_mean(loss, 1, step))
+            seen.append(pop_sync_mean(loss, 1, step))
     return seen, loss.reduce_epoch_mean(1, 10)
 
 
@@ -47,12 +47,12 @@ def test_start_epoch_resets_the_epoch_mean() -> None:
     loss.add(torch.tensor(5.0), 2)
     loss.finish_step()
     assert (loss.reduce_epoch_mean(1, 1), loss.steps) == (5.0, 1)
-    assert sync_mean(loss, 1, 1) == 5.0
+    assert pop_sync_mean(loss, 1, 1) == 5.0
     loss.start_epoch()
     assert loss.steps == 0
     loss.add(torch.tensor(7.0), 1)
     loss.finish_step()
-    assert sync_mean(loss, 2, 2) == 7.0
+    assert pop_sync_mean(loss, 2, 2) == 7.0
     assert loss.reduce_epoch_mean(2, 2) == 7.0
 
 
@@ -61,14 +61,14 @@ def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
     for value in (1.0, 2.0):
         loss.add(torch.tensor(value), 1)
         loss.finish_step()
-    assert sync_mean(loss, 1, 2) == 1.5
+    assert pop_sync_mean(loss, 1, 2) == 1.5
     loss.add(torch.tensor(6.0), 1)
     loss.finish_step()
     assert loss.reduce_epoch_mean(1, 3) == 3.0
     loss.start_epoch()
     loss.add(torch.tensor(8.0), 1)
     loss.finish_step()
-    assert sync_mean(loss, 2, 4) == 7.0
+    assert pop_sync_mean(loss, 2, 4) == 7.0
     assert loss.reduce_epoch_mean(2, 4) == 8.0
 
 
@@ -120,7 +120,7 @@ def test_non_finite_loss_raises_at_sync_points_and_at_the_end_of_the_epoch() -> 
     loss.add(torch.tensor(float("inf")), 1)
     loss.finish_step()
     with pytest.raises(NonFiniteLossError, match=r"^The mean loss became inf in epoch 3, by step 7\. Lower the learn"):
-        sync_mean(loss, 3, 7)
+        pop_sync_mean(loss, 3, 7)
     with pytest.raises(NonFiniteLossError, match=r"by step 8\."):
         loss.reduce_epoch_mean(3, 8)
 
@@ -167,7 +167,7 @@ def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_no_steps_have_
     loss.load_state_dict(
         {"steps": 1, "seen": [sum_exactly([[0.1, 1.0], *OneOfThreeRanks.PEERS]), 3.0], "ranks": states}
     )
-    assert sync_mean(loss, 1, 1) == 0.0
+    assert pop_sync_mean(loss, 1, 1) == 0.0
 
 
 @pytest.mark.parametrize("saved_ranks", [1, 3])
@@ -183,7 +183,7 @@ def test_tokens_before_a_resume_are_not_part_of_the_throughput(
         loss.finish_step()
 
     step(saved, 2.0, 10.0)
-    sync_mean(saved, 1, 1)
+    pop_sync_mean(saved, 1, 1)
     step(saved, 8.0, 40.0)  # after the last synchronization before the checkpoint
     if is_epoch_end:
         saved.reduce_epoch_mean(1, 2)
@@ -193,10 +193,10 @@ def test_tokens_before_a_resume_are_not_part_of_the_throughput(
     resumed = RunningLoss(LOCAL, exact=exact)
     resumed.load_state_dict({**state, "ranks": [*state["ranks"], *other_ranks]})
     step(resumed, 3.0, 15.0)
-    assert sync_mean(resumed, 1, 3) == pytest.approx((8 + 3) / (40 + 15))
+    assert pop_sync_mean(resumed, 1, 3) == pytest.approx((8 + 3) / (40 + 15))
     assert resumed.count_since_sync == 15
     step(resumed, 1.0, 4.0)
-    sync_mean(resumed, 1, 4)
+    pop_sync_mean(resumed, 1, 4)
     assert resumed.count_since_sync == 4
 
 
@@ -213,6 +213,6 @@ def test_invalid_token_counts_are_rejected(count: float) -> None:
     with pytest.raises(
         ModelError, match=f"The losses add up to 2, but the numbers of tokens .* add up to {count:g}\\."
     ):
-        sync_mean(loss, 1, 1)
+        pop_sync_mean(loss, 1, 1)
     with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
         loss.reduce_epoch_mean(1, 1)

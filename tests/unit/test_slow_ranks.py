@@ -44,7 +44,7 @@ SLOW_LINK = NORMAL._replace(wait=0.034, network=0.028)
 UNKNOWN = RankFigures()
 
 
-def observe(
+def add_observations(
     detector: StragglerDetector, ranks: list[RankFigures], earlier: list[RankFigures], times: int = 2
 ) -> list[Straggler]:
     """Add `times` observations with the figures of all ranks, and return the detected slow ranks."""
@@ -57,14 +57,14 @@ def observe(
 
 @pytest.mark.parametrize("cause", SLOW)
 def test_cause_of_a_slow_rank_is_found_by_comparison_with_other_ranks(cause: str) -> None:
-    (slow,) = observe(StragglerDetector(), [WAITING, SLOW[cause], WAITING], [UNKNOWN] * 3)
+    (slow,) = add_observations(StragglerDetector(), [WAITING, SLOW[cause], WAITING], [UNKNOWN] * 3)
     assert (slow.rank, slow.cause, slow.earlier) == (1, cause, None)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("cause", SLOW)
 def test_cause_of_a_slowdown_of_all_ranks_is_found_by_comparison_with_earlier_steps(cause: str, size: int) -> None:
-    slow = observe(StragglerDetector(), [SLOW[cause]] * size, [NORMAL] * size)
+    slow = add_observations(StragglerDetector(), [SLOW[cause]] * size, [NORMAL] * size)
     assert [(straggler.rank, straggler.cause) for straggler in slow] == [(rank, cause) for rank in range(size)]
     assert all(straggler.earlier is not None and straggler.earlier < straggler.seconds for straggler in slow)
 
@@ -72,7 +72,7 @@ def test_cause_of_a_slowdown_of_all_ranks_is_found_by_comparison_with_earlier_st
 def test_only_causes_that_are_new_since_earlier_steps_are_reported() -> None:
     """Rank 0 has always loaded data slowly. Now, rank 1 has a slow forward pass."""
     always = NORMAL._replace(data=0.012, wait=0.001)
-    slow = observe(StragglerDetector(), [always._replace(wait=0.011), SLOW["forward"]], [always, NORMAL])
+    slow = add_observations(StragglerDetector(), [always._replace(wait=0.011), SLOW["forward"]], [always, NORMAL])
     assert [(straggler.rank, straggler.cause) for straggler in slow] == [(1, "forward")]
 
 
@@ -81,12 +81,12 @@ def test_rank_that_slows_down_but_still_waits_for_others_is_not_reported() -> No
     large = NORMAL._replace(compute=0.040, wait=0.0)
     before = [NORMAL._replace(wait=0.032), NORMAL._replace(wait=0.032), large, large]
     now = [before[0], NORMAL._replace(compute=0.026, wait=0.018), large, large]
-    assert [straggler.rank for straggler in observe(StragglerDetector(), now, before)] == [2, 3]
+    assert [straggler.rank for straggler in add_observations(StragglerDetector(), now, before)] == [2, 3]
 
 
 def test_slow_data_workers_are_attributed_to_other_processes_on_their_cores() -> None:
     slow = SLOW["data_loading"]._replace(worker_wait=0.018)
-    (straggler,) = observe(StragglerDetector(), [WAITING, slow], [UNKNOWN] * 2)
+    (straggler,) = add_observations(StragglerDetector(), [WAITING, slow], [UNKNOWN] * 2)
     assert straggler.cause == "other_processes"
     # Workers that wait for a core do not explain a slow forward pass.
     assert find_cause(SLOW["forward"]._replace(worker_wait=0.018), NORMAL, "compute") == "forward"
@@ -97,35 +97,35 @@ def test_slow_link_is_attributed_to_the_sending_rank(earlier: RankFigures) -> No
     """A slow link delays the gradients on all ranks, because each rank in a ring waits for its predecessor."""
     waiting = NORMAL._replace(wait=0.034, network=0.002)
     for ranks, named in (([waiting, SLOW_LINK, waiting], 1), ([SLOW_LINK, waiting], 0)):
-        (slow,) = observe(StragglerDetector(), ranks, [earlier] * len(ranks))
+        (slow,) = add_observations(StragglerDetector(), ranks, [earlier] * len(ranks))
         assert (slow.rank, slow.phase, slow.cause) == (named, "network", "network")
         assert str(slow).startswith(f"rank {named} is slow: network 28 ms a step, others 2 ms")
 
 
 def test_equal_links_are_reported_only_if_they_became_slower() -> None:
-    assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [SLOW_LINK] * 3)
-    assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [UNKNOWN] * 3)
-    both = observe(StragglerDetector(), [SLOW_LINK] * 2, [NORMAL] * 2)
+    assert not add_observations(StragglerDetector(), [SLOW_LINK] * 3, [SLOW_LINK] * 3)
+    assert not add_observations(StragglerDetector(), [SLOW_LINK] * 3, [UNKNOWN] * 3)
+    both = add_observations(StragglerDetector(), [SLOW_LINK] * 2, [NORMAL] * 2)
     assert [straggler.rank for straggler in both] == [0, 1]
 
 
 def test_rank_that_waits_for_a_core_is_not_reported_as_a_slow_link() -> None:
     starved = SLOW["other_processes"]._replace(wait=0.02, network=0.02)
     waiting = NORMAL._replace(wait=0.04)
-    (slow,) = observe(StragglerDetector(), [waiting, starved], [NORMAL] * 2)
+    (slow,) = add_observations(StragglerDetector(), [waiting, starved], [NORMAL] * 2)
     assert (slow.rank, slow.cause) == (1, "other_processes")
 
 
 def test_equal_ranks_are_not_reported_if_earlier_figures_are_unknown() -> None:
     """At the start of a run, there are no earlier figures."""
-    assert not observe(StragglerDetector(), [SLOW["forward"]] * 4, [UNKNOWN] * 4)
+    assert not add_observations(StragglerDetector(), [SLOW["forward"]] * 4, [UNKNOWN] * 4)
 
 
 def test_single_slow_observation_is_not_reported() -> None:
     detector = StragglerDetector()
-    assert not observe(detector, [WAITING, SLOW["forward"]], [NORMAL] * 2, times=1)
+    assert not add_observations(detector, [WAITING, SLOW["forward"]], [NORMAL] * 2, times=1)
     assert detector.suspected_ranks == {1}
-    assert not observe(detector, [NORMAL] * 2, [NORMAL] * 2, times=1)
+    assert not add_observations(detector, [NORMAL] * 2, [NORMAL] * 2, times=1)
     assert detector.suspected_ranks == set()
 
 
@@ -144,7 +144,7 @@ def test_baseline_excludes_slow_observations_until_there_are_60() -> None:
 
 def test_report_states_rank_host_cause_figures_and_suggestion() -> None:
     detector = StragglerDetector()
-    (slow,) = observe(detector, [WAITING, SLOW["cpu_quota"]], [NORMAL] * 2)
+    (slow,) = add_observations(detector, [WAITING, SLOW["cpu_quota"]], [NORMAL] * 2)
     assert slow.figures is not None
     evidence = describe_figures("cpu_quota", RankFigures(**slow.figures), 0.036)
     slow = detector.set_details(slow, "n3", evidence)
@@ -175,7 +175,7 @@ def test_rows_of_earlier_versions_without_a_cause_are_read() -> None:
 
 def test_description_omits_other_ranks_if_there_is_one_rank() -> None:
     own = SLOW["forward"]
-    (slow,) = observe(StragglerDetector(), [own], [NORMAL])
+    (slow,) = add_observations(StragglerDetector(), [own], [NORMAL])
     assert str(slow) == "rank 0 is slow: compute 32 ms a step, earlier 12 ms (forward pass)"
     assert "others" not in slow.to_row()
     assert Straggler.from_row(slow.to_row()).others is None
