@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # The ranks share the cores with those of other test processes. test_equivalence runs ranks that poll.
+    os.environ.setdefault("UNITRAIN_POLLING", "0")
     # On a busy machine, an example can take longer than the default limit of 0.2 s.
     hypothesis.settings.register_profile(
         "unitrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -64,7 +64,9 @@ def init(
         "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
     )
     rank_info = environment.detect()
-    environment.is_debug_enabled()  # raises an error for an invalid variable, even if the script does not wrap a model
+    # An invalid variable raises an error, even if this program does not use it.
+    environment.is_debug_enabled()
+    environment.max_polling_seconds(1)
     name = backend or environment.get_variable("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.get_variable("UNITRAIN_TRANSPORT")

@@ -104,8 +104,10 @@ def alone() -> dict[tuple[str, str], Run]:
 def runs(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict], list[dict]]]:
     """Run every case on every rank, and repeat the variants that reduce gradients or statistics differently."""
     again = [("sgd", variant) for variant in ("plain", "tokens accumulated", "batch norm", "average")]
-    with RankGroup(*request.param) as group:
-        yield group.run(train_all, timeout_seconds=240), group.run(train_all, again, timeout_seconds=240)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("UNITRAIN_POLLING", "1")
+        with RankGroup(*request.param) as group:
+            yield group.run(train_all, timeout_seconds=240), group.run(train_all, again, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -314,11 +314,24 @@ def test_debug_checks_are_enabled_by_1(value: str, is_enabled: bool, monkeypatch
     assert environment.is_debug_enabled() is is_enabled
 
 
+@pytest.mark.parametrize("variable", ["UNITRAIN_DEBUG", "UNITRAIN_POLLING"])
 @pytest.mark.parametrize("value", ["yes", "true", "2"])
-def test_init_rejects_other_debug_values(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNITRAIN_DEBUG", value)
-    with pytest.raises(EnvironmentVariableError, match=f"UNITRAIN_DEBUG must be 0 or 1, got '{value}'. Use: export "):
+def test_init_rejects_values_other_than_0_and_1(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(EnvironmentVariableError, match=f"{variable} must be 0 or 1, got '{value}'. Use: export "):
         unitrain.init("local", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "local_size", "is_polling"),
+    [("", 4, True), ("", 5, False), ("1", 5, True), ("0", 1, False)],
+)
+def test_ranks_poll_by_default_if_the_host_has_a_core_for_each(
+    value: str, local_size: int, is_polling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("UNITRAIN_POLLING", value)
+    assert (environment.max_polling_seconds(local_size) > 0) is is_polling
 
 
 CHECK_STEP_SHELL = """

@@ -27,9 +27,6 @@ from unitrain.errors import AuthenticationError
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
-# A wait first polls for this time without sleeping, because waking a sleeping core takes longer than a small exchange.
-# Longer waits sleep, so that other processes can use the core.
-_BUSY_POLL_SECONDS = 0.005
 # Time before the first yield, which may give the core to another process for milliseconds. A message usually arrives
 # within this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
@@ -38,10 +35,18 @@ _POLL_SECONDS_BEFORE_YIELD = 0.0001
 class RowExchange:
     """This rank's connections to all other ranks. After an error, they can no longer be used."""
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_seconds: float) -> None:
-        """Take ownership of `connections`, which contains a connected socket for each other rank."""
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        timeout_seconds: float,
+        max_polling_seconds: float,
+    ) -> None:
+        """Take ownership of `connections`, which contains a connected socket for each other rank. A wait polls for
+        `max_polling_seconds` before it sleeps."""
         self._rank, self._connections, self._timeout_seconds = rank, dict(connections), timeout_seconds
         self._size = len(connections) + 1
+        self._max_polling_seconds = max_polling_seconds
         self._is_usable = True
         for connection in connections.values():
             connection.setblocking(False)
@@ -72,7 +77,8 @@ class RowExchange:
                 for peer, (host, port, peer_token) in enumerate(peers[:rank]):
                     connections[peer] = connect_to_rank(host, port, peer_token, rank, _ROLE, _CONNECT_TIMEOUT_SECONDS)
                 connections |= accept_ranks(server, token, range(rank + 1, size), _ROLE, _CONNECT_TIMEOUT_SECONDS)
-        exchange = cls(rank, connections, rendezvous.timeout.total_seconds())
+        max_polling_seconds = environment.max_polling_seconds(rendezvous.node_positions[rank].local_size)
+        exchange = cls(rank, connections, rendezvous.timeout.total_seconds(), max_polling_seconds)
         if all(rendezvous.allgather("row exchange/connected", len(connections) == size - 1)):
             return exchange
         exchange.close()
@@ -125,7 +131,7 @@ class RowExchange:
             if waited > self._timeout_seconds:
                 raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the row of another rank.")
             milliseconds_left = (self._timeout_seconds - waited) * 1000 + 1
-            ready = poll.poll(0 if waited < _BUSY_POLL_SECONDS else milliseconds_left)
+            ready = poll.poll(0 if waited < self._max_polling_seconds else milliseconds_left)
             for descriptor, events in ready:
                 transfer = transfers[descriptor]
                 transfer.advance(events)
@@ -134,7 +140,7 @@ class RowExchange:
                 else:
                     poll.unregister(descriptor)
                     del transfers[descriptor]
-            if not ready and _POLL_SECONDS_BEFORE_YIELD < waited < _BUSY_POLL_SECONDS:
+            if not ready and _POLL_SECONDS_BEFORE_YIELD < waited < self._max_polling_seconds:
                 os.sched_yield()
 
 

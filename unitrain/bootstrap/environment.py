@@ -131,6 +131,8 @@ SHARED_MEMORY_ERROR_VARIABLE = "UNITRAIN_MEMORY_FOLDER_ERROR"
 METRICS_PORT_VARIABLE, METRICS_ADDRESS_VARIABLE = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
 DEBUG_VARIABLE = "UNITRAIN_DEBUG"
+# "1": a wait for other ranks polls before it sleeps; "0": it sleeps immediately.
+POLLING_VARIABLE = "UNITRAIN_POLLING"
 # Folder in which every rank writes its flight recorder after a timeout or failure. Without it, no files are written.
 FLIGHT_RECORD_FOLDER_VARIABLE = "UNITRAIN_FLIGHT_RECORD_DIR"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
@@ -207,13 +209,31 @@ def is_elastic() -> bool:
 
 def is_debug_enabled() -> bool:
     """Return whether UNITRAIN_DEBUG is 1. Raises EnvironmentVariableError unless it is 0, 1 or unset."""
-    value = get_variable(DEBUG_VARIABLE) or "0"
-    if value not in ("0", "1"):
+    return _read_switch(DEBUG_VARIABLE) or False
+
+
+def max_polling_seconds(local_size: int) -> float:
+    """Return the time for which a wait for other ranks polls before it sleeps: 5 ms, or 0 if UNITRAIN_POLLING is 0 or,
+    by default, if this host has more ranks (`local_size`) than CPU cores.
+
+    Waking a sleeping core takes longer than a small collective, but a polling rank takes CPU time from the ranks for
+    which it waits if they share a core. Raises EnvironmentVariableError unless UNITRAIN_POLLING is 0, 1 or unset.
+    """
+    is_polling = _read_switch(POLLING_VARIABLE)
+    if is_polling is None:
+        is_polling = local_size <= (os.cpu_count() or 1)
+    return 0.005 if is_polling else 0.0
+
+
+def _read_switch(variable: str) -> bool | None:
+    """Return whether `variable` is 1 rather than 0, or None if it is unset. Raises EnvironmentVariableError for other
+    values."""
+    value = get_variable(variable)
+    if value not in (None, "0", "1"):
         raise EnvironmentVariableError(
-            f"{DEBUG_VARIABLE} must be 0 or 1, got {value!r}. Use: export {DEBUG_VARIABLE}=1, or clear it with: "
-            f"unset {DEBUG_VARIABLE}"
+            f"{variable} must be 0 or 1, got {value!r}. Use: export {variable}=1, or clear it with: unset {variable}"
         )
-    return value == "1"
+    return None if value is None else value == "1"
 
 
 def flight_record_folder() -> str | None:

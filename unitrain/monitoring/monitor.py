@@ -12,6 +12,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.bootstrap.responsive_store import StoreNotRespondingError, call_with_limit
 from unitrain.errors import CollectiveTimeoutError
@@ -35,7 +36,6 @@ _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
 _STORE_TIMEOUT_SECONDS = 10.0
 # When a thread blocks, its core may sleep, and waking it up takes longer than a small collective: polling reduces the
 # time of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, to free the core.
-_POLL_SECONDS = 0.005
 
 
 class FailureMonitor:
@@ -49,6 +49,9 @@ class FailureMonitor:
 
     def __init__(self, rendezvous: Rendezvous, *, polls: bool, use_watchdog: bool = True) -> None:
         self._rendezvous, self._polls = rendezvous, polls
+        self._max_polling_seconds = environment.max_polling_seconds(
+            rendezvous.node_positions[rendezvous.rank_info.rank].local_size
+        )
         self._main_thread = threading.main_thread().ident
         self._recorder = FlightRecorder()
         self.record: Callable[[CollectiveCall | GradientPhase], None] = self._recorder.record
@@ -74,7 +77,7 @@ class FailureMonitor:
             self._recorder.is_main_thread_waiting = True
         try:
             if self._polls if polls is None else polls:
-                _poll(work)
+                _poll(work, self._max_polling_seconds)
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             self._raise_cause_of_failed_wait(error, phase)
@@ -223,11 +226,11 @@ class FailureMonitor:
         return self._rendezvous.wait_for_missing_ranks(key, _LATE_RANKS_TIMEOUT)
 
 
-def _poll(work: dist.Work) -> None:
-    """Poll until `work` is done, but for at most a few milliseconds."""
+def _poll(work: dist.Work, max_seconds: float) -> None:
+    """Poll until `work` is done, but for at most `max_seconds`."""
     # `Work` subclasses that are implemented in Python poll in their own `wait`.
     if type(work) is not dist.Work or work.is_completed():
         return
-    deadline = time.monotonic() + _POLL_SECONDS
+    deadline = time.monotonic() + max_seconds
     while not work.is_completed() and time.monotonic() < deadline:
         os.sched_yield()
