@@ -19,7 +19,7 @@ from test_docs import program
 from unitrain.bootstrap.network import find_free_port
 from unitrain.cli import unitrain as command_line
 
-EPOCHS, STEPS_PER_EPOCH = 20, 64
+EPOCHS, STEPS_PER_EPOCH = 5, 64  # the program trains for 20 epochs
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +35,8 @@ def read_metrics(port: int) -> dict[str, float]:
 @pytest.mark.ci
 def test_program_serves_metrics_and_writes_events(tmp_path: Path) -> None:
     folder, script, port = tmp_path / "runs/first", tmp_path / "train.py", find_free_port()
-    script.write_text(program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder))))
+    text = program("docs/guides/observability.md", "peak_flops").replace('"runs/first"', repr(str(folder)))
+    script.write_text(text.replace("max_epochs=20", f"max_epochs={EPOCHS}"))
     command = [
         sys.executable, "-m", "unitrain", "launch", "-np", "2", "--max-restarts", "3", "--metrics-port", str(port),
         str(script),
@@ -58,7 +59,7 @@ def test_program_serves_metrics_and_writes_events(tmp_path: Path) -> None:
     events = read_lines(folder / "events.jsonl")
     names = [event["event"] for event in events]
     assert (names[0], names[-1], names.count("validation")) == ("start", "end", EPOCHS)
-    assert {event["step"] for event in events if event["event"] == "checkpoint"} >= set(range(100, 1280, 100))
+    assert {event["step"] for event in events if event["event"] == "checkpoint"} >= {100, 200, 300}
     shown = CliRunner().invoke(command_line, ["report", "--goodput", str(folder)])
     assert shown.exit_code == 0, shown.output
     assert "training" in shown.output

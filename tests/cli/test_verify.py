@@ -259,7 +259,7 @@ def test_signal_to_verify_terminates_the_current_run(signum: signal.Signals, scr
         assert launch.process.wait(15) == 128 + signum
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_ranks_are_terminated_if_verify_is_killed(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "verify", "--backends", "ddp", script, "hang", str(tmp_path)]
     with running_launcher(command, fresh=True) as launch:

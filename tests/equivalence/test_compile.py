@@ -58,7 +58,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     ("settings", "by_user"),
     [
         pytest.param({}, True, id="by the user", marks=pytest.mark.nightly),
-        pytest.param({"compile": True, "ema_decay": 0.5}, False, id="by the Trainer", marks=pytest.mark.ci),
+        pytest.param({"compile": True, "ema_decay": 0.5}, False, id="by the Trainer", marks=pytest.mark.nightly),
     ],
 )
 def test_compiled_training_equals_eager_with_few_compilations(
@@ -76,3 +76,17 @@ def test_compiled_training_equals_eager_with_few_compilations(
         assert "ema_decay" in settings or found_loss == pytest.approx(loss, abs=1e-6)
     (saved,) = tmp_path.glob("step-000000020/model.safetensors")
     assert list(load_file(saved)) == sorted(expected)
+
+
+# torch.compile reads the attribute .grad of outputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.ci
+def test_trainer_compiles_training_and_evaluation() -> None:
+    """One epoch of complete batches requires fewer compilations than the test above."""
+    complete = {"max_epochs": 1, "limit_train_steps": 4, "limit_val_batches": 4}
+    expected, loss, _ = train(LOCAL, complete)
+    state, compiled_loss, graphs = train(LOCAL, {**complete, "compile": True})
+    assert 0 < graphs <= 2
+    assert compiled_loss == pytest.approx(loss, abs=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)

@@ -227,13 +227,21 @@ def train_pipeline(backend: Backend) -> list[Any]:
         return [losses, blocks.forward(data().tensors[0])]
 
 
-def run_cases(backend: Backend, folder: Path, default_device: str | None) -> dict[str, Any]:
-    """Run all cases with this default device, and return their results."""
+# Settings of the cases that only the nightly tier runs.
+NIGHTLY = {"workers", "sampler", "state", "gradients", "interleaved logical ranks", "local SGD", "bf16"}
+
+
+def run_cases(backend: Backend, folder: Path, default_device: str | None, is_nightly: bool) -> dict[str, Any]:
+    """Run the cases with this default device, and return their results."""
     cases: dict[str, Callable[[], Any]] = {
         "collectives": lambda: call_collectives(backend),
         "errors": lambda: errors_of_invalid_calls(backend),
         "pipeline": lambda: train_pipeline(backend),
-        **{name: lambda s=settings, n=name: fit(backend, folder / n, s) for name, settings in SETTINGS.items()},
+        **{
+            name: lambda s=settings, n=name: fit(backend, folder / n, s)
+            for name, settings in SETTINGS.items()
+            if is_nightly or name not in NIGHTLY
+        },
         **{f"loop {shard}": lambda s=shard: train_in_own_loop(backend, s) for shard in ("none", "state", "parameters")},
     }
     found = {}
@@ -244,12 +252,19 @@ def run_cases(backend: Backend, folder: Path, default_device: str | None) -> dic
 
 
 @pytest.mark.parametrize(
-    "group", [("local", 1), ("ddp", 2), ("horovod", 2)], ids=lambda group: f"{group[0]}-{group[1]}"
+    ("group", "is_nightly"),
+    [
+        pytest.param(("ddp", 2), False, id="ddp-2", marks=pytest.mark.ci),
+        *(
+            pytest.param(group, True, id=f"{group[0]}-{group[1]}-all", marks=pytest.mark.nightly)
+            for group in (("local", 1), ("ddp", 2), ("horovod", 2))
+        ),
+    ],
 )
-def test_results_do_not_depend_on_the_default_device(group: tuple[str, int], tmp_path: Path) -> None:
+def test_results_do_not_depend_on_the_default_device(group: tuple[str, int], is_nightly: bool, tmp_path: Path) -> None:
     with RankGroup(*group) as ranks:
-        expected = ranks.run(run_cases, tmp_path / "cpu", None, timeout_seconds=TIMEOUT_SECONDS)
-        found = ranks.run(run_cases, tmp_path / "meta", "meta", timeout_seconds=TIMEOUT_SECONDS)
+        expected = ranks.run(run_cases, tmp_path / "cpu", None, is_nightly, timeout_seconds=TIMEOUT_SECONDS)
+        found = ranks.run(run_cases, tmp_path / "meta", "meta", is_nightly, timeout_seconds=TIMEOUT_SECONDS)
     for one, other in zip(found, expected, strict=True):
         assert one.pop("errors") == other["errors"]
         for name, result in one.items():

@@ -323,7 +323,8 @@ class Evaluating(Callback):
 def run_with_and_without_evaluation(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of two runs. The second run also evaluates, predicts and saves a checkpoint after each
     step."""
-    settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "optimizer": "adamw"}
+    local_sgd = GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED
+    settings = {"local_sgd": local_sgd, "optimizer": "adamw", "max_steps": 9}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
 
