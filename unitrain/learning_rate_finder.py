@@ -172,7 +172,7 @@ def _check_arguments(min_lr: Any, max_lr: Any, steps: Any, divergence_factor: An
         validation.check_positive(f"{_NAME}({name}=...)", value, "Use min_lr=1e-8 and max_lr=1.0")
     if min_lr >= max_lr:
         raise ConfigError(
-            f"{_NAME}(min_lr=..., max_lr=...) must be increasing, got min_lr={min_lr:g} and max_lr={max_lr:g}. "
+            f"{_NAME}: min_lr must be less than max_lr, got min_lr={min_lr:g} and max_lr={max_lr:g}. "
             "Use min_lr=1e-8 and max_lr=1.0."
         )
     fix = f"Use steps=100; at least {_MIN_POINTS} steps are needed for a suggestion"
@@ -194,5 +194,5 @@ def _check_enough_losses(losses: Sequence[float], rates: Sequence[float], reason
             raise NonFiniteLossError(
                 f"{_NAME}: the loss of the first batch is not finite, before any update. Check the data and the model."
             )
-        raise NonFiniteLossError(f"{tested} Lower min_lr={rates[0]:g}, or check the data.")
-    raise ConfigError(f"{tested} Lower min_lr={rates[0]:g}, such as min_lr={rates[0] / 1000:g}.")
+        raise NonFiniteLossError(f"{tested} Use a min_lr below {rates[0]:g}, or check the data.")
+    raise ConfigError(f"{tested} Use a smaller min_lr than {rates[0]:g}, such as min_lr={rates[0] / 1000:g}.")

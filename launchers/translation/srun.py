@@ -73,7 +73,7 @@ def parse(words: Sequence[str]) -> Job:
     options = Options(SYNTAX, words)
     if ":" in options.program or options.take_flag("--multi-prog"):
         raise LaunchError(
-            "The srun command starts several programs, which other launchers do not support. "
+            "The srun command starts several programs, which unitrain cannot translate. "
             "Start one script that branches on its rank"
         )
     text = options.take_last("--nodelist")
@@ -203,7 +203,7 @@ def _uneven_placement_remark(job: Job) -> list[str]:
         return []
     return [
         f"Slurm distributes {job.size} tasks evenly, not as {', '.join(map(str, job.ranks_per_host))}. If that "
-        "matters, add --distribution=arbitrary and set SLURM_HOSTFILE to a list of hosts."
+        "matters, add --distribution=arbitrary, and set SLURM_HOSTFILE to a file with the host of each task."
     ]
 
 

@@ -19,7 +19,7 @@ from test_docs import program
 from unitrain.bootstrap.network import find_free_port
 from unitrain.cli import unitrain as command_line
 
-EPOCHS, STEPS_PER_EPOCH = 5, 64  # the program trains for 20 epochs
+EPOCHS, STEPS_PER_EPOCH = 5, 64  # the program in the documentation trains for 20 epochs
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def test_result_is_printed_and_plotted(tmp_path: Path) -> None:
     [
         ({"min_lr": 0}, r"find_learning_rate\(min_lr=...\) must be a number above 0, got 0"),
         ({"max_lr": float("inf")}, r"find_learning_rate\(max_lr=...\) must be a number above 0, got inf"),
-        ({"min_lr": 2.0}, r"must be increasing, got min_lr=2 and max_lr=1"),
+        ({"min_lr": 2.0}, r"min_lr must be less than max_lr, got min_lr=2 and max_lr=1"),
         ({"steps": 12}, r"find_learning_rate\(steps=...\) must be at least 13, got 12. Use steps=100"),
         ({"divergence_factor": 1}, r"find_learning_rate\(divergence_factor=...\) must be above 1, got 1"),
         (

@@ -200,7 +200,7 @@ def test_a_stateful_dataset_resumes_and_reads_only_the_remaining_samples(
 # Iterations that end early.
 
 
-class WithoutReset(Numbers):
+class ResetOnlyAtEnd(Numbers):
     """Stores its position in an attribute, and resets it only at the end of a complete iteration."""
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -225,7 +225,7 @@ def read_first_steps(shard: Any, steps: int, epoch: int = 0) -> list[list[int]]:
     [("dataset", "shared"), ("dataset", "own"), ("loader", "own"), ("workers", "shared"), ("workers", "own")],
 )
 def test_an_epoch_starts_at_the_beginning_if_the_preceding_one_ended_early(source: str, stream: str) -> None:
-    dataset = WithoutReset(0, 20)
+    dataset = ResetOnlyAtEnd(0, 20)
     data: Any = {"dataset": dataset, "loader": Batches(0, 20)}.get(source)
     if data is None:
         data = DataLoader(dataset, batch_size=3, num_workers=1, persistent_workers=True)
@@ -249,7 +249,7 @@ def test_an_epoch_starts_at_the_beginning_if_the_preceding_one_ended_early(sourc
 
 
 def test_an_epoch_starts_at_the_beginning_after_an_exception_that_is_kept() -> None:
-    dataset = WithoutReset(0, 11)
+    dataset = ResetOnlyAtEnd(0, 11)
     shard = open_training_data(dataset, LOCAL, ShardSettings(batch_size=3))
     kept = []
     for source in ("dataset", "loop"):
@@ -266,7 +266,7 @@ def test_an_epoch_starts_at_the_beginning_after_an_exception_that_is_kept() -> N
     assert len(kept) == 2
 
 
-class CountsEpochs(WithoutReset):
+class CountsEpochs(ResetOnlyAtEnd):
     """Starts every iteration at the beginning, and stores the number of completed epochs in its state."""
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -283,7 +283,7 @@ def test_state_that_a_dataset_keeps_over_complete_epochs_is_not_reset() -> None:
     ]
 
 
-class StateOfIterator(WithoutReset):
+class NoStateBeforeIteration(ResetOnlyAtEnd):
     """Has a state only after the start of an iteration."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class StateOfIterator(WithoutReset):
 
 
 def test_a_dataset_without_a_state_before_its_first_iteration_can_be_used() -> None:
-    shard = open_training_data(StateOfIterator(0, 6), LOCAL, ShardSettings(batch_size=3))
+    shard = open_training_data(NoStateBeforeIteration(0, 6), LOCAL, ShardSettings(batch_size=3))
     assert [step[0] for step in read_steps(shard, 0)] == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -352,7 +352,7 @@ def test_the_trainer_resumes_from_the_state_in_the_checkpoint(group: RankGroup, 
     expected, folder = group.run(fit, None, stream, 8, batch_size), str(tmp_path / "run")
     group.run(fit, folder, stream, 3, batch_size)
     resumed = group.run(fit, folder, stream, 4, batch_size)
-    # At most the items of two steps, and one that shows whether the epoch has ended, may be read.
+    # The resumed run may read the items of two steps, and one more item to detect the end of the epoch.
     limit = 2 * batch_size * (group.size if stream == "shared" else 1) + 1
     assert all(reads <= limit for _, reads in resumed)
     # A shared stream can also resume on another number of ranks.
@@ -376,7 +376,7 @@ def test_limited_epochs_evaluations_and_later_runs_start_at_the_beginning() -> N
         loss_fn = nn.functional.cross_entropy
         return Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, forward=forward)
 
-    data, validation, begin = WithoutReset(0, 12), WithoutReset(50, 12), [[0, 1, 2], [3, 4, 5]]
+    data, validation, begin = ResetOnlyAtEnd(0, 12), ResetOnlyAtEnd(50, 12), [[0, 1, 2], [3, 4, 5]]
     make_trainer(max_epochs=2, limit_train_steps=2, limit_val_batches=1).fit(data, validation)
     assert seen == [*begin, [50, 51, 52]] * 2
     seen.clear()

@@ -1,4 +1,4 @@
-"""Restarts of failed jobs have the same results as jobs without failures."""
+"""Jobs that are restarted after a failure have the same results as jobs without failures."""
 
 from __future__ import annotations
 

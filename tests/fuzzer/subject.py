@@ -75,7 +75,7 @@ class Recorder(unitrain.Callback):
 
 
 class StepCounter(unitrain.Callback):
-    """Counts steps in a container of the type in the case, and saves the container in checkpoints."""
+    """Counts steps in a container of the type that the case specifies, and saves the container in checkpoints."""
 
     def __init__(self, container: str) -> None:
         self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(container, OrderedDict)()

@@ -71,7 +71,8 @@ def test_flops_count_matrix_products_but_not_recomputation(checkpointing: bool) 
         checkpoint_activations(model, Block)
     found = count_flops(model, torch.randn(4, 10, 16), torch.tensor(20.0))
     products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # forward pass of a sample with 10 positions
-    # The backward pass has as many FLOPs for the weights and as many for the inputs, except those of the first layer.
+    # The gradients of the weights need as many FLOPs as the forward pass, and so do the gradients of the inputs, which
+    # are not computed for the first layer.
     assert found.flops_per_sample == 3 * products - 2 * 10 * 16 * 32
     assert found.flops_per_token == 4 * found.flops_per_sample / 20
 
@@ -419,10 +420,10 @@ def test_forked_processes_do_not_keep_the_port_and_closed_endpoints_are_freed() 
 
 
 def test_another_port_is_suggested_if_the_port_is_privileged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen(*_: object) -> None:
+    def deny_listening(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(metrics_server.MetricsServer, "__init__", listen)
+    monkeypatch.setattr(metrics_server.MetricsServer, "__init__", deny_listening)
     with pytest.raises(ConfigError, match=r":80: Permission denied\. Use another port: .*--metrics-port 9400,"):
         MetricsEndpoint("127.0.0.1", 80, keep_trying=False)
 

@@ -244,8 +244,8 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ModelError(
-                f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward pass changes "
-                "the weights of the items in this rank's batch only, so the ranks' weights would differ. Build it "
+                f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward pass "
+                "renormalizes only the rows that this rank's batch uses, so the ranks' weights would differ. Build it "
                 "without max_norm, and limit the weights after each optimizer step: "
                 f"with torch.no_grad(): embedding.weight.renorm_({module.norm_type:g}, 0, {module.max_norm:g})"
             )
@@ -280,7 +280,7 @@ def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float
             if shares_memory(weight, parameter):
                 raise ModelError(
                     f"torch.nn.functional.embedding was called with max_norm={max_norm:g} for parameter {name!r} of "
-                    f"{type(model).__name__}: it changes the weights of the items in this rank's batch only, so the "
+                    f"{type(model).__name__}: it renormalizes only the rows that this rank's batch uses, so the "
                     "ranks' weights would differ. Call it without max_norm, and limit the weights after each optimizer "
                     f"step: with torch.no_grad(): parameter.renorm_({norm_type:g}, 0, {max_norm:g})"
                 )
@@ -331,8 +331,9 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
     if unknown:
         raise ModelError(
             f"{unknown} of the optimizer's {len(optimizer_parameters)} parameters do not belong to "
-            f"{type(model).__name__}, so their gradients would never be reduced. Build it from the parameters of this "
-            f"model: {type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
+            f"{type(model).__name__}, so their gradients would never be reduced. Build the optimizer from the "
+            f"parameters of this model: {type(optimizer).__name__}(model.parameters(), ...), after moving the model to "
+            "its device."
         )
 
 

@@ -63,7 +63,7 @@ def migrate(script: Path, write: bool) -> None:
             script.write_bytes(result.source.encode())
         except OSError as error:
             raise click.ClickException(
-                f"{script} and {backup} cannot be written: {error.strerror or error}. Apply the diff to a copy of the "
+                f"{script} or {backup} cannot be written: {error.strerror or error}. Apply the diff to a copy of the "
                 "script."
             ) from error
         click.echo(f"Wrote {script}. The original is {backup}.", err=True)

@@ -96,10 +96,10 @@ def draw_order(
     return order
 
 
-def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
-    """Call the `set_epoch` methods of `items` (a dataset or sampler) and of its nested samplers, and seed their
+def seed_epoch(source: Iterable[Any], *, seed: int, epoch: int) -> None:
+    """Call the `set_epoch` methods of `source` (a dataset or sampler) and of its nested samplers, and seed their
     torch.Generator attributes."""
-    for part in _nested_samplers(items):
+    for part in _nested_samplers(source):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
         for value in getattr(part, "__dict__", {}).values():

@@ -189,7 +189,7 @@ def notes(usage: Usage) -> list[str]:
         lines.append(
             f"Gradients need {format_bytes(record.gradient_storages)} after the backward pass, and "
             f"{format_bytes(record.early_gradients)} when activations are at their maximum. With several ranks, "
-            "gradients are in memory all the time."
+            "gradients that are not sharded are in memory all the time."
         )
     if record.startup_peak > record.peak:
         lines.append(f"The first steps needed more memory, up to {format_bytes(record.startup_peak)}.")

@@ -30,7 +30,8 @@ CHECK, RESPONDING = "check", "responding"
 # Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
 READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
 ROLE = "supervision"
-# Prefixes of the supervisor's messages to rank 0 that describe an earlier attempt and, last, this attempt, as JSON.
+# Prefixes of messages from the supervisor to rank 0, which contain JSON: one message for each earlier attempt, then one
+# for this attempt.
 EARLIER_ATTEMPT, ATTEMPT = "earlier attempt ", "attempt "
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
@@ -193,6 +194,6 @@ def report_shutdown() -> None:
 
 
 def report_preempted() -> None:
-    """Set the final message of this process to report an exit after the requested checkpoint."""
+    """Make this process report at its exit that it ended after the requested checkpoint."""
     if _client is not None:
         _client.connection.final_message = PREEMPTED_MESSAGE

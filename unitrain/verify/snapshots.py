@@ -37,8 +37,8 @@ def rng_digests(device: torch.device) -> dict[str, str]:
 
 
 def copy_state(name: str, entry: dict[Any, Any]) -> dict[str, Tensor]:
-    """Return copies of the numbers and tensors in `entry`, the optimizer state of the parameter `name`, as "state NAME
-    KEY"."""
+    """Return copies of the numbers and tensors in `entry`, the optimizer state of the parameter `name`. The keys of the
+    result are "state NAME KEY"."""
     copies = {}
     for key, value in entry.items():
         if isinstance(value, Tensor):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096  # number of elements in a block; they share a quantum
+BLOCK_ELEMENTS = 4096  # number of elements that are rounded to multiples of the same quantum
 
 
 @dataclass(frozen=True)
