@@ -51,7 +51,7 @@ def test_processes_of_a_simulated_host_are_found_and_killed(
 
     # The time limit of `run` starts after this function returns.
     monkeypatch.setattr(Host, "start", start_and_wait_until_printed)
-    with pytest.raises(TimeoutError, match=r"on h1 was killed after 0\.5 s, having printed:\nhere"):
+    with pytest.raises(TimeoutError, match=r"on h1 was killed after 0\.5 s\. Output:\nhere"):
         first.run(["sh", "-c", f"echo here; touch {shlex.quote(str(printed))}; sleep 300"], seconds=0.5)
     assert first.find_processes() == {}
 

@@ -121,7 +121,11 @@ class ProcessGroupBackend(
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
         # Only CPU ranks exchange small messages over the direct connections of `RowExchange`. A rank with a GPU uses
         # Gloo: it usually has several CPU cores, so Gloo's threads do not compete with the waiting thread for a core.
-        row_exchange = RowExchange.connect(rendezvous, is_wanted=device.type == "cpu")
+        row_exchange = RowExchange.connect(
+            rendezvous,
+            is_wanted=device.type == "cpu",
+            max_polling_seconds=environment.max_polling_seconds(self.local_size),
+        )
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
         self._broadcasts: Broadcasts | None = None
 

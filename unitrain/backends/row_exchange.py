@@ -54,11 +54,12 @@ class RowExchange:
         _exchanges_closed_in_forked_processes().add(self)
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool) -> Self | None:
+    def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool, max_polling_seconds: float = 0.005) -> Self | None:
         """Return the connected exchange. Return None on every rank if there is only one rank, if there are more than
         MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
 
-        Each rank listens on the network interface that Gloo uses, and only during this call.
+        Each rank listens on the network interface that Gloo uses, and only during this call. A wait polls for
+        `max_polling_seconds` before it sleeps.
         """
         rank, size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         if not 1 < size <= MAX_RANKS:
@@ -77,7 +78,6 @@ class RowExchange:
                 for peer, (host, port, peer_token) in enumerate(peers[:rank]):
                     connections[peer] = connect_to_rank(host, port, peer_token, rank, _ROLE, _CONNECT_TIMEOUT_SECONDS)
                 connections |= accept_ranks(server, token, range(rank + 1, size), _ROLE, _CONNECT_TIMEOUT_SECONDS)
-        max_polling_seconds = environment.max_polling_seconds(rendezvous.node_positions[rank].local_size)
         exchange = cls(rank, connections, rendezvous.timeout.total_seconds(), max_polling_seconds)
         if all(rendezvous.allgather("row exchange/connected", len(connections) == size - 1)):
             return exchange

@@ -428,9 +428,8 @@ class CompletionQueue:
             time.sleep(_BACKGROUND_POLL_SECONDS)
 
 
-@functools.cache
 def _max_polling_seconds() -> float:
-    return environment.max_polling_seconds(hvd.local_size())
+    return environment.max_polling_seconds(hvd.local_size() if hvd.is_initialized() else 1)
 
 
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
