@@ -46,7 +46,7 @@ def connect(size: int, *, declining_rank: int = -1) -> list[RowExchange | None]:
         rendezvous = Rendezvous(info, store, LOOPBACK, timedelta(seconds=30))
         # Skip the cached property, which would wait for the other ranks while it holds a lock that threads share.
         vars(rendezvous)["own_address"] = LOOPBACK
-        return RowExchange.connect(rendezvous, is_wanted=rank != declining_rank)
+        return RowExchange.connect(rendezvous, is_wanted=rank != declining_rank, max_polling_seconds=0.005)
 
     return run_on_ranks(size, connect_rank)
 

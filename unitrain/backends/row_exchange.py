@@ -54,7 +54,7 @@ class RowExchange:
         _exchanges_closed_in_forked_processes().add(self)
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool, max_polling_seconds: float = 0.005) -> Self | None:
+    def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool, max_polling_seconds: float) -> Self | None:
         """Return the connected exchange. Return None on every rank if there is only one rank, if there are more than
         MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
 

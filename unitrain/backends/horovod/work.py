@@ -428,8 +428,9 @@ class CompletionQueue:
             time.sleep(_BACKGROUND_POLL_SECONDS)
 
 
-def _max_polling_seconds() -> float:
-    return environment.max_polling_seconds(hvd.local_size() if hvd.is_initialized() else 1)
+@functools.cache
+def _max_polling_seconds(local_size: int) -> float:
+    return environment.max_polling_seconds(local_size)
 
 
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
@@ -439,7 +440,8 @@ def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     limit of 1 ms instead of 5 ms, a small model's step time increases by a third if operations take 2 ms. Later, the
     function sleeps between calls for increasing intervals, so that other processes can use the core.
     """
-    start_time, max_polling_seconds = time.monotonic(), _max_polling_seconds()
+    start_time = time.monotonic()
+    max_polling_seconds = _max_polling_seconds(hvd.local_size() if hvd.is_initialized() else 1)
     while not is_done():
         waited = time.monotonic() - start_time
         if seconds is not None and waited >= seconds:
