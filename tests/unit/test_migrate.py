@@ -541,7 +541,7 @@ def test_command_reports_a_script_that_cannot_be_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "write_bytes", refuse)
     result = CliRunner().invoke(command, ["migrate", "--write", str(path)])
     assert result.exit_code == 1
-    assert f"Error: {path} and {path}.orig cannot be written: Permission denied." in result.stderr
+    assert f"Error: {path} or {path}.orig cannot be written: Permission denied." in result.stderr
 
 
 def test_command_lists_the_lines_that_it_cannot_convert(tmp_path: Path) -> None:
