@@ -44,9 +44,12 @@ def take_turn(backend: Backend, checkpoint_format: str, size: str, round_number:
     folder: Path = backend.broadcast_object(Path(tempfile.mkdtemp(prefix="unitrain-")) if backend.rank == 0 else None)
     settings: dict[str, Any] = {"checkpoint_format": checkpoint_format, "async_checkpoints": False}
     checkpointer = Checkpointer(TrainConfig(max_steps=1, shard="state", output_dir=folder, **settings), backend)
+    contents = CheckpointContents(
+        step=1, model=model, optimizer=optimizer, average=None, training={}, manifest={"step": 1}
+    )
     backend.barrier()
     started = time.perf_counter()
-    checkpointer.save(CheckpointContents(1, model, optimizer, None, {}, {"step": 1}))
+    checkpointer.save(contents)
     seconds = time.perf_counter() - started
     backend.barrier()
     if backend.rank == 0:
