@@ -25,7 +25,7 @@ def main(backend_name: str | None, samples: int, batch_size: int, epochs: int, s
         numbers = TensorDataset(torch.arange(samples))
 
         def print_shards(title: str, batches: list[list[int]]) -> None:
-            """Print the batches of every rank, in rank order. All ranks call it."""
+            """Print the batches of every rank, in rank order. All ranks must call this function."""
             batches_of_ranks = backend.allgather_object(batches)
             if backend.rank == 0:
                 print(title)

@@ -80,7 +80,7 @@ def find_batch_size(
     mode: SearchMode = "power",
 ) -> BatchSizeSearch:
     """Return the largest batch size per rank and micro-batch with which a training step fits in memory on every rank.
-    All ranks call it.
+    All ranks must call this function.
 
     The batch size is doubled from `initial` (2, because BatchNorm rejects single samples) until a rank runs out of
     memory or exceeds `memory_limit_bytes`, or the data or `max_batch_size` is exhausted. With mode "binary", a binary

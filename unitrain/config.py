@@ -507,7 +507,8 @@ CHECKPOINT_SETTINGS = (
 
 
 def check_same_config(config: TrainConfig, communicator: Communicator, config_text: str | None = None) -> None:
-    """Raise ConfigError on every rank if `config` or `config_text` differs between ranks. All ranks call it."""
+    """Raise ConfigError on every rank if `config` or `config_text` differs between ranks. All ranks must call this
+    function."""
     gathered = gather_if_different(communicator, (config, config_text)) or []
     configs = [config_of_rank for config_of_rank, _ in gathered]
     for field in fields(config):

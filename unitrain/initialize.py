@@ -52,9 +52,9 @@ def init(
             device.
         timeout_seconds: the timeout of the rendezvous and of every later collective.
 
-    All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,
-    LauncherMismatchError, EnvironmentVariableError, ConfigError for an invalid argument or if a backend is already in
-    use, or CollectiveTimeoutError, which names the missing ranks.
+    All ranks must call this function, and may call it again after `shutdown`. Raises UnknownBackendError,
+    BackendUnavailableError, LauncherMismatchError, EnvironmentVariableError, ConfigError for an invalid argument or if
+    a backend is already in use, or CollectiveTimeoutError, which names the missing ranks.
     """
     check_timeout(timeout_seconds)
     fix = "Use unitrain.init(backend='ddp'), or leave it out"

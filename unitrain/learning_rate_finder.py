@@ -98,7 +98,7 @@ def find_learning_rate(
     divergence_factor: float | None = 4.0,
 ) -> LearningRateCurve:
     """Train for up to `steps` steps on `data` while the learning rate increases from `min_lr` to `max_lr`, and return
-    the losses and a suggested learning rate. All ranks call it.
+    the losses and a suggested learning rate. All ranks must call this function.
 
     The learning rate increases by a constant factor per step. It applies to the first parameter group; the learning
     rates of other groups keep their ratio to it (if the first group has learning rate 0, it applies to all groups).

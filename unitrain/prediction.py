@@ -67,8 +67,8 @@ class Outputs:
         """Return the outputs of all ranks in rank order, with the same nesting, on the CPU of every rank.
 
         If samples or batches were assigned to ranks round-robin (`stride_unit`), the order of the data is restored. All
-        ranks call it, including ranks without batches. Raises on all ranks: DataError if there are no samples, and
-        ModelError if the structure of the outputs differs between ranks.
+        ranks must call this method, including ranks without batches. Raises on all ranks: DataError if there are no
+        samples, and ModelError if the structure of the outputs differs between ranks.
         """
         row_counts = self._samples if self._specs or not self._batches else []
         row_counts = row_counts if stride_unit == "batches" else [sum(row_counts)]
@@ -96,8 +96,8 @@ class Outputs:
     def _gather_output(
         self, index: int, spec: OutputSpec, rows_by_rank: list[int], communicator: Communicator
     ) -> Tensor:
-        """Gather output `index` of all ranks, and return its rows in rank order on the CPU. All ranks call it. Rank i
-        has rows_by_rank[i] rows.
+        """Gather output `index` of all ranks, and return its rows in rank order on the CPU. All ranks must call this
+        method. Rank i has rows_by_rank[i] rows.
         """
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:

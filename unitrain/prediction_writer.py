@@ -82,7 +82,7 @@ class PredictionWriter:
     def open(
         self, communicator: Communicator, first_row: int | None, stride_unit: StrideUnit | None
     ) -> Iterator[PredictionFiles]:
-        """Context manager that yields the files of a prediction. All ranks call it.
+        """Context manager that yields the files of a prediction. All ranks must call this method.
 
         `first_row` and `stride_unit` are `first_sample` and `stride_unit` of the EvaluationShard. If the context ends
         with an exception, the unfinished files are removed. Raises on every rank: ConfigError if the folder exists and
@@ -208,7 +208,7 @@ class PredictionFiles:
         self._batch_rows.append(samples)
 
     def finish(self) -> Path:
-        """Complete the files, and return the folder. All ranks call it.
+        """Complete the files, and return the folder. All ranks must call this method.
 
         Raises ModelError on all ranks if the outputs differ between ranks, and DataError if there are no samples or the
         files cannot be written.

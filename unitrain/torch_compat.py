@@ -196,7 +196,8 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str, connects: bool = True
 ) -> Any:
-    """Create and return a ProcessGroupGloo. All ranks call it. With `connects`, all ranks are connected afterwards.
+    """Create and return a ProcessGroupGloo. All ranks must call this function. With `connects`, all ranks are connected
+    afterwards.
 
     The group uses the network interface `interface`. If `interface` is empty, it uses the interface with `address`, or,
     if `address` is also empty, the interface to which the host name resolves. Without `connects`, two ranks connect

@@ -275,7 +275,7 @@ class Trainer(LoggingMethods):
 
     def evaluate(self, data: Data) -> dict[str, float]:
         """Return "loss" and each metric of the model in eval mode: exact means over the samples of `data`. All ranks
-        call it.
+        must call this method.
 
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results. Raises DataError on
         every rank for data without samples.
@@ -287,12 +287,13 @@ class Trainer(LoggingMethods):
     def predict(self, data: Data, *, writer: PredictionWriter | None = None) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
-        All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
-        the structure of the model's (or `forward`'s) output: lists, tuples, mappings and dataclasses of tensors whose
-        first dimension indexes the samples. Targets are ignored, and may be missing if the Trainer has no `forward`
-        function. If a batch is a mapping, the loss and the key-value cache that a language model returns are omitted.
-        Every rank evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank.
-        Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
+        All ranks must call this method. Each rank receives all outputs, so each host needs enough memory for one copy
+        per rank. The result has the structure of the model's (or `forward`'s) output: lists, tuples, mappings and
+        dataclasses of tensors whose first dimension indexes the samples. Targets are ignored, and may be missing if the
+        Trainer has no `forward` function. If a batch is a mapping, the loss and the key-value cache that a language
+        model returns are omitted. Every rank evaluates its shard with the buffers of rank 0. With `stream="own"`, the
+        outputs are ordered by rank. Raises DataError, ConfigError, or ModelError for outputs that cannot be
+        concatenated, on every rank.
 
         With `writer`, each rank writes its outputs to files as it computes them, and `predict` returns the folder.
         """
@@ -306,7 +307,7 @@ class Trainer(LoggingMethods):
         checkpoint according to `keep_best`.
 
         Replaces the model's weights on every rank and, with `config.ema_decay`, their average. The optimizer, the
-        scheduler and the progress do not change. All ranks call it. For a final evaluation, call
+        scheduler and the progress do not change. All ranks must call this method. For a final evaluation, call
         `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises on every rank: CheckpointError if
         there is no such checkpoint, if it does not match the model, or if it has no average; and ConfigError if the run
         does not keep its best checkpoint.

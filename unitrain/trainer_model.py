@@ -64,7 +64,8 @@ def prepare_model(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, backend: Backend) -> nn.Module:
-    """Return the result of `backend.distributed_model` for the settings in `config`. All ranks call it."""
+    """Return the result of `backend.distributed_model` for the settings in `config`. All ranks must call this
+    function."""
     logical_ranks = {} if config.logical_ranks is None else {"logical_ranks": config.logical_ranks}
     return backend.distributed_model(
         model,
@@ -110,7 +111,7 @@ class MicroBatchRunner:
 def start_average(average: WeightAverage, distributed_model: nn.Module, config: TrainConfig, backend: Backend) -> None:
     """Start averaging the weights of `distributed_model`; if its parameters are sharded, also shard their average.
 
-    All ranks call it.
+    All ranks must call this function.
     """
     if config.shard == "parameters":
         feature = "TrainConfig.shard 'parameters'"

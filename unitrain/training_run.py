@@ -262,7 +262,7 @@ class TrainingRun:
 
     def _gather_random_state(self) -> dict[str, Any]:
         """Return the RNG states of all ranks or, with logical ranks, the settings on which bit-identical results
-        depend. All ranks call it.
+        depend. All ranks must call this method.
         """
         if self._config.logical_ranks is not None:
             return {"preconditions": reproducibility_settings(self._backend.device)}
@@ -270,7 +270,7 @@ class TrainingRun:
 
     def _gather_data_state(self) -> dict[str, Any]:
         """Return {"data": state} with the gathered state of a stateful dataset, or {} if there is no state to save. All
-        ranks call it."""
+        ranks must call this method."""
         epoch, position = self.progress.epoch, self.progress.position
         data = self._data
         if data is None or not (data.is_stateful and position):
@@ -283,7 +283,7 @@ class TrainingRun:
 
     def check_weights(self, model: nn.Module) -> None:
         """Raise ModelError on every rank if the weights of `model`, the user's module, differ between ranks. All ranks
-        call it. With local SGD, nothing is compared, because the ranks train different weights.
+        must call this method. With local SGD, nothing is compared, because the ranks train different weights.
 
         If the weights differ by rounding errors only, this method logs a warning once, and later calls compare nothing.
         """

@@ -35,7 +35,7 @@ from unitrain.trainer import Trainer
 
 def check_trial(trainer: Any, function_name: str) -> None:
     """Raise ConfigError on every rank if `trainer` does not support trial steps, or if its `fit` is running. All ranks
-    call it.
+    must call this function.
 
     `function_name` is the name of the public function for error messages.
     """

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from unitrain.backends import consistency
 from unitrain.backends.base import Backend
+from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.process_group import ProcessGroupBackend
-from unitrain.backends.row_exchange import RowExchange
 from unitrain.errors import CollectiveMismatchError
 from unitrain.monitoring.flight_recorder import CollectiveCall
 from unitrain.testing import RankGroup, collectives, gradients
@@ -144,35 +144,35 @@ def reduce_random_numbers(backend: Backend) -> list[str]:
     return [value.hex() for value in summed.tolist()]
 
 
-def record_row_exchanges(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
-    """For each collective, return the exchanges through torch.distributed. Also return the number of bytes of each row
-    that was sent over direct connections."""
+def record_message_exchanges(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
+    """For each collective, return the exchanges through torch.distributed. Also return the number of bytes of each
+    message that was sent over direct connections."""
     direct: list[int] = []
-    original = RowExchange.allgather
+    original = MessageExchange.allgather
 
-    def record(exchange: RowExchange, row: bytearray) -> bytearray:
-        direct.append(len(row))
-        return original(exchange, row)
+    def record(exchange: MessageExchange, message: bytearray) -> bytearray:
+        direct.append(len(message))
+        return original(exchange, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowExchange, "allgather", record)
+        patch.setattr(MessageExchange, "allgather", record)
         return record_exchanges(backend), direct
 
 
 def use_gloo_for_rows(backend: Backend) -> None:
-    """Make this process exchange rows over Gloo, like groups of more than `row_exchange.MAX_RANKS` ranks."""
+    """Make this process exchange rows over Gloo, like groups of more than `message_exchange.MAX_RANKS` ranks."""
     assert isinstance(backend, ProcessGroupBackend)
-    backend._check_consistency.row_exchange = None
+    backend._check_consistency.message_exchange = None
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_row_exchange_sends_one_row(*, is_direct: bool) -> None:
+def test_consistency_check_sends_one_message_per_collective(*, is_direct: bool) -> None:
     num_bytes = 8 * 3 + 4096
     row = [] if is_direct else [("all_gather_single", num_bytes)]
     with RankGroup("ddp", 2) as group:
         if not is_direct:
             group.run(use_gloo_for_rows)
-        results = group.run(record_row_exchanges)
+        results = group.run(record_message_exchanges)
     for exchanges, direct in results:
         assert exchanges == [row, row, row, [*row, ("all_reduce", 40_000)]]
         assert direct == (4 * [num_bytes] if is_direct else [])

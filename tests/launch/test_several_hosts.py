@@ -95,7 +95,7 @@ EXCHANGE = """
 import torch, unitrain
 
 with unitrain.init(device="cpu") as backend:
-    exchange = backend._check_consistency.row_exchange
+    exchange = backend._check_consistency.message_exchange
     peers = sorted(connection.getpeername()[0] for connection in exchange._connections.values())
     print(f"rank {backend.rank}: {backend.allreduce(torch.ones(3), 'sum').tolist()} {peers}", flush=True)
 """

@@ -12,7 +12,7 @@ process_group_collectives  collectives of ddp and horovod
 composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
-row_exchange         messages over direct TCP connections between ranks, for consistency checks and tensors up to 12 MiB
+message_exchange     messages over direct TCP connections between ranks, for consistency checks and tensors up to 12 MiB
 rank_groups          subgroups of ranks, with point-to-point communication
 fork_safety          prevents deadlocks in processes that are forked from a rank
 logical_ranks        assignment of logical ranks to processes, and the current logical rank

@@ -28,8 +28,8 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
    number of processes.
 7. Compression uses the same formula for every number of ranks. `compression_setting.py` specifies this formula.
 
-All ranks must call the methods of `Communicator`, and the methods of `Backend` marked "All ranks call it", in the same
-order. Calls during a backward pass, while gradients are being reduced, are allowed.
+All ranks must call the methods of `Communicator`, and the methods of `Backend` marked "All ranks must call this
+method", in the same order. Calls during a backward pass, while gradients are being reduced, are allowed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Backend(Lifecycle, Communicator):
     @classmethod
     @abstractmethod
     def start(cls, options: StartOptions) -> Self:
-        """Join the other ranks and return the backend. All ranks call it.
+        """Join the other ranks and return the backend. All ranks must call this method.
 
         Waiting for other ranks times out after `options.timeout`.
         """
@@ -157,8 +157,8 @@ class Backend(Lifecycle, Communicator):
         """Return a module that calls `model`. A backward pass through the returned module sets each `.grad` to the mean
         of the gradients over ranks.
 
-        All ranks call it. Inputs must be on the backend's `device`; a ShardedLoader moves its batches there. Whether
-        the returned module moves inputs from other devices depends on the arguments and the backend.
+        All ranks must call this method. Inputs must be on the backend's `device`; a ShardedLoader moves its batches
+        there. Whether the returned module moves inputs from other devices depends on the arguments and the backend.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Without `find_unused_parameters`, an unused parameter raises ModelError.
@@ -207,7 +207,7 @@ class Backend(Lifecycle, Communicator):
     def distributed_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: ShardingMode = "none"
     ) -> torch.optim.Optimizer:
-        """Broadcast the state of `optimizer` from rank 0, and return the same object. All ranks call it.
+        """Broadcast the state of `optimizer` from rank 0, and return the same object. All ranks must call this method.
 
         With `shard="state"` (ZeRO-1), each rank stores a shard of the optimizer state, updates the corresponding
         parameters, and broadcasts them. The results are the same as without sharding. All ranks must call
@@ -241,4 +241,5 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the group. The backend cannot be used afterwards. All ranks call it; further calls do nothing."""
+        """Leave the group. The backend cannot be used afterwards. All ranks must call this method; further calls do
+        nothing."""

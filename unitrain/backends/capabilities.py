@@ -50,12 +50,12 @@ class CompressionState(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain types and CPU tensors. It is complete on rank 0 only. All ranks call it, between
-        steps."""
+        """Return the state as plain types and CPU tensors. It is complete on rank 0 only. All ranks must call this
+        method, between steps."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
+        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks must call this method.
 
         If the number of ranks is unchanged and the state contains the error-feedback residuals of all ranks, each rank
         loads its own residuals. Otherwise, every rank loads the mean of the saved residuals, so their contribution to
@@ -92,7 +92,7 @@ class SupportsAllToAll(ABC):
     @abstractmethod
     def alltoall(self, tensor: Tensor) -> Tensor:
         """Send the r-th of `size` equal slices of dim 0 to rank r, and return the slices from all ranks, in rank order.
-        All ranks call it.
+        All ranks must call this method.
 
         The shape and dtype of `tensor` must be equal on all ranks; the result is a new tensor with the same shape and
         dtype. Raises TensorError if dim 0 is not divisible by `size`, and CollectiveMismatchError if shapes or dtypes
@@ -106,7 +106,7 @@ class SupportsPointToPoint(ABC):
     @abstractmethod
     def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[Subgroup]:
         """Create a group for each list of ranks in `groups`, and return the groups that contain this rank, in the order
-        of `groups`. All ranks call it, with the same arguments. Each list must be in ascending order."""
+        of `groups`. All ranks must call this method, with the same arguments. Each list must be in ascending order."""
 
 
 class SupportsShardedParameters(ABC):
@@ -114,7 +114,8 @@ class SupportsShardedParameters(ABC):
 
     @abstractmethod
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
-        """Shard the parameters of `copy` in the same way as those of `model`. `copy` is not trained. All ranks call it.
+        """Shard the parameters of `copy` in the same way as those of `model`. `copy` is not trained. All ranks must
+        call this method.
 
         `copy` is a copy of the user's module, such as an average of weights, that was made before the module was
         sharded. Its values are equal on all ranks. `model` is the module that `distributed_model` returned. Afterwards,

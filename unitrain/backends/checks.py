@@ -338,7 +338,8 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
 
 
 def check_same_settings(communicator: Communicator, method: str, **settings: object) -> None:
-    """Raise ConfigError on every rank if arguments of `method` differ between ranks. All ranks call it."""
+    """Raise ConfigError on every rank if arguments of `method` differ between ranks. All ranks must call this
+    function."""
     settings_by_rank = gather_if_different(communicator, settings) or []
     for rank, settings_of_rank in enumerate(settings_by_rank):
         for name, value in settings_by_rank[0].items():
@@ -351,7 +352,7 @@ def check_same_settings(communicator: Communicator, method: str, **settings: obj
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     """Raise ModelError on every rank if the names, shapes, dtypes or order of the parameters and buffers differ between
-    ranks, or if the strides or requires_grad of the parameters differ. All ranks call it."""
+    ranks, or if the strides or requires_grad of the parameters differ. All ranks must call this function."""
     tensors = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
     parameters = dict(model.named_parameters())
     strides = {name: _stride_of(parameter) for name, parameter in parameters.items()}
@@ -387,7 +388,8 @@ def _stride_of(tensor: Tensor) -> list[int]:
 
 @torch.no_grad()
 def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
-    """Return whether all parameters that are not sharded have the same bits on all ranks. All ranks call it.
+    """Return whether all parameters that are not sharded have the same bits on all ranks. All ranks must call this
+    function.
 
     Raises ModelError on every rank if the values of a parameter differ by more than rounding errors, which occur if
     the ranks compute on different processors. Computing a digest of the bits of each parameter takes about as long as
@@ -419,7 +421,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
 
 def _is_close_on_all_ranks(communicator: Communicator, tensor: Tensor) -> bool:
     """Broadcast the `tensor` of rank 0, and return whether the `tensor` of every rank differs from it by rounding
-    errors at most. All ranks call it."""
+    errors at most. All ranks must call this function."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     reference = tensor.clone()
     broadcast_tensors(communicator, [reference])  # supports all dtypes
@@ -455,7 +457,8 @@ def _checksum_rows(words: Tensor) -> Tensor:
 
 def check_same_parameter_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError on every rank if the groups of `optimizer` contain different parameters of `model` on different
-    ranks, or the same parameters in a different order. All ranks call it, with the same number of parameters."""
+    ranks, or the same parameters in a different order. All ranks must call this function, with the same number of
+    parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
     names_by_rank: list[list[str]] = gather_if_different(communicator, own) or []

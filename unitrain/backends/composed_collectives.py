@@ -1,10 +1,10 @@
 """reducescatter and allgather of CPU tensors, composed of faster operations. benchmarks/collectives.py measures them.
 
 Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over direct TCP connections between all pairs
-of ranks (row_exchange.py), if there are at most `row_exchange.MAX_RANKS` ranks. This avoids the cost of starting an
-operation of the transport. For larger tensors, and without direct connections, an allgather consists of broadcasts, and
-a reducescatter of allreduces or, with the backend ddp, of all-to-alls. Without direct connections, the native allgather
-gathers small tensors and, with more than MAX_BROADCASTING_RANKS ranks, all tensors.
+of ranks (message_exchange.py), if there are at most `message_exchange.MAX_RANKS` ranks. This avoids the cost of
+starting an operation of the transport. For larger tensors, and without direct connections, an allgather consists of
+broadcasts, and a reducescatter of allreduces or, with the backend ddp, of all-to-alls. Without direct connections, the
+native allgather gathers small tensors and, with more than MAX_BROADCASTING_RANKS ranks, all tensors.
 
 The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
 tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
-from unitrain.backends.row_exchange import RowExchange
+from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_ordered_keys, ordered_keys
 
 # Maximum size in bytes of an allgather's result and of a reducescatter's input for a transfer over direct connections.
@@ -48,7 +48,7 @@ WaitForWork = Callable[["dist.Work | None"], None]
 _BINARY_FUNCTIONS = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
-def gather_directly(tensor: Tensor, row_counts: Sequence[int], rank: int, exchange: RowExchange) -> Tensor:
+def gather_directly(tensor: Tensor, row_counts: Sequence[int], rank: int, exchange: MessageExchange) -> Tensor:
     """Concatenate every rank's `tensor` along dim 0, over direct connections. `row_counts` is the number of rows per
     rank."""
     gathered = tensor.new_empty((sum(row_counts), *tensor.shape[1:]))
@@ -60,7 +60,7 @@ def gather_directly(tensor: Tensor, row_counts: Sequence[int], rank: int, exchan
 
 
 def reduce_scatter_directly(
-    tensor: Tensor, op: ReduceOp, dtype: torch.dtype, rank: int, size: int, exchange: RowExchange
+    tensor: Tensor, op: ReduceOp, dtype: torch.dtype, rank: int, size: int, exchange: MessageExchange
 ) -> Tensor:
     """Return this rank's slice of `tensor`, reduced in `dtype` and in rank order. For the mean, return the sum.
 

@@ -1,7 +1,7 @@
 """Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
 With at most `MAX_GATHERING_RANKS` ranks, the exchange is an allgather of one short row per rank. Groups of at most
-`row_exchange.MAX_RANKS` ranks on CPUs send the rows over direct connections; other groups use the transport's
+`message_exchange.MAX_RANKS` ranks on CPUs send the rows over direct connections; other groups use the transport's
 allgather. The rows also contain small CPU tensors, which are reduced in rank order, so the results are bit-identical on
 every transport. With more ranks, the exchange is a sum of a short vector: the fingerprints of all ranks are equal if
 and only if their variance is zero. The vector also contains small floating-point tensors, which are thereby summed. The
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import Backend
+from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.objects import pack, unpack
-from unitrain.backends.row_exchange import RowExchange
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
 from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatch
 from unitrain.monitoring.monitor import FailureMonitor
@@ -56,7 +56,7 @@ class ConsistencyCheck:
     """Compares each collective call of this rank with the corresponding calls of the other ranks, and counts the calls.
 
     It exchanges CPU tensors over `group`, or over the default group if `group` is None. Rows are exchanged with
-    `row_exchange` if it is not None.
+    `message_exchange` if it is not None.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class ConsistencyCheck:
         backend: Backend,
         monitor: FailureMonitor,
         group: dist.ProcessGroup | None = None,
-        row_exchange: RowExchange | None = None,
+        message_exchange: MessageExchange | None = None,
     ) -> None:
-        self._backend, self._monitor, self._group, self.row_exchange = backend, monitor, group, row_exchange
+        self._backend, self._monitor, self._group, self.message_exchange = backend, monitor, group, message_exchange
         self._num_calls = 0
         self._has_point_to_point = _supports_point_to_point(group)
         self.max_content_bytes = compute_max_content_bytes(backend.size)
@@ -76,8 +76,8 @@ class ConsistencyCheck:
     def leave_group(self) -> None:
         """Release the process group, and close the direct connections."""
         self._group = None
-        if self.row_exchange is not None:
-            self.row_exchange.close()
+        if self.message_exchange is not None:
+            self.message_exchange.close()
 
     def __call__(
         self,
@@ -89,7 +89,7 @@ class ConsistencyCheck:
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> ExchangeResult:
-        """Block until every rank has called this method with consistent arguments. All ranks call it.
+        """Block until every rank has called this method with consistent arguments. All ranks must call this method.
 
         `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
         small `tensor` in that dtype. Raises, on every rank, the error of the lowest rank with invalid arguments, or
@@ -117,14 +117,14 @@ class ConsistencyCheck:
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
         """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` contains the number of bytes of every
-        rank. All ranks call it."""
+        rank. All ranks must call this method."""
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: payload.numel()] = payload
         gathered = self._allgather(padded)
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
     def broadcast_bytes(self, payload: Tensor, root: int) -> None:
-        """Broadcast `payload`, uint8 of the same size on every rank, in place. All ranks call it."""
+        """Broadcast `payload`, uint8 of the same size on every rank, in place. All ranks must call this method."""
         self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
 
     def _exchange_rows(
@@ -147,10 +147,10 @@ class ConsistencyCheck:
         return ExchangeResult(counts, counts[max(call.root, 0)], contents)
 
     def _gather_rows(self, row: bytearray) -> bytearray:
-        """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length."""
-        if self.row_exchange is not None:
+        """Return the rows of all ranks, in rank order. All ranks must call this method with rows of the same length."""
+        if self.message_exchange is not None:
             with self._monitor.waiting():
-                return self.row_exchange.allgather(row)
+                return self.message_exchange.allgather(row)
         rows = bytearray(self._backend.size * len(row))
         gathered, own = (torch.frombuffer(content, dtype=torch.int64) for content in (rows, row))
         self._wait(dist.all_gather_single(gathered, own, group=self._group, async_op=True))
@@ -194,7 +194,8 @@ class ConsistencyCheck:
         return ExchangeResult(counts, count_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
-        """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks call it.
+        """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks must call this
+        method.
 
         On N ranks, Gloo sums along a ring, in 2 N consecutive messages. This method takes log2(N) rounds: in each
         round, every rank exchanges its partial sum with one other rank. Let p be the largest power of two that is at
@@ -234,7 +235,7 @@ class ConsistencyCheck:
 
     def _raise_on_all_ranks(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
         """Raise on every rank the error of the lowest rank with invalid arguments or, if no rank has an error,
-        CollectiveMismatchError. All ranks call it."""
+        CollectiveMismatchError. All ranks must call this method."""
         payload, _ = pack((call, problem))
         sizes = self._allgather(torch.tensor([payload.numel()], device="cpu")).view(-1).tolist()
         calls_and_errors = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]

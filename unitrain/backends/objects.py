@@ -85,7 +85,7 @@ class _CPUPickler(pickle.Pickler):
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Broadcast `tensors`, of any dtype, in place from rank 0, in one collective. All ranks call it."""
+    """Broadcast `tensors`, of any dtype, in place from rank 0, in one collective. All ranks must call this function."""
     if not tensors:
         return
     # A broadcast of bytes supports all dtypes in one collective, without rounding.
@@ -99,7 +99,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 
 
 def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Broadcast `tensors` in place from rank 0. All ranks call it.
+    """Broadcast `tensors` in place from rank 0. All ranks must call this function.
 
     Each collective except the last one transfers one or more complete tensors with a total size of at least 32 MiB.
     """
@@ -114,7 +114,7 @@ def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) ->
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:
-    """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
+    """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks must call this function.
 
     Dense tensors in dictionaries, lists and tuples, but not in subclasses of these, may be of any size: they are
     broadcast in chunks, because pickling them would take several times their memory. On ranks other than the root, GPU

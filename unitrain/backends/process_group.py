@@ -46,11 +46,11 @@ from unitrain.backends.gradients.local_gradients import register_step_check
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.process_group_collectives import ProcessGroupCollectives
 from unitrain.backends.rank_groups import Subgroup, create_rank_groups
-from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
 from unitrain.backends.sharding.gradient_reducer import TransferSettings
@@ -119,14 +119,15 @@ class ProcessGroupBackend(
         # NCCL can deadlock if ranks use several groups in different orders.
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
-        # Only CPU ranks exchange small messages over the direct connections of `RowExchange`. A rank with a GPU uses
-        # Gloo: it usually has several CPU cores, so Gloo's threads do not compete with the waiting thread for a core.
-        row_exchange = RowExchange.connect(
+        # Only CPU ranks exchange small messages over the direct connections of `MessageExchange`. A rank with a GPU
+        # uses Gloo: it usually has several CPU cores, so Gloo's threads do not compete with the waiting thread for a
+        # core.
+        message_exchange = MessageExchange.connect(
             rendezvous,
             is_wanted=device.type == "cpu",
             max_polling_seconds=environment.max_polling_seconds(self.local_size),
         )
-        self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
+        self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, message_exchange)
         self._broadcasts: Broadcasts | None = None
 
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
@@ -264,7 +265,8 @@ class ProcessGroupBackend(
 
     def _get_or_create_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
         """Return the group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
-        ranks call it. The first call with each value of `find_unused_parameters` creates a separate group.
+        ranks must call this method. The first call with each value of `find_unused_parameters` creates a separate
+        group.
 
         In one backward pass through two models, ranks may start the buckets of a model with `find_unused_parameters`
         earlier or later than the buckets of a model without it, so the two models use different groups.

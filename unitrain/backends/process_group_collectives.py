@@ -21,8 +21,8 @@ from unitrain.backends.composed_collectives import (
     reduce_scatter_directly,
 )
 from unitrain.backends.consistency import ConsistencyCheck
+from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
-from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_ordered_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 
@@ -175,7 +175,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
 
     def _direct_connections(
         self, tensor: Tensor, num_elements: int, *, is_allgather: bool = False
-    ) -> RowExchange | None:
+    ) -> MessageExchange | None:
         """Return the direct connections to the other ranks if they exist and are faster than the transport, otherwise
         None.
 
@@ -187,7 +187,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             limit = min(limit, composed_collectives.MAX_DIRECT_GATHER_BYTES_WITH_MPI)
         if tensor.device.type != "cpu" or not 0 < num_elements * tensor.element_size() <= limit:
             return None
-        return self._check_consistency.row_exchange
+        return self._check_consistency.message_exchange
 
     def _create_piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
         dtype = _reduction_dtype(tensor.dtype, op)

@@ -143,7 +143,8 @@ class Subgroup:
 def create_rank_groups(
     groups: Sequence[Sequence[int]], rank: int, monitor: FailureMonitor, timeout: timedelta
 ) -> list[Subgroup]:
-    """Create a group for each list of ranks in `groups`, and return the groups that contain `rank`. All ranks call it.
+    """Create a group for each list of ranks in `groups`, and return the groups that contain `rank`. All ranks must call
+    this function.
 
     Each list must be in ascending order, because torch sorts the ranks of a process group.
     """

@@ -18,8 +18,8 @@ ResultT = TypeVar("ResultT")
 def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
     """Raise an error on every rank if any rank passes an error. All ranks raise the error of the lowest such rank.
 
-    All ranks call it, and pass None if they have no error. Use it for errors that only some ranks can detect, such as
-    a missing folder.
+    All ranks must call this function, and pass None if they have no error. Use it for errors that only some ranks can
+    detect, such as a missing folder.
     """
     # A sum requires one exchange for any number of ranks.
     if not communicator.allreduce(torch.tensor(float(error is not None), device="cpu"), "sum"):
@@ -38,7 +38,7 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
 
 def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT]) -> ResultT:
     """Call `function` and return its result. If it raises a UnitrainError on any rank, raise that error on every rank.
-    All ranks call it."""
+    All ranks must call this function."""
     problem: UnitrainError | None = None
     try:
         result = function()
@@ -54,8 +54,8 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
 def gather_if_different(communicator: Communicator, value: Any) -> list[Any] | None:
     """Return None if all ranks pass the same picklable `value`, and otherwise every rank's value, in rank order.
 
-    All ranks call it. If the values are equal, one small allreduce is needed. Values are compared by their pickled
-    bytes, so equal dictionaries in a different order count as different.
+    All ranks must call this function. If the values are equal, one small allreduce is needed. Values are compared by
+    their pickled bytes, so equal dictionaries in a different order count as different.
     """
     try:
         content = pickle.dumps(value)

@@ -41,9 +41,9 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnRe
     """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS on a tensor of `size` bytes, after a warm-up
     call.
 
-    All ranks must call it. Except for the TCP stream, `size` is rounded up with `round_up_bytes`. It is the output size
-    of an allgather, and the input size of the other collectives. The public method is timed, including the consistency
-    check and the copy of the input.
+    All ranks must call this function. Except for the TCP stream, `size` is rounded up with `round_up_bytes`. It is the
+    output size of an allgather, and the input size of the other collectives. The public method is timed, including the
+    consistency check and the copy of the input.
     """
     start_time = time.perf_counter()
     if operation == "tcp stream":
@@ -93,7 +93,8 @@ def _make_memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
 def _time_tcp_stream(backend: Backend, size: int, calls: int) -> float | None:
     """Time a plain TCP stream to rank 0, from a rank on another host if there is one.
 
-    All ranks must call it. Return, on every rank, the sender's mean seconds per call, or None if the connection fails.
+    All ranks must call this function. Return, on every rank, the sender's mean seconds per call, or None if the
+    connection fails.
     """
     nodes = backend.allgather_object(backend.node_rank)
     is_one_host = len(set(nodes)) == 1

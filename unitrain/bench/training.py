@@ -137,8 +137,8 @@ def take_turn(
     """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some of the steps to
     time their phases.
 
-    All ranks must call it. `settings` must not contain `max_steps` or FIXED_SETTINGS, and take precedence over
-    `batch_size`. `target` is passed to `factories.call_training_function`. The first turn with the same arguments
+    All ranks must call this function. `settings` must not contain `max_steps` or FIXED_SETTINGS, and take precedence
+    over `batch_size`. `target` is passed to `factories.call_training_function`. The first turn with the same arguments
     creates the model, and later ones continue its training. Checkpoints, validation, schedulers, loggers and callbacks
     are disabled. Raises ConfigError and the errors of the Trainer.
     """

@@ -67,7 +67,8 @@ class Rendezvous:
     exits: MessageStore | None = None
 
     def allgather(self, key: str, value: Any, likely_timeout_cause: str = "") -> list[Any]:
-        """Return every rank's JSON-serializable `value`, in rank order. All ranks must call it, once for each `key`.
+        """Return every rank's JSON-serializable `value`, in rank order. All ranks must call this method, once for each
+        `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
         the missing ranks, and LauncherMismatchError if the ranks have different sizes. If a missing rank has exited
@@ -259,7 +260,8 @@ def _check_same_backend(names: Sequence[str | None]) -> None:
 
 
 def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None = None) -> Rendezvous:
-    """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
+    """Connect the ranks of any launcher, and return when all are connected. All ranks must call this function the same
+    number of times.
 
     Raises LauncherMismatchError if the launcher provides no rendezvous address, or if the ranks have different sizes.
     Raises EnvironmentVariableError for an invalid address. Raises ConfigError if this rank needs too many file

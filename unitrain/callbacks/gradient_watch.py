@@ -77,8 +77,8 @@ def _named_parameters(trainer: RunningTrainer) -> list[tuple[str, nn.Parameter]]
 
 
 def _gather_and_describe_losses(trainer: RunningTrainer) -> str:
-    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it, except with
-    `local_sgd`, where it does not communicate."""
+    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks must call this function,
+    except with `local_sgd`, where it does not communicate."""
     if trainer.config.local_sgd is not None:  # the gradients of the other ranks may be finite
         is_finite = bool(trainer.last_loss.isfinite())
         return f"the loss was {'finite' if is_finite else 'not finite'} on rank {trainer.backend.rank}"

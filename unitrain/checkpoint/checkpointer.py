@@ -372,13 +372,13 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
-    All ranks call it. The result is None if there is no checkpoint and `required` is False. It is equal on all ranks,
-    except that only rank 0 returns the state of gradient compression and of local SGD, because this state may be much
-    larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and
-    `distributed_optimizer` broadcast them later. With `defers_optimizer_state`, only the hyperparameters of the
-    optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises CheckpointError on every rank
-    if all checkpoints are corrupt, if there is none and `required` is True, or if the checkpoint does not match the
-    model, optimizer or scheduler.
+    All ranks must call this function. The result is None if there is no checkpoint and `required` is False. It is equal
+    on all ranks, except that only rank 0 returns the state of gradient compression and of local SGD, because this state
+    may be much larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`;
+    `distributed_model` and `distributed_optimizer` broadcast them later. With `defers_optimizer_state`, only the
+    hyperparameters of the optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises
+    CheckpointError on every rank if all checkpoints are corrupt, if there is none and `required` is True, or if the
+    checkpoint does not match the model, optimizer or scheduler.
     """
     checkpoint = find_checkpoint(path, communicator, required=required)
     if checkpoint is None:
@@ -413,9 +413,9 @@ def load_checkpoint(
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None, communicator: Communicator) -> None:
     """Load the weights of checkpoint `path`, or of the newest one in folder `path`, into `model` on every rank.
 
-    If `average` is not None, the averaged weights are loaded into it. All ranks call it. Rank 0 reads the files; if a
-    module contains DTensors, every rank reads them. Raises CheckpointError on every rank if no checkpoint is valid, if
-    it does not match the model, or if `average` is not None and it has no averaged weights.
+    If `average` is not None, the averaged weights are loaded into it. All ranks must call this function. Rank 0 reads
+    the files; if a module contains DTensors, every rank reads them. Raises CheckpointError on every rank if no
+    checkpoint is valid, if it does not match the model, or if `average` is not None and it has no averaged weights.
     """
     checkpoint = find_checkpoint(path, communicator, required=True)
     assert checkpoint is not None
@@ -425,7 +425,8 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
 
 
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
-    """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
+    """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks must call
+    this function.
 
     Each rank verifies some of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
     checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a newer format.
@@ -441,7 +442,7 @@ def _load_modules(
     communicator: Communicator, modules: Iterable[nn.Module], task_description: str, load: Callable[[], None]
 ) -> None:
     """Call `load`, which loads `modules`, on rank 0, and broadcast the tensors of the modules. If a module contains
-    DTensors, every rank calls `load` instead. All ranks call it."""
+    DTensors, every rank calls `load` instead. All ranks must call this function."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     fix = "Use the same model as the run that wrote it."
     if any(map(is_distributed_tensor, tensors)):

@@ -73,7 +73,7 @@ class MemoryCheckpoints:
 
     def prepare_and_find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
         """Prepare the folder, and return the newest valid checkpoint in memory if it is newer than the valid ones in
-        `disk_folder`, else None. All ranks call it.
+        `disk_folder`, else None. All ranks must call this method.
 
         If `continues` is False, a new run starts: remove the checkpoints of an earlier run with the same output folder,
         which would otherwise remain the newest ones. Checkpoints in memory that belong to a different run than the

@@ -38,7 +38,8 @@ _ResultT = TypeVar("_ResultT")
 def run_on_rank_zero(
     communicator: Communicator, task_description: str, fix: str, action: Callable[[], _ResultT]
 ) -> _ResultT | None:
-    """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks call it.
+    """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks must call this
+    function.
 
     Raises CheckpointError on every rank if `action` fails, see `run_on_all_ranks`.
     """
@@ -48,7 +49,7 @@ def run_on_rank_zero(
 def run_on_all_ranks(
     communicator: Communicator, task_description: str, fix: str, action: Callable[[], _ResultT]
 ) -> _ResultT | None:
-    """Run `action` on every rank and return its result. All ranks call it.
+    """Run `action` on every rank and return its result. All ranks must call this function.
 
     Raises CheckpointError on every rank if `action` fails on any rank: the CheckpointError of `action`, or "Cannot
     `task_description`: ... `fix`" for another exception.
@@ -73,7 +74,7 @@ def find_on_rank_zero(
     fix: str,
     find: Callable[[Callable[[Path], str | None]], _ResultT],
 ) -> _ResultT:
-    """Run `find` on rank 0, and return its result on every rank. All ranks call it.
+    """Run `find` on rank 0, and return its result on every rank. All ranks must call this function.
 
     The argument of `find` is a function that returns the reason why a checkpoint is corrupt, or None. Each rank
     verifies some of the files of a sharded checkpoint. Rank 0 alone verifies other checkpoints; meanwhile, it
@@ -114,7 +115,7 @@ def _find_corruption_on_rank_zero(checkpoint: Path, communicator: Communicator) 
 
 
 def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
-    """Return the reason why `checkpoint` is corrupt, or None, on every rank. All ranks call it.
+    """Return the reason why `checkpoint` is corrupt, or None, on every rank. All ranks must call this function.
 
     Each rank verifies some of the files. Until all have finished, they communicate at intervals, so that no rank times
     out.
@@ -153,8 +154,8 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     """Create `folder` and check that it is writable, without changing files that another job may be writing.
 
     Return whether the run resumes from this folder (with `resume`, or if an earlier attempt of this job started the
-    run), and the stored batch sizes (see `stored_batch_sizes`). All ranks call it. Raises CheckpointError on every rank
-    if the folder is not writable or contains another run.
+    run), and the stored batch sizes (see `stored_batch_sizes`). All ranks must call this function. Raises
+    CheckpointError on every rank if the folder is not writable or contains another run.
     """
 
     def prepare() -> tuple[bool, list[ElasticBatchSize]]:

@@ -111,7 +111,7 @@ _writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until earlier Trainers have finished writing to `folder` on all ranks. All ranks call it.
+    """Wait until earlier Trainers have finished writing to `folder` on all ranks. All ranks must call this function.
 
     A Trainer may still be writing after an exception in its `fit`.
     """
@@ -141,7 +141,7 @@ _NO_PENDING_WRITE = _PendingWrite()
 
 
 def _wait_until_written(folder: Path, pending_write: _PendingWrite, communicator: Communicator) -> None:
-    """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks call it.
+    """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks must call this function.
 
     The wait has no timeout, because writing a large model may take long, but a long wait is logged.
     """

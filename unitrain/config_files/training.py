@@ -15,7 +15,7 @@ from unitrain.factories import FIT_ARGUMENTS
 
 
 def train(parsed: ParsedConfig) -> dict[str, float]:
-    """Train as described by `parsed`, and return the results of `Trainer.fit`. All ranks call it.
+    """Train as described by `parsed`, and return the results of `Trainer.fit`. All ranks must call this function.
 
     The resolved configuration is stored as config.yaml in the output folder and in each checkpoint. If `parsed` was
     read from such a file, the run is repeated in a new folder, unless the command line sets an output folder, or
@@ -56,7 +56,8 @@ def _resolved_text(parsed: ParsedConfig) -> str:
 def _choose_rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
     """Return a new output folder if the run of a stored configuration is repeated, otherwise None.
 
-    The name is that of the run's folder with the next free number. A restarted job keeps its folder. All ranks call it.
+    The name is that of the run's folder with the next free number. A restarted job keeps its folder. All ranks must
+    call this function.
     """
     values = parsed.values
     is_selected = any(word.startswith(("--output_dir", "--resume")) for word in parsed.overrides)

@@ -52,7 +52,7 @@ def resolve_batch_sizes(
     full_batches_only: bool = False,
     logical_ranks: int | None = None,
 ) -> BatchSizes:
-    """Return the batch sizes of training on `data`. All ranks call it.
+    """Return the batch sizes of training on `data`. All ranks must call this function.
 
     With `logical_ranks`, the batch size per rank applies to each logical rank.
 

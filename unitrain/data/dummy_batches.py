@@ -29,7 +29,7 @@ _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 def reduce_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
     """Return the minimum of `prefetch_count` over ranks, at most 8, for the argument `max_batches_ahead` of
-    StepAligner. All ranks call it.
+    StepAligner. All ranks must call this function.
 
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
@@ -236,7 +236,7 @@ class StepAligner:
         """Return the numbers of items, and the numbers of samples, of each batch of each rank, both as [ranks][indices
         of the window]. NO_BATCH stands for a missing batch.
 
-        Raises DataError on every rank if `_fetch` has stored an error on any rank. All ranks call it.
+        Raises DataError on every rank if `_fetch` has stored an error on any rank. All ranks must call this method.
         """
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
         items = [NO_BATCH if counted_batch is None else counted_batch.item_count for counted_batch in window]

@@ -137,7 +137,7 @@ class EvaluationShard:
         train_batch_size: int | None,
         limit_batches: int | None = None,
     ) -> EvaluationShard:
-        """Return this rank's shard with the settings of `config`. All ranks call it.
+        """Return this rank's shard with the settings of `config`. All ranks must call this method.
 
         `train_batch_size` is the batch size of training, if it is known. A DataLoader keeps its own batch size.
         """

@@ -148,7 +148,7 @@ class TrainingStream(TrainingData):
         return {**expected, "ranks": {rank: state.to_dict()}}
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
+        """Return the merged results of `state_to_save` of all ranks. All ranks must call this method."""
         local_state = self.state_to_save(state, epoch, position)
         if self._source.stream_kind == "shared":
             # Rank 0 has a batch in each step. Its state is broadcast, so that the result is the same on all ranks.
@@ -250,8 +250,8 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
         self._micro_batches.close()
 
     def _check_first_items(self) -> None:
-        """Log a warning on rank 0 if a shared stream does not start with the same item on every rank. All ranks call
-        it."""
+        """Log a warning on rank 0 if a shared stream does not start with the same item on every rank. All ranks must
+        call this method."""
         fingerprints = set(self._communicator.allgather_object(self._source.first_item_fingerprint)) - {None}
         if len(fingerprints) > 1 and self._communicator.rank == 0:
             _log.warning(

@@ -381,7 +381,8 @@ def _read_length(data: Data) -> int:
 def check_same_data(subject: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
     """Raise DataError, on every rank, if `length` or one of `settings` differs between ranks, or if `length` is 0.
 
-    `subject` is the grammatical subject of the message. `length` is None for data without a length. All ranks call it.
+    `subject` is the grammatical subject of the message. `length` is None for data without a length. All ranks must call
+    this function.
     """
     local = (length, dict(settings))
     properties_by_rank: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, local) or [local]
@@ -427,8 +428,8 @@ def _looks_like_batch(item: Any) -> bool:
 
 
 def open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:
-    """Return an IndexedSource of `data` with these settings. All ranks call it. An error of one rank is raised on every
-    rank."""
+    """Return an IndexedSource of `data` with these settings. All ranks must call this function. An error of one rank is
+    raised on every rank."""
     pin_memory = communicator.device.type == "cuda"
     return call_on_all_ranks(communicator, lambda: IndexedSource(data, pin_memory=pin_memory, **settings))
 

@@ -82,7 +82,7 @@ class DrawnOrder(NamedTuple):
 def draw_order(
     sampler: Iterable[Any], communicator: Communicator, *, yields_batches: bool, seed: int, epoch: int
 ) -> DrawnOrder:
-    """Return, on every rank, the order that `sampler` yields on rank 0 in `epoch`. All ranks call it.
+    """Return, on every rank, the order that `sampler` yields on rank 0 in `epoch`. All ranks must call this function.
 
     With `yields_batches`, `sampler` is a batch_sampler. The order depends only on seed and epoch if the sampler uses
     the global generators of torch, numpy or Python, or has a torch.Generator attribute or a `set_epoch` method. Raises

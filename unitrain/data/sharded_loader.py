@@ -267,7 +267,8 @@ class ShardedLoader:
         return state if data is None else {**state, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`: the next loop over the loader yields the remainder of its epoch. All ranks call it.
+        """Resume from `state`: the next loop over the loader yields the remainder of its epoch. All ranks must call
+        this method.
 
         Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
         Raises CheckpointError if `state` is not a result of `state_dict`, or if it is within an epoch and the order of
@@ -298,7 +299,7 @@ class ShardedLoader:
 
     def _check_same_position(self) -> None:
         """Raise ConfigError on every rank if the positions differ between ranks, because batches would then overlap.
-        All ranks call it."""
+        All ranks must call this method."""
         positions_by_rank = gather_if_different(self._backend, (self._epoch, self._position)) or []
         if positions_by_rank:
             raise ConfigError(

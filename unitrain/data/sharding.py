@@ -314,7 +314,7 @@ class TrainingShard(TrainingData):
 def open_training_data(data: Data, communicator: Communicator, settings: ShardSettings) -> TrainingData:
     """Return this rank's shard of `data`: a TrainingStream for an iterable dataset, otherwise a TrainingShard.
 
-    All ranks call it. Raises the errors of both classes.
+    All ranks must call this function. Raises the errors of both classes.
     """
     check_logical_ranks(f"{settings.class_name}(logical_ranks=...)", settings.logical_ranks, communicator)
     if settings.logical_ranks is not None:

@@ -78,7 +78,7 @@ class ShardSettings:
         self, data: Data, communicator: Communicator, *, full_batches_only: bool = False
     ) -> dict[int, BatchSizes]:
         """Return the results of `batch_size.resolve_batch_sizes` with these settings, by the first epoch to which they
-        apply. All ranks call it."""
+        apply. All ranks must call this method."""
         resolved = {}
         schedule = accumulation_by_first_epoch(self.gradient_accumulation_steps)
         for epoch, steps in schedule.items():
@@ -175,10 +175,10 @@ class TrainingData(ABC):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
-        Call `begin_epoch` first if the number of micro-batches per step depends on the epoch. All ranks call it; the
-        number of micro-batches is the same on all of them. Raises DataError on every rank if a sampler fails. If a
-        batch cannot be loaded on a rank, every rank raises DataError for iterable data and with a custom `collate_fn`;
-        otherwise, and with logical ranks, only that rank raises the error.
+        Call `begin_epoch` first if the number of micro-batches per step depends on the epoch. All ranks must call this
+        method; the number of micro-batches is the same on all of them. Raises DataError on every rank if a sampler
+        fails. If a batch cannot be loaded on a rank, every rank raises DataError for iterable data and with a custom
+        `collate_fn`; otherwise, and with logical ranks, only that rank raises the error.
         """
 
     @property
@@ -187,7 +187,7 @@ class TrainingData(ABC):
         return False
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
+        """Return the merged results of `state_to_save` of all ranks. All ranks must call this method."""
         return None
 
     def state_to_save(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
@@ -209,7 +209,7 @@ class TrainingData(ABC):
     @abstractmethod
     def close_and_check_epoch_end(self, position: int) -> bool:
         """Close the iterator like `end_epoch`, and return whether `position`, the end of the last step, is the end of
-        the epoch. All ranks call it. For iterable data, it may load the next step, and communicate."""
+        the epoch. All ranks must call this method. For iterable data, it may load the next step, and communicate."""
 
     @abstractmethod
     def end_epoch(self) -> None:

@@ -32,8 +32,8 @@ class ExaminationError(UnitrainError):
 def examine(timeout_seconds: float) -> dict[str, Any] | None:
     """Examine this rank and its job. Return the report as plain data on rank 0, and None on other ranks.
 
-    All ranks of a job must call it. Raises ExaminationError if the ranks cannot connect within `timeout_seconds`, or if
-    the variables of the launcher are invalid.
+    All ranks of a job must call this function. Raises ExaminationError if the ranks cannot connect within
+    `timeout_seconds`, or if the variables of the launcher are invalid.
     """
     from unitrain.bootstrap.rendezvous import connect_ranks
     from unitrain.doctor.facts import Facts, collect_facts

@@ -40,7 +40,7 @@ class PeerCheckResults:
 
 
 def check_peers(rendezvous: Rendezvous) -> PeerCheckResults:
-    """Run all checks. All ranks must call it. Each connection attempt times out after a few seconds."""
+    """Run all checks. All ranks must call this function. Each connection attempt times out after a few seconds."""
     # The address of the route to the other hosts is unknown if the rendezvous has an IPv6 address.
     address = rendezvous.own_address or own_addresses()[0]
     clock_offset_seconds = _measure_clock_offset(rendezvous)
@@ -64,7 +64,8 @@ def _measure_clock_offset(rendezvous: Rendezvous) -> float:
 
 
 def _connect_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
-    """Connect the first ranks of all hosts to each other, and return the failures by host. All ranks call it."""
+    """Connect the first ranks of all hosts to each other, and return the failures by host. All ranks must call this
+    function."""
     is_first_on_host = rendezvous.rank_info.local_rank == 0
     with contextlib.ExitStack() as stack:
         port = 0
@@ -108,7 +109,7 @@ def _accept_connections(listener: socket.socket) -> None:
 
 def _check_shared_folder(rendezvous: Rendezvous) -> bool:
     """Create a file in the working directory of rank 0, and return whether it is visible in the working directory of
-    this rank. All ranks call it."""
+    this rank. All ranks must call this function."""
     marker = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
     has_created = False
     if rendezvous.rank_info.rank == 0:

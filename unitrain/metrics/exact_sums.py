@@ -109,7 +109,8 @@ class ExactMeans(Means):
         )
 
     def reduce_totals(self, communicator: Communicator) -> tuple[list[float], float]:
-        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
+        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks must call this
+        method."""
         self.flush()
         own = ([exact.components for exact in self._exact_sums], self._samples, self._exact_token_count.components)
         ranks: list[tuple[list[list[float]], int, list[float]]] = communicator.allgather_object(own)

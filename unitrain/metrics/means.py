@@ -76,7 +76,8 @@ class Means:
         return torch.stack([*sums, self._tokens + samples])
 
     def reduce_totals(self, communicator: Communicator) -> tuple[list[float], float]:
-        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
+        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks must call this
+        method."""
         *sums, num_samples = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
         return sums, num_samples
 
@@ -122,7 +123,8 @@ class Means:
             self._tokens = self._tokens + means_of_rank._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
-        """Return the mean over all ranks by name (NaN without samples), and discard all batches. All ranks call it."""
+        """Return the mean over all ranks by name (NaN without samples), and discard all batches. All ranks must call
+        this method."""
         sums, samples = self.reduce_totals(communicator)
         self.clear()
         means = [total / samples if samples else float("nan") for total in sums]
@@ -198,7 +200,8 @@ class MeanMetric:
             self._means.add_loss(value * float(number), 1, float(number))
 
     def compute(self) -> float:
-        """Return the mean over all ranks, or NaN if no rank has values. All ranks call it and return the same mean."""
+        """Return the mean over all ranks, or NaN if no rank has values. All ranks must call this method. The
+        result is the same on all ranks."""
         call_on_all_ranks(self._backend, self._means.flush)
         (total,), count = self._means.reduce_totals(self._backend)
         return total / count if count else math.nan

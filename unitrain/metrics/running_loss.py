@@ -84,7 +84,8 @@ class RunningLoss:
         return mean
 
     def reduce_epoch_mean(self, epoch: int, step: int) -> float:
-        """Return the mean over the epoch so far. All ranks call it. Raises the same errors as `pop_mean_since_sync`."""
+        """Return the mean over the epoch so far. All ranks must call this method. Raises the same errors as
+        `pop_mean_since_sync`."""
         local_sums = self.local_sums()
         (total,), count = self._means.reduce_totals(self._communicator)
         self._totals = (total, count)
@@ -103,13 +104,13 @@ class RunningLoss:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of every rank. All ranks call it."""
+        """Return the sums of every rank. All ranks must call this method."""
         ranks = self._communicator.allgather_object(self._means.state())
         return {"steps": self.steps, "seen": list(self._synced_totals), "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. With the same number of ranks, each rank restores its sums; otherwise rank 0 restores
-        the total. All ranks call it."""
+        the total. All ranks must call this method."""
         if not state:  # the checkpoint is converted, or from an earlier version of unitrain
             return
         total, count = state["seen"]

@@ -111,8 +111,8 @@ class TorchMetrics:
                 raise _metric_error(name, metric, where, error) from error
 
     def compute(self) -> dict[str, dict[str, float]]:
-        """Return {name of the metric: {name of the result: result}}, and reset the metrics. All ranks call it. The
-        results are NaN if no rank has updated the metrics."""
+        """Return {name of the metric: {name of the result: result}}, and reset the metrics. All ranks must call this
+        method. The results are NaN if no rank has updated the metrics."""
         communicator = self._communicator
         rank = communicator.rank if self._is_updated else communicator.size
         # The lowest rank with samples computes the result, because some metrics store properties of the samples outside
@@ -135,7 +135,7 @@ class TorchMetrics:
 
     def _reduce_and_gather_states(self) -> tuple[list[list[_States]], list[_States]]:
         """Return two lists: the states of all ranks that are not merged yet, and the states that an allreduce has
-        merged. All ranks call it."""
+        merged. All ranks must call this method."""
         states = [_read_states(metric) for metric in self._metrics.values()]
         reduced = self._reduce_states(states)
         has_unmerged_states = any(
@@ -146,7 +146,8 @@ class TorchMetrics:
         return [states], reduced
 
     def _reduce_states(self, states: list[_States]) -> list[_States]:
-        """Remove from `states` the states that an allreduce can merge, and return the merged states. All ranks call it.
+        """Remove from `states` the states that an allreduce can merge, and return the merged states. All ranks must
+        call this method.
 
         If the names, shapes or dtypes of the states differ between ranks, no state is removed. They may differ, because
         a metric may set the shape of a state at its first batch.

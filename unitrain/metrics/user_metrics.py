@@ -72,7 +72,8 @@ class UserMetrics:
         self._means.flush()
 
     def compute(self) -> dict[str, float]:
-        """Return the results over the batches of all ranks by name, in the order of the metrics. All ranks call it."""
+        """Return the results over the batches of all ranks by name, in the order of the metrics. All ranks must call
+        this method."""
         means = self._means.reduce(self._communicator) if self._functions else {}
         results_by_metric = {name: {name: mean} for name, mean in means.items()}
         if self._torchmetrics is not None:

@@ -30,7 +30,7 @@ def _check_model(function: str, model: Any) -> None:
 
 def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Broadcast all buffers of `model` from rank 0, in one broadcast, after a small allreduce that compares their
-    shapes and dtypes. All ranks call it.
+    shapes and dtypes. All ranks must call this function.
 
     Call it before `model.eval()` and before saving, because during training each rank computes running statistics from
     its own samples. Training results do not change: the forward pass in training mode does not read running statistics,

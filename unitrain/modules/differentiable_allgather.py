@@ -16,11 +16,12 @@ from unitrain.validation import check_instance
 def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Concatenate the `tensor` of all ranks along dim 0, in rank order, with gradients for all ranks' tensors.
 
-    All ranks call it, with tensors that may differ in dim 0, and run a backward pass through the result. The backward
-    pass sums the gradients of the result over ranks with one allreduce, and returns this rank's rows: the gradient of
-    the sum of all ranks' losses. `distributed_model` then averages over ranks, so parameters receive the gradient of
-    the mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks. Both of the
-    following produce the result of a single process that computes the loss of the global batch:
+    All ranks must call this function, with tensors that may differ in dim 0, and run a backward pass through the
+    result. The backward pass sums the gradients of the result over ranks with one allreduce, and returns this rank's
+    rows: the gradient of the sum of all ranks' losses. `distributed_model` then averages over ranks, so parameters
+    receive the gradient of the mean of the ranks' losses, as without an allgather. Do not multiply the loss by the
+    number of ranks. Both of the following produce the result of a single process that computes the loss of the global
+    batch:
 
     - every rank computes the same loss of all gathered samples;
     - every rank computes the mean loss of its own samples against all gathered samples. If the number of samples

@@ -69,7 +69,8 @@ class Forward:
         """Raise DataError on every rank if the ranks have mappings with different keys, or if only some ranks have
         mappings.
 
-        All ranks call it. It communicates in its first call only, and not at all if the user passed a function.
+        All ranks must call this method. It communicates in its first call only, and not at all if the user passed a
+        function.
         """
         if self._function is not None or self._has_checked_keys:
             return

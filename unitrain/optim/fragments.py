@@ -28,7 +28,7 @@ class Fragment:
 
     def step(self, position: int) -> None:
         """Synchronize the parameters if this is due after step `position` of an interval. With overlapped transfers,
-        start, continue or merge the transfer instead. All ranks call it."""
+        start, continue or merge the transfer instead. All ranks must call this method."""
         overlap_steps = self._settings.overlap_steps
         if self.steps_until_merge is not None:
             self.steps_until_merge -= 1
@@ -53,7 +53,7 @@ class Fragment:
 
     def finish_transfer(self) -> dict[str, Tensor]:
         """Wait for the transfer, and return the mean outer gradients by parameter name, to be merged later. Return an
-        empty dictionary if no transfer is in progress. All ranks call it."""
+        empty dictionary if no transfer is in progress. All ranks must call this method."""
         return {
             name: part
             for bucket in self.buckets
@@ -62,7 +62,7 @@ class Fragment:
         }
 
     def discard_transfer(self) -> None:
-        """Wait for the transfer, and discard its result. All ranks call it."""
+        """Wait for the transfer, and discard its result. All ranks must call this method."""
         self.finish_transfer()
         self.steps_until_merge = None
         for bucket in self.buckets:

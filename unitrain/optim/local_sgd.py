@@ -176,7 +176,8 @@ class LocalSGD:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Context manager in which the model has the mean over ranks of the weights and buffers. All ranks call it.
+        """Context manager in which the model has the mean over ranks of the weights and buffers. All ranks must call
+        this method.
 
         Use it to evaluate or save the model between two synchronizations. Training is not affected: at the end, each
         rank has its own weights again. If the weights of all ranks are equal, as directly after a synchronization of
@@ -234,7 +235,7 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain types and CPU tensors. It is complete on rank 0 only. All ranks
-        call it, between steps.
+        must call this method, between steps.
 
         It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
         and each rank's optimizer state, compression error and, between two synchronizations, weights and buffers. Each
@@ -280,8 +281,8 @@ class LocalSGD:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it. An empty state has no
-        effect.
+        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks must call this method. An empty
+        state has no effect.
 
         Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
         each synchronous group were also in one group when the state was saved, each rank restores its own weights, its
@@ -400,7 +401,7 @@ class LocalSGD:
     @torch.no_grad()
     def _compute_means(self) -> None:
         """Set `_other_weights` to the mean over ranks of the weights and buffers, unless the mean was already computed
-        since the last step. All ranks call it."""
+        since the last step. All ranks must call this method."""
         if self._other_weights is not None and self._versions == self._weight_versions():
             return
         own = [tensor.clone() for tensor in self._weights()]

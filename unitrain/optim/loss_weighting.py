@@ -168,8 +168,8 @@ class LossWeighting:
         return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
 
     def _check_same_kind(self, kind: LossKind) -> None:
-        """Raise ModelError on every rank if the first losses of the ranks have different kinds. All ranks call it, only
-        for the first loss, because later losses must have the same kind as the first loss."""
+        """Raise ModelError on every rank if the first losses of the ranks have different kinds. All ranks must call
+        this method, only for the first loss, because later losses must have the same kind as the first loss."""
         sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
         kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
         if len(set(kinds)) > 1:

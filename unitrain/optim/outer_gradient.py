@@ -62,17 +62,18 @@ class OuterMean:
         self.slice_error: Tensor | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the mean of `values`, float32 or float64 [elements], as a new tensor. All ranks call it."""
+        """Return the mean of `values`, float32 or float64 [elements], as a new tensor. All ranks must call this
+        method."""
         return self.start(values).finish()
 
     def start(self, values: Tensor) -> PendingMean:
-        """Start to compute the mean of `values`, float32 or float64 [elements]. All ranks call it."""
+        """Start to compute the mean of `values`, float32 or float64 [elements]. All ranks must call this method."""
         return PendingMean(self._transfer(values))
 
     def gather_slice_error(self) -> Tensor | None:
-        """Return the compression error of the mean, [elements], gathered from the slice of each rank. All ranks call
-        it. Return None without compression, before the first call, and on ranks that are not the first of their
-        group."""
+        """Return the compression error of the mean, [elements], gathered from the slice of each rank. All ranks must
+        call this method. Return None without compression, before the first call, and on ranks that are not the first of
+        their group."""
         if self._compression == "none":
             return None
         phase = self._groups.record_phase()

@@ -88,7 +88,8 @@ class OuterGroups:
         return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks_by_group)
 
     def record_phase(self) -> GradientPhase:
-        """Record and return the phase of an outer-gradient transfer that starts now. All ranks call it."""
+        """Record and return the phase of an outer-gradient transfer that starts now. All ranks must call this
+        method."""
         phase = GradientPhase("outer gradient", next(_phase_numbers))
         group = self.synchronous or self.outer
         # Ranks that do not communicate in this transfer also record it, because all ranks must record the same phases.

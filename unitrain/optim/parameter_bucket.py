@@ -57,7 +57,7 @@ class ParameterBucket:
             self.anchor = self._flatten(self._parameters)
 
     def step(self) -> None:
-        """Synchronize the parameters with a step of the outer optimizer. All ranks call it."""
+        """Synchronize the parameters with a step of the outer optimizer. All ranks must call this method."""
         if self.anchor is None:
             self.average_weights()
             return
@@ -65,7 +65,7 @@ class ParameterBucket:
         self.merge(own_fraction=0.0)
 
     def start_transfer(self) -> None:
-        """Start to transfer the outer gradient. All ranks call it."""
+        """Start to transfer the outer gradient. All ranks must call this method."""
         assert self.anchor is not None
         # With half-precision parameters, the local steps started from the rounded anchor.
         initial_weights = self.anchor.to(self._parameter_dtype).to(self._dtype)
@@ -73,7 +73,7 @@ class ParameterBucket:
 
     def merge(self, own_fraction: float) -> None:
         """Wait for the mean outer gradient, and update the anchor with a step of the outer optimizer. Merge the anchor
-        into the parameters, which contribute `own_fraction` of the result. All ranks call it."""
+        into the parameters, which contribute `own_fraction` of the result. All ranks must call this method."""
         assert self.anchor is not None
         assert self.pending is not None
         gradient, self.pending = self.pending.finish(), None
@@ -98,7 +98,7 @@ class ParameterBucket:
         return previous
 
     def average_weights(self) -> None:
-        """Set the parameters to their mean over ranks. All ranks call it."""
+        """Set the parameters to their mean over ranks. All ranks must call this method."""
         self._write(self._weight_mean(self._flatten(self._parameters)))
 
     def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:

@@ -95,7 +95,7 @@ class PlannedScheduler:
         self.scheduler: LRScheduler | None = None
 
     def plan(self, total_steps: int | None, communicator: Communicator, run_length: str | None = None) -> LRScheduler:
-        """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
+        """Build the scheduler for `total_steps` steps, and restore its state. All ranks must call this method.
 
         `run_length` is the setting of TrainConfig that limits the run, such as "max_epochs=10", for error messages.
         A second call returns the same scheduler. Raises, on every rank, ConfigError if the number of steps is unknown,

@@ -54,7 +54,8 @@ def warn_of_differences(saved: Mapping[str, Any], communicator: Communicator, so
 
 
 def warn_of_different_processes(communicator: Communicator) -> None:
-    """Log a warning on rank 0 for each reproducibility setting that differs between processes. All ranks call it."""
+    """Log a warning on rank 0 for each reproducibility setting that differs between processes. All ranks must call this
+    function."""
     processes: list[dict[str, Any]] = communicator.allgather_object(reproducibility_settings(communicator.device))
     if communicator.rank == 0:
         for name, value in processes[0].items():

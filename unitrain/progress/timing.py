@@ -219,7 +219,7 @@ class LoopTimer:
 
     def gather(self) -> dict[str, list[float]]:
         """Return the seconds per phase of PHASES between `start` and `stop`, under keys such as "data_seconds", in
-        lists with one value per rank. All ranks call it, after `stop`."""
+        lists with one value per rank. All ranks must call this method, after `stop`."""
         local_seconds = torch.tensor([[self._seconds[phase] for phase in PHASES]], dtype=torch.float64, device="cpu")
         seconds_by_phase = self._communicator.allgather(local_seconds.to(self._communicator.device)).T.tolist()
         return {

@@ -57,6 +57,6 @@ def raises(error_class: type[BaseException], text: str, action: Callable[[], obj
 
 
 def assert_same_on_every_rank(backend: Backend, value: object) -> None:
-    """Assert that `value` is equal on every rank. Every rank must call it."""
+    """Assert that `value` is equal on every rank. Every rank must call this function."""
     values = backend.allgather_object(value)
     assert all(value_of_rank == values[0] for value_of_rank in values), f"the ranks differ: {values}"

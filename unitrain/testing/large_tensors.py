@@ -26,7 +26,7 @@ from unitrain.testing.models import seeded_generator
 @contextmanager
 def _use_small_pieces() -> Iterator[None]:
     """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
-    ranks call it."""
+    ranks must call this function."""
     settings = {"MAX_PIECE_BUFFER_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
     original_settings = {name: getattr(composed_collectives, name) for name in settings}
     for name, value in settings.items():

@@ -37,7 +37,7 @@ def compute_loss(output: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return a copy of every parameter's complete gradient by name. All ranks call it."""
+    """Return a copy of every parameter's complete gradient by name. All ranks must call this function."""
     return {
         name: None if parameter.grad is None else gather_complete_gradient(parameter.grad).clone()
         for name, parameter in model.named_parameters()
@@ -45,7 +45,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def gather_complete_gradient(gradient: Tensor) -> Tensor:
-    """Return the complete `gradient`, even if it is sharded. All ranks call it."""
+    """Return the complete `gradient`, even if it is sharded. All ranks must call this function."""
     return gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient.detach()
 
 

@@ -47,7 +47,7 @@ def gather_mean_errors(backend: Backend, compression_state: CompressionState) ->
 
 
 def save_and_load(compression_state: CompressionState) -> dict[str, Any]:
-    """Return the state after a round trip through a checkpoint file. All ranks call it."""
+    """Return the state after a round trip through a checkpoint file. All ranks must call this function."""
     file = io.BytesIO()
     torch.save(compression_state.state_dict(), file)
     file.seek(0)

@@ -65,7 +65,7 @@ def distribute(
 
 
 def gather_complete_state(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the complete state of the distributed `model`. All ranks call it."""
+    """Return a copy of the complete state of the distributed `model`. All ranks must call this function."""
     return {name: value.clone() for name, value in backend.unwrap(model).state_dict().items()}
 
 

@@ -134,7 +134,8 @@ class PipelineRecorder:
         self._weight, self._digest = 0.0, 0
 
     def _write(self) -> None:
-        """Write the record of this rank and, on rank 0, the parameters and optimizer state. All ranks call it."""
+        """Write the record of this rank and, on rank 0, the parameters and optimizer state. All ranks must call this
+        method."""
         if self._is_written or not self._is_started:
             return
         self._is_written = True

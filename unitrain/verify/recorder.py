@@ -188,7 +188,7 @@ class Recorder(Callback):
 
 
 def _gather_parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the complete parameters by name. All ranks call it if parameters are sharded."""
+    """Return the complete parameters by name. All ranks must call this function if parameters are sharded."""
     named_parameters = trainer.backend.unwrap(trainer.model).named_parameters()
     return {name: gather_complete_tensor(parameter, trainer.backend) for name, parameter in named_parameters}
 
@@ -216,7 +216,7 @@ def _tensor_digests(trainer: Trainer) -> dict[str, str]:
 def _gather_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY").
 
-    All ranks call it if parameters or the optimizer state are sharded.
+    All ranks must call this function if parameters or the optimizer state are sharded.
     """
     parameters = _gather_parameters(trainer)
     copies = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}

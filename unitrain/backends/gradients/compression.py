@@ -77,8 +77,8 @@ class _BucketInFlight(NamedTuple):
 def register_compression_hook(
     model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup
 ) -> None:
-    """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks call
-    it before the first backward pass."""
+    """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks must
+    call this function before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
     # DDP rejects a hook whose annotations are strings, as all annotations of this module are. A lambda has none.
     DistributedDataParallel.register_comm_hook(model, None, lambda state, bucket: compression.start_bucket(bucket))

@@ -178,8 +178,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
             )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce gradients with `hook` instead of an allreduce, as in DistributedDataParallel. All ranks call it once,
-        before the first backward pass.
+        """Reduce gradients with `hook` instead of an allreduce, as in DistributedDataParallel. All ranks must call this
+        method once, before the first backward pass.
 
         `hook(state, bucket)` starts to reduce `bucket.buffer()`, which contains gradients that are not divided by the
         number of ranks, and returns a future with the reduced buffer. The optimizer treats the gradients as the mean

@@ -207,9 +207,9 @@ class ExactReduction:
         """Return the mean gradient of each parameter, or None if no logical rank has a gradient of the parameter.
 
         `last_gradients` contains the gradients of the last logical rank of this process, including those that were
-        added. All processes call it. If a logical rank has not run its backward passes, if a gradient is missing on any
-        logical rank and `allows_unused` is False, or if processes have frozen different parameters, ModelError is
-        raised in all processes. A sparse gradient raises ModelError in this process only.
+        added. All processes must call this method. If a logical rank has not run its backward passes, if a gradient is
+        missing on any logical rank and `allows_unused` is False, or if processes have frozen different parameters,
+        ModelError is raised in all processes. A sparse gradient raises ModelError in this process only.
         """
         step, self._step = self._step, None
         assert step is not None

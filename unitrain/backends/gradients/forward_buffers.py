@@ -65,7 +65,8 @@ class ForwardBufferBroadcaster:
 
     @disable_compile
     def broadcast(self) -> None:
-        """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
+        """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks must call this method in the
+        same steps."""
         to_broadcast = self._statistics_of_layers_switched_to_eval()
         if self._every_pass or self._is_first_call:
             to_broadcast += self._buffers()

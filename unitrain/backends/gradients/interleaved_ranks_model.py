@@ -144,7 +144,7 @@ class InterleavedRanksModel(LogicalRanksModel):
     @torch.no_grad()
     def _sum_over_logical_ranks(self, rows: list[Tensor]) -> Tensor:
         """Return the sum over all logical ranks. `rows` contains one tensor per logical rank of this process. All
-        processes call it.
+        processes must call this method.
 
         Each process sums a table with the rows of all logical ranks, so the result does not depend on the number of
         processes.
@@ -194,6 +194,6 @@ class InterleavedRanksModel(LogicalRanksModel):
 def create_logical_ranks_model(
     model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any
 ) -> LogicalRanksModel:
-    """Return the module for `distributed_model(model, logical_ranks=...)`. All ranks call it."""
+    """Return the module for `distributed_model(model, logical_ranks=...)`. All ranks must call this function."""
     model_class = InterleavedRanksModel if has_synchronized_layers(model) else LogicalRanksModel
     return model_class(model, communicator, logical_ranks, **settings)

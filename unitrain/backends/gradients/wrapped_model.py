@@ -62,8 +62,8 @@ def check_requires_grad_changes(
     """Raise ModelError on every rank if parameters were frozen or unfrozen differently across ranks.
 
     `required_grad_before` and `requires_grad_now` are the values of requires_grad in the order of `names`, and differ.
-    All ranks must call it. If some ranks do not, because no parameter was frozen or unfrozen on them, the others raise
-    CollectiveTimeoutError.
+    All ranks must call this function. If some ranks do not, because no parameter was frozen or unfrozen on them, the
+    others raise CollectiveTimeoutError.
     """
     changed = [index for index in range(len(names)) if requires_grad_now[index] != required_grad_before[index]]
     index = next((index for index in changed if requires_grad_now[index]), changed[0])

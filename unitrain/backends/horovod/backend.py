@@ -139,7 +139,8 @@ class HorovodBackend(ProcessGroupBackend):
 
 
 def _create_control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a Gloo group of all ranks for consistency checks, or None if torch has no Gloo. All ranks call it.
+    """Return a Gloo group of all ranks for consistency checks, or None if torch has no Gloo. All ranks must call this
+    function.
 
     Without this group, a check would wait for Horovod, which starts operations once per cycle, in the order of issue:
     an exchange of 1 KB would take 1 ms, and longer while gradients are being reduced.

@@ -71,7 +71,8 @@ class MismatchDetector:
         self._message: str | None = None
 
     def restart(self) -> None:
-        """Ignore earlier reports, because the positions of operations start at 0 again. All ranks call it."""
+        """Ignore earlier reports, because the positions of operations start at 0 again. All ranks must call this
+        method."""
         self._generation += 1
         self._store = self._suspected_mismatch = self._message = None
 

@@ -66,8 +66,8 @@ class OperationStarter(dist.ProcessGroup):
         self._coalesced_works: list[HorovodWork] | None = None  # works since _start_coalescing
 
     def start_new_names(self) -> None:
-        """Use new names from now on. All ranks call it after an error that has prevented some ranks from starting all
-        operations under the current names.
+        """Use new names from now on. All ranks must call this method after an error that has prevented some ranks from
+        starting all operations under the current names.
         """
         self._generation += 1
         self._position = 0

@@ -70,7 +70,7 @@ def _gpu_devices() -> list[str]:
 
 
 def _create_from_options(options: Any, _: object) -> HorovodProcessGroup:
-    """Return a group for torch's `init_process_group` or `new_group`. All its members call it."""
+    """Return a group for torch's `init_process_group` or `new_group`. All its members must call this function."""
     rank, size, ranks = options.group_rank, options.group_size, options.global_ranks_in_group
     return _create_group(options.store, rank, size, options.timeout, ranks)
 
@@ -78,7 +78,8 @@ def _create_from_options(options: Any, _: object) -> HorovodProcessGroup:
 def _create_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
 ) -> HorovodProcessGroup:
-    """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members call it."""
+    """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members must call this
+    function."""
     if not ranks:
         # The same store may be used for several default groups in succession, so each gets its own prefix.
         store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)

@@ -52,7 +52,8 @@ def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout
 def add_process_set(
     ranks: Sequence[int], timeout: timedelta, find_missing_ranks: Callable[[], Sequence[int]]
 ) -> hvd.ProcessSet:
-    """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
+    """Return the process set of the global `ranks`, in ascending order. These ranks must call this function, and no
+    other ranks.
 
     Calls with the same ranks refer to the same process set. Raises UnsupportedError if the installed Horovod lacks the
     patch, RuntimeError if Horovod has been shut down, and GroupTimeoutError after `timeout`. The message of

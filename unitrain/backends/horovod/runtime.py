@@ -77,7 +77,7 @@ _start_id = _EXTERNAL_START_ID
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
-    """Initialize Horovod with the launcher's ranks unless it is already initialized. All ranks call it.
+    """Initialize Horovod with the launcher's ranks unless it is already initialized. All ranks must call this function.
 
     Raises BackendUnavailableError if this Horovod does not support the launcher, and LauncherMismatchError if Horovod's
     ranks differ from the launcher's: under torchrun, a plain `hvd.init()` would start a separate job of size 1 on every
@@ -111,7 +111,8 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 
 
 def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks call it.
+    """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks must call this
+    function.
 
     If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
     launcher if the launcher has set the same ranks, or else through `store`. If an earlier call has started it with
@@ -237,7 +238,8 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
 
 
 def export_torch_variables(rank_info: RankInfo) -> None:
-    """Set the variables that torch's rendezvous reads, unless the launcher has set them. All ranks call it.
+    """Set the variables that torch's rendezvous reads, unless the launcher has set them. All ranks must call this
+    function.
 
     Under horovodrun and mpirun, unless MASTER_ADDR and MASTER_PORT are set, this starts Horovod, through which the
     ranks choose the address.
@@ -362,8 +364,8 @@ def _connect_store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> t
 
 
 def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:
-    """Return an address of rank 0 that all ranks can reach, and a free port. All ranks call it; Horovod must be
-    running."""
+    """Return an address of rank 0 that all ranks can reach, and a free port. All ranks must call this function; Horovod
+    must be running."""
     if rank_info.rank != 0:
         return _choose_address(None)
     # With several hosts, the reachable address is not known yet, so this socket listens on all addresses. It receives
@@ -375,8 +377,9 @@ def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:
 def _choose_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
     """Return an address of rank 0 that all ranks can reach, and the port on which rank 0 listens.
 
-    The returned address is one of `addresses`, by default all addresses of rank 0. All ranks call it; only rank 0
-    passes a port. Horovod must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
+    The returned address is one of `addresses`, by default all addresses of rank 0. All ranks must call this function;
+    only rank 0 passes a port. Horovod must be running. Raises LauncherMismatchError if no address is reachable from all
+    ranks.
     """
     own = None if port is None else (addresses or own_addresses(), port)
     # Without a name, the operation would hang, because Horovod's default name contains type(own), which differs between

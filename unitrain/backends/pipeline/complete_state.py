@@ -19,7 +19,8 @@ _MAX_LISTED = 4
 
 
 def gather_model_state(communicator: Communicator, stages: int, module: StageModule) -> dict[str, Tensor]:
-    """Return the state dict of the complete model, on the CPU, from the stages of replica 0. All ranks call it."""
+    """Return the state dict of the complete model, on the CPU, from the stages of replica 0. All ranks must call this
+    function."""
     own = {name: value.detach().cpu() for name, value in module.state_dict().items()}
     state: dict[str, Tensor] = {}
     for stage in range(stages):
@@ -60,7 +61,7 @@ def load_model_state(module: StageModule, names: list[str], state: Mapping[str, 
 def gather_optimizer_state(
     communicator: Communicator, stages: int, module: StageModule, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer of the complete model. All ranks call it.
+    """Return the state dict of an optimizer of the complete model. All ranks must call this function.
 
     It equals the state dict of the same optimizer in one process: parameters are numbered group by group, and in model
     order within a group.
@@ -89,7 +90,8 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
 ) -> None:
-    """Load this stage's part of `state`, an optimizer state dict for the complete model. All ranks call it.
+    """Load this stage's part of `state`, an optimizer state dict for the complete model. All ranks must call this
+    function.
 
     Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
     """

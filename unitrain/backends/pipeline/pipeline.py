@@ -172,8 +172,8 @@ class Pipeline:
         return self._module.named_parameters()
 
     def forward_backward(self, inputs: Tensor, targets: Any, *, loss_weight: float = 1.0) -> Tensor:
-        """Add the gradients of the mean loss, averaged over replicas, to `.grad`, and return this loss. All ranks call
-        it.
+        """Add the gradients of the mean loss, averaged over replicas, to `.grad`, and return this loss. All ranks must
+        call this method.
 
         All ranks of a replica pass the same batch: `inputs`, [samples, ...], and `targets`, a tensor [samples, ...] or
         a tuple, list or dictionary of such tensors. Batches may differ in shape, even between replicas. A batch is
@@ -214,8 +214,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the output of the model for a batch, without gradients. All ranks of a replica call it with the same
-        batch, and receive the same output. Other replicas need not call it.
+        """Return the output of the model for a batch, without gradients. All ranks of a replica must call this method
+        with the same batch, and receive the same output. Other replicas need not call it.
 
         Call `eval()` first, as for any model. Raises the same errors as `forward_backward`.
         """
@@ -230,7 +230,7 @@ class Pipeline:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients such that their norm over all stages is at most `max_norm`, and return the original norm.
-        All ranks call it, after `forward_backward`.
+        All ranks must call this method, after `forward_backward`.
 
         Equivalent to torch.nn.utils.clip_grad_norm_ for the complete model.
         """
@@ -245,7 +245,7 @@ class Pipeline:
         return total
 
     def train(self, mode: bool = True) -> None:
-        """Set the training mode of all blocks. All ranks call it.
+        """Set the training mode of all blocks. All ranks must call this method.
 
         On a change to eval mode, buffers such as running statistics are broadcast from replica 0 to the other replicas.
         """
@@ -258,11 +258,11 @@ class Pipeline:
         self._module.train(mode)
 
     def eval(self) -> None:
-        """Set eval mode: `train(False)`. All ranks call it."""
+        """Set eval mode: `train(False)`. All ranks must call this method."""
         self.train(False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the complete model on every rank, on the CPU. All ranks call it.
+        """Return the state dict of the complete model on every rank, on the CPU. All ranks must call this method.
 
         It has the keys of the model that was passed to `Pipeline`, so this model can load it in one process.
         """
@@ -270,15 +270,15 @@ class Pipeline:
         return {name: state[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load `state`, a state dict of the complete model. All ranks call it, with equal states.
+        """Load `state`, a state dict of the complete model. All ranks must call this method, with equal states.
 
         Raises CheckpointError on every rank if a tensor is missing, unknown or of a different shape.
         """
         call_on_all_ranks(self._backend, lambda: load_model_state(self._module, self._names, state))
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state dict of an optimizer of the complete model, on every rank. All ranks call it, each with the
-        optimizer of its stage.
+        """Return the state dict of an optimizer of the complete model, on every rank. All ranks must call this method,
+        each with the optimizer of its stage.
 
         It equals the state dict of the same optimizer in one process. Except for their parameters, the parameter groups
         must be equal on all stages.
@@ -290,7 +290,7 @@ class Pipeline:
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load this stage's part of `state`, an optimizer state dict for the complete model, into `optimizer`. All
-        ranks call it.
+        ranks must call this method.
 
         Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
         """
@@ -402,7 +402,7 @@ def _choose_blocks_per_stage(
     balance: Balance | Sequence[int],
     example_inputs: Tensor | None,
 ) -> list[int]:
-    """Return the number of blocks of each stage, the same on every rank. All ranks call it."""
+    """Return the number of blocks of each stage, the same on every rank. All ranks must call this function."""
     blocks = _named_blocks(model)
     if stages == 1:
         return [len(blocks)]
@@ -454,7 +454,7 @@ def _check_stages(blocks: Sequence[tuple[str, nn.Module]], blocks_per_stage: Seq
 
 def _take_stage(blocks: Sequence[tuple[str, nn.Module]], start: int, stop: int, backend: Backend) -> StageModule:
     """Return the module of the blocks [start, stop), with rank 0's values, and release the memory of the other blocks.
-    All ranks call it."""
+    All ranks must call this function."""
     for index, (_, block) in enumerate(blocks):
         with torch.no_grad():
             broadcast_tensors(backend, [tensor.data for tensor in [*block.parameters(), *block.buffers()]])

@@ -82,5 +82,5 @@ class Replicas(Lifecycle, Communicator):
         """Do nothing. The backend must be shut down separately."""
 
     def _gather_from_replicas(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all replicas, [replicas, ...]. All ranks of the backend call it."""
+        """Return the tensors of all replicas, [replicas, ...]. All ranks of the backend must call this method."""
         return self._backend.allgather(tensor.unsqueeze(0))[:: self._stages]

@@ -78,7 +78,8 @@ class ScheduledStageRunner(StageRunner):
             wait_for_send()
 
     def _check_same_shapes(self, phase: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
+        """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica must call
+        this method.
 
         Each stage but the last starts to send a small message to the next one; the returned function waits until the
         message is sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or
@@ -135,7 +136,8 @@ class ScheduledStageRunner(StageRunner):
             return weighted_loss(self._loss_fn, output, target)
 
     def _exchange_shapes(self, micro_batch: Tensor, own_checksum: int) -> _Shapes:
-        """Return the shapes of this stage's input and output for `micro_batch`. All ranks of the replica call it.
+        """Return the shapes of this stage's input and output for `micro_batch`. All ranks of the replica must call this
+        method.
 
         Every stage runs one forward pass without gradients on a tensor with the shape of its input. Raises DataError if
         the previous stage has a different micro-batch.

@@ -196,9 +196,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         """Update the set of trainable parameters, so that exactly the gradients of parameters that require grad are
         reduced.
 
-        All ranks must call it. Raises ModelError on all ranks if their frozen parameters differ. If some ranks do not
-        call it, because no parameter was frozen or unfrozen on them, raises CollectiveTimeoutError on the ranks that
-        call it.
+        All ranks must call this method. Raises ModelError on all ranks if their frozen parameters differ. If some ranks
+        do not call it, because no parameter was frozen or unfrozen on them, raises CollectiveTimeoutError on the ranks
+        that call it.
         """
         self._num_freeze_changes += 1
         key = f"{self._key}/trains/{self._num_freeze_changes}"

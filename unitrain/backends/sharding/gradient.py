@@ -68,7 +68,7 @@ class ShardedGradient(Tensor):
         return handler(function, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
-        """Return the complete gradient as a new tensor. All ranks call it.
+        """Return the complete gradient as a new tensor. All ranks must call this method.
 
         It takes the memory of the complete gradient on every rank, so use it only to log individual parameters.
         """
@@ -116,8 +116,8 @@ class GradientGroup:
         self.gradients: list[ShardedGradient] = []
 
     def norm(self, gradient: ShardedGradient, order: float) -> Tensor:
-        """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it for the same gradient and
-        order."""
+        """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks must call this method for the same
+        gradient and order."""
         gradient.check_reduced("norm")
         if order not in gradient._norms:
             # Compute the norms of all gradients, including cached ones. The norm of an unused gradient, such as that of
@@ -127,7 +127,8 @@ class GradientGroup:
         return gradient._norms[order]
 
     def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
-        """Cache the norms of the complete `gradients` that are reduced. All ranks call it with the same gradients."""
+        """Cache the norms of the complete `gradients` that are reduced. All ranks must call this method with the same
+        gradients."""
         if not order > 0:
             raise ModelError(
                 f"A norm of order {order:g} was requested for a gradient that is sharded over ranks. Use a norm of "

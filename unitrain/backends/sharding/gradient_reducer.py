@@ -140,7 +140,7 @@ class GradientReducer:
     # --- ownership ---
 
     def select_trained_parameters(self) -> None:
-        """Select, for reduction, the parameters that currently require grad. All ranks call it."""
+        """Select, for reduction, the parameters that currently require grad. All ranks must call this method."""
         self._trainable_indices = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._gradient_order, self._has_buckets = None, False
 
@@ -156,7 +156,7 @@ class GradientReducer:
         return divide_runs(sizes, self._communicator.size, self._settings.other_bytes // largest)
 
     def assign(self, parameter: nn.Parameter, shards: list[ParameterShard]) -> None:
-        """Set the owners of the elements of `parameter`. All ranks call it with the same shards.
+        """Set the owners of the elements of `parameter`. All ranks must call this method with the same shards.
 
         Raises ModelError if `parameter` does not belong to the model, or if its gradient is already sharded.
         """
@@ -259,7 +259,8 @@ class GradientReducer:
         self._in_flight.clear()
 
     def begin(self, *, accumulates: bool, output: Tensor | None = None) -> None:
-        """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
+        """Reduce the gradients of the current backward pass. All ranks must call this method in the same backward
+        passes.
 
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
         completes them. The current pass may then leave parameters unused.

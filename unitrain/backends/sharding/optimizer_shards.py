@@ -38,7 +38,8 @@ def replace_parameters(optimizer: Optimizer, sharded_parameters: ShardedParamete
 
 
 def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
-    """Shard rank 0's optimizer state across all ranks. `optimizer` has sharded parameters. All ranks call it.
+    """Shard rank 0's optimizer state across all ranks. `optimizer` has sharded parameters. All ranks must call this
+    function.
 
     The state of each parameter is broadcast separately, except DTensors, whose rows each rank already has. A second
     call for the same optimizer only broadcasts the settings of its parameter groups.
@@ -118,7 +119,7 @@ class ShardedStepHooks:
 
     def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return `state_dict` with complete tensors, or in the format that a context manager of `state_format` selects.
-        All ranks call it."""
+        All ranks must call this method."""
         parameters = list(_parameters_of(optimizer))
         state = dict(state_dict["state"])
         for index in sorted(key for key in state if isinstance(key, int)):

@@ -62,7 +62,8 @@ def shard_optimizer_state(
     shard: ShardingMode = "state",
     reducer: GradientReducer | None = None,
 ) -> None:
-    """Shard the state of `optimizer` across the ranks of `communicator`. All ranks call it, with equal parameters.
+    """Shard the state of `optimizer` across the ranks of `communicator`. All ranks must call this function, with equal
+    parameters.
 
     Elementwise optimizers of torch.optim are sharded by element, all others by tensor. The state must be complete and
     equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state on
@@ -401,7 +402,7 @@ class ShardedState:
     # --- the state dict ---
 
     def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` with the state of all ranks. All ranks call it."""
+        """Return `state_dict` with the state of all ranks. All ranks must call this method."""
         if self._has_local_state_dicts:
             return state_dict
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))

@@ -180,7 +180,8 @@ class ShardedParameters:
 
     def _announce(self, index: int) -> int:
         """Exchange and return the index of the block that is gathered next, or the number of blocks at the end of a
-        forward pass. All ranks call it: the ranks that run the forward pass with this value, the others with -1."""
+        forward pass. All ranks must call this method: the ranks that run the forward pass with this value, the others
+        with -1."""
         return int(self._communicator.allreduce(torch.tensor(index, device="cpu"), "max"))
 
     @disable_compile

@@ -49,7 +49,7 @@ def state_dicts_of_shards() -> Iterator[None]:
 
 
 def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
-    """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
+    """Return the complete tensor of `shape` from the rows of every rank. All ranks must call this function.
 
     Inside `state_dicts_on_rank`, the result is a CPU tensor on rank `root`, and None on the other ranks.
     """
@@ -65,7 +65,7 @@ def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> 
 
 def gather_complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Return the complete tensor on every rank: if `tensor` is a DTensor, gather its shards, otherwise return `tensor`.
-    All ranks call it."""
+    All ranks must call this function."""
     rows = local_shard(tensor)
     if rows is tensor:
         return tensor

@@ -26,13 +26,13 @@ from unitrain.errors import AuthenticationError
 # The number of ranks is limited, because every rank sends its message to each other rank.
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
-_ROLE = "row exchange"
+_ROLE = "message exchange"
 # Time before the first yield, which may give the core to another process for milliseconds. A message usually arrives
 # within this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 
-class RowExchange:
+class MessageExchange:
     """This rank's connections to all other ranks. After an error, they can no longer be used."""
 
     def __init__(
@@ -56,7 +56,8 @@ class RowExchange:
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool, max_polling_seconds: float) -> Self | None:
         """Return the connected exchange. Return None on every rank if there is only one rank, if there are more than
-        MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
+        MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks must call this
+        method.
 
         Each rank listens on the network interface that Gloo uses, and only during this call. A wait polls for
         `max_polling_seconds` before it sleeps.
@@ -71,7 +72,7 @@ class RowExchange:
             if is_wanted and address is not None:
                 with contextlib.suppress(OSError):
                     server = stack.enter_context(socket.create_server((address, 0), backlog=size))
-            peers = rendezvous.allgather("row exchange/peers", server and [*server.getsockname(), token])
+            peers = rendezvous.allgather("message exchange/peers", server and [*server.getsockname(), token])
             if server is None or not all(peers):
                 return None
             with contextlib.suppress(OSError, AuthenticationError):
@@ -79,32 +80,33 @@ class RowExchange:
                     connections[peer] = connect_to_rank(host, port, peer_token, rank, _ROLE, _CONNECT_TIMEOUT_SECONDS)
                 connections |= accept_ranks(server, token, range(rank + 1, size), _ROLE, _CONNECT_TIMEOUT_SECONDS)
         exchange = cls(rank, connections, rendezvous.timeout.total_seconds(), max_polling_seconds)
-        if all(rendezvous.allgather("row exchange/connected", len(connections) == size - 1)):
+        if all(rendezvous.allgather("message exchange/connected", len(connections) == size - 1)):
             return exchange
         exchange.close()
         return None
 
-    def allgather(self, row: bytes | bytearray) -> bytearray:
-        """Return the rows of all ranks, in rank order. All ranks call it with non-empty rows of the same length.
+    def allgather(self, message: bytes | bytearray) -> bytearray:
+        """Return the messages of all ranks, joined in rank order. All ranks must call this method with non-empty
+        messages of the same length.
 
         Raises RuntimeError if another rank closes its connection or the timeout expires, with a message that starts
         like Gloo's. Also raises RuntimeError if an earlier call failed.
         """
-        rows = bytearray(self._size * len(row))
-        parts = [memoryview(rows)[start : start + len(row)] for start in range(0, len(rows), len(row))]
-        parts[self._rank][:] = row
-        self.exchange([memoryview(row)] * self._size, parts)
-        return rows
+        messages, length = bytearray(self._size * len(message)), len(message)
+        parts = [memoryview(messages)[start : start + length] for start in range(0, len(messages), length)]
+        parts[self._rank][:] = message
+        self.exchange([memoryview(message)] * self._size, parts)
+        return messages
 
     def exchange(self, send_buffers: Sequence[memoryview], receive_buffers: Sequence[memoryview]) -> None:
         """Send the bytes `send_buffers[r]` to each other rank r, and write the bytes from rank r to
-        `receive_buffers[r]`. All ranks call it.
+        `receive_buffers[r]`. All ranks must call this method.
 
         `receive_buffers[r]` must have the length of rank r's send buffer for this rank; lengths may be 0. The buffers
         for this rank itself are not used. Raises the same errors as `allgather`.
         """
         if not self._is_usable:
-            raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")
+            raise RuntimeError("The ranks cannot exchange messages, because an earlier collective failed on this rank.")
         # After an exception, including KeyboardInterrupt, another call would read the rest of the interrupted message.
         # The connections stay open, so that ranks whose timeout expires slightly later also report a timeout.
         self._is_usable = False
@@ -129,7 +131,7 @@ class RowExchange:
         while transfers:
             waited = time.monotonic() - start_time
             if waited > self._timeout_seconds:
-                raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the row of another rank.")
+                raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the message of another rank.")
             milliseconds_left = (self._timeout_seconds - waited) * 1000 + 1
             ready = poll.poll(0 if waited < self._max_polling_seconds else milliseconds_left)
             for descriptor, events in ready:
@@ -145,8 +147,8 @@ class RowExchange:
 
 
 class _Transfer:
-    """Exchange with one rank: the bytes that are not sent yet, and the memory of the bytes that are not received
-    yet."""
+    """Exchange with one rank: the bytes that are still to be sent, and the buffer for the bytes that are still to be
+    received."""
 
     __slots__ = ("_connection", "_missing_bytes", "_peer", "_unsent_bytes")
 
@@ -178,18 +180,18 @@ class _Transfer:
 
 
 def _gloo_address(rendezvous: Rendezvous) -> str | None:
-    """Return the address of this host that Gloo uses, or None if it is unknown. All ranks call it."""
+    """Return the address of this host that Gloo uses, or None if it is unknown. All ranks must call this function."""
     name = (environment.get_variable("GLOO_SOCKET_IFNAME") or "").split(",")[0]
     return interfaces().get(name, rendezvous.own_address)
 
 
 @functools.cache
-def _exchanges_closed_in_forked_processes() -> WeakSet[RowExchange]:
+def _exchanges_closed_in_forked_processes() -> WeakSet[MessageExchange]:
     """Return the set of exchanges whose connections are closed in processes that are forked from this process.
 
     Otherwise, the forked processes would keep the connections open after this process was killed.
     """
-    exchanges: WeakSet[RowExchange] = WeakSet()
+    exchanges: WeakSet[MessageExchange] = WeakSet()
 
     def close_copies() -> None:
         for exchange in list(exchanges):

@@ -1,4 +1,4 @@
-"""Exchange of rows over direct connections: results, fallback to Gloo, and errors."""
+"""Exchange of messages over direct connections: results, fallback to Gloo, and errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from unitrain.backends import row_exchange
-from unitrain.backends.row_exchange import MAX_RANKS, RowExchange
+from unitrain.backends import message_exchange
+from unitrain.backends.message_exchange import MAX_RANKS, MessageExchange
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import LOOPBACK
 from unitrain.bootstrap.rendezvous import Rendezvous
 
 T = TypeVar("T")
-# The message depends on whether this rank sends its row before or after the other rank closes the connection.
+# The error depends on whether this rank sends its message before or after the other rank closes the connection.
 PEER_LOST = "^(Connection closed by peer|Connection reset by peer|Broken pipe): the exchange with rank {} failed"
 
 
@@ -38,36 +38,36 @@ def run_on_ranks(size: int, function: Callable[[int], T]) -> list[T]:
         return list(pool.map(function, range(size), timeout=60))
 
 
-def connect(size: int, *, declining_rank: int = -1) -> list[RowExchange | None]:
+def connect(size: int, *, declining_rank: int = -1) -> list[MessageExchange | None]:
     store = HashStore()
 
-    def connect_rank(rank: int) -> RowExchange | None:
+    def connect_rank(rank: int) -> MessageExchange | None:
         info = RankInfo("env", rank, size, rank)
         rendezvous = Rendezvous(info, store, LOOPBACK, timedelta(seconds=30))
         # Skip the cached property, which would wait for the other ranks while it holds a lock that threads share.
         vars(rendezvous)["own_address"] = LOOPBACK
-        return RowExchange.connect(rendezvous, is_wanted=rank != declining_rank, max_polling_seconds=0.005)
+        return MessageExchange.connect(rendezvous, is_wanted=rank != declining_rank, max_polling_seconds=0.005)
 
     return run_on_ranks(size, connect_rank)
 
 
-def connect_all(size: int) -> list[RowExchange]:
+def connect_all(size: int) -> list[MessageExchange]:
     return [exchange for exchange in connect(size) if exchange is not None]
 
 
-def close(exchanges: list[RowExchange]) -> None:
+def close(exchanges: list[MessageExchange]) -> None:
     for exchange in exchanges:
         exchange.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, MAX_RANKS])
-def test_allgather_returns_all_rows_in_rank_order_on_every_rank(size: int) -> None:
+def test_allgather_returns_all_messages_in_rank_order_on_every_rank(size: int) -> None:
     exchanges = connect_all(size)
     for length in (1, 4120, 3_000_000):  # the last length exceeds the socket buffers
-        rows = [bytes([rank + 1]) * length for rank in range(size)]
+        messages = [bytes([rank + 1]) * length for rank in range(size)]
         for step in range(3):
-            results = run_on_ranks(size, lambda rank, rows=rows: exchanges[rank].allgather(rows[rank]))
-            assert results == [b"".join(rows)] * size, (length, step)
+            results = run_on_ranks(size, lambda rank, messages=messages: exchanges[rank].allgather(messages[rank]))
+            assert results == [b"".join(messages)] * size, (length, step)
     close(exchanges)
 
 
@@ -115,13 +115,13 @@ def test_ranks_do_not_connect_if_one_rank_cannot_listen(monkeypatch: pytest.Monk
             raise OSError("too many open files")
         return create(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", fail_once)
+    monkeypatch.setattr("unitrain.backends.message_exchange.socket.create_server", fail_once)
     assert connect(3) == [None] * 3
 
 
 def test_ranks_do_not_connect_if_two_ranks_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_exchange, "_CONNECT_TIMEOUT_SECONDS", 0.5)
-    original = row_exchange.connect_to_rank
+    monkeypatch.setattr(message_exchange, "_CONNECT_TIMEOUT_SECONDS", 0.5)
+    original = message_exchange.connect_to_rank
 
     def fail_for_rank_2(
         host: str, port: int, token: str, own_rank: int, role: str, timeout_seconds: float
@@ -130,7 +130,7 @@ def test_ranks_do_not_connect_if_two_ranks_cannot_reach_each_other(monkeypatch: 
             raise ConnectionRefusedError("connection refused")
         return original(host, port, token, own_rank, role, timeout_seconds)
 
-    monkeypatch.setattr(row_exchange, "connect_to_rank", fail_for_rank_2)
+    monkeypatch.setattr(message_exchange, "connect_to_rank", fail_for_rank_2)
     assert connect(3) == [None] * 3
 
 
@@ -147,7 +147,7 @@ def test_ranks_listen_only_on_the_interface_of_gloo(monkeypatch: pytest.MonkeyPa
         addresses.append(address)
         return create(address, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", record_address)
+    monkeypatch.setattr("unitrain.backends.message_exchange.socket.create_server", record_address)
     close(connect_all(2))
     assert addresses == [(LOOPBACK, 0)] * 2
 
@@ -156,10 +156,10 @@ def test_error_of_allgather_names_the_rank_that_has_closed_its_connection() -> N
     exchanges = connect_all(2)
     exchanges[1].close()
     with pytest.raises(RuntimeError, match=PEER_LOST.format(1)):
-        exchanges[0].allgather(b"row")
+        exchanges[0].allgather(b"message")
     for exchange in exchanges:
         with pytest.raises(RuntimeError, match="an earlier collective failed"):
-            exchange.allgather(b"row")
+            exchange.allgather(b"message")
     close(exchanges)
 
 
@@ -173,8 +173,8 @@ def test_allgather_raises_an_error_after_the_timeout() -> None:
             return 0.0
         time.sleep(0.1 * rank)  # rank 2 starts later than rank 0 and must report a timeout too
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"^Timed out waiting 0.3 s for the row of another rank"):
-            exchanges[rank].allgather(b"row")
+        with pytest.raises(RuntimeError, match=r"^Timed out waiting 0.3 s for the message of another rank"):
+            exchanges[rank].allgather(b"message")
         return time.monotonic() - began
 
     first, _, last = run_on_ranks(3, gather)
@@ -192,7 +192,7 @@ def test_forked_process_does_not_keep_the_connections_open() -> None:
     try:
         exchanges[0].close()
         with pytest.raises(RuntimeError, match=PEER_LOST.format(0)):
-            exchanges[1].allgather(b"row")
+            exchanges[1].allgather(b"message")
     finally:
         os.write(writes, b"x")
         os.waitpid(child, 0)
@@ -211,7 +211,7 @@ def test_programs_that_are_not_ranks_cannot_connect(monkeypatch: pytest.MonkeyPa
         strangers.append(stranger)
         return server
 
-    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", with_stranger)
+    monkeypatch.setattr("unitrain.backends.message_exchange.socket.create_server", with_stranger)
     exchanges = connect_all(2)
     assert run_on_ranks(2, lambda rank: bytes(exchanges[rank].allgather(b"%d" % rank))) == [b"01"] * 2
     close(exchanges)
