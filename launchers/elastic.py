@@ -107,7 +107,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     except subprocess.TimeoutExpired:
         raise HostDiscoveryError(
             f"--host-discovery-script '{script}' did not end within {_SCRIPT_TIMEOUT_SECONDS} s. "
-            "Let it print the current hosts and exit."
+            "The script must print the current hosts and exit."
         ) from None
     except OSError as error:
         raise LaunchError(
@@ -118,12 +118,12 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
         raise HostDiscoveryError(
             f"--host-discovery-script '{script}' ended with exit code {process.returncode}: "
             f"{process.stderr.strip()[-_MAX_SHOWN_CHARACTERS:] or 'it printed no error message'}. "
-            "Let it print name:slots lines, and exit with 0."
+            "The script must print name:slots lines and exit with 0."
         )
     if len(process.stdout) > _MAX_OUTPUT_CHARACTERS:
         raise LaunchError(
             f"--host-discovery-script '{script}' printed {len(process.stdout)} characters; the limit is "
-            f"{_MAX_OUTPUT_CHARACTERS}. Let it print one name:slots line per host, and nothing else."
+            f"{_MAX_OUTPUT_CHARACTERS}. The script must print one name:slots line per host, and nothing else."
         )
     lines = [line.strip() for line in process.stdout.splitlines() if line.strip()]
     return parse_hosts(",".join(lines)) if lines else ()

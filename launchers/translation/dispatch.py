@@ -112,7 +112,9 @@ def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str
         if module in _TORCHRUN_MODULES:
             job = torchrun.parse([*_pop_torchrun_options(variables), *options], python=words[0])
             if module.endswith("launch") and not {"--use_env", "--use-env"} & set(options):
-                remark = "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
+                remark = (
+                    "torch.distributed.launch passes --local-rank=N to the script: make it read LOCAL_RANK instead."
+                )
                 job = replace(job, remarks=(*job.remarks, remark))
             return "torchrun", job
         if module == "unitrain" and options[:1] == ["launch"]:

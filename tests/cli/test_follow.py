@@ -65,17 +65,17 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    copy = kubernetes_job._PodLog.copy
+    print_new_lines = kubernetes_job._PodLog.print_new_lines
 
-    def copy_after_kubectl_exits(log: kubernetes_job._PodLog, pod: Mapping[str, Any] | None) -> bool:
-        """Wait until kubectl exits, and copy its complete output."""
-        is_new = copy(log, pod)
+    def print_after_kubectl_exits(log: kubernetes_job._PodLog, pod: Mapping[str, Any] | None) -> bool:
+        """Wait until kubectl exits, and print its complete output."""
+        is_new = print_new_lines(log, pod)
         if log._process is not None:
             os.waitid(os.P_PID, log._process.pid, os.WEXITED | os.WNOWAIT)
-            is_new |= copy(log, pod)
+            is_new |= print_new_lines(log, pod)
         return is_new
 
-    monkeypatch.setattr(kubernetes_job._PodLog, "copy", copy_after_kubectl_exits)
+    monkeypatch.setattr(kubernetes_job._PodLog, "print_new_lines", print_after_kubectl_exits)
     return folder
 
 

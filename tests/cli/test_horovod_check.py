@@ -84,7 +84,7 @@ def test_check_reports_a_horovod_that_crashes(other_horovod: Path) -> None:
     build_library(other_horovod, CRASHING, built_for=torch.__version__)
     report = inspect_horovod(other_horovod)
     assert not report.is_usable
-    assert any("ended its process with status -6" in problem.what for problem in report.problems)
+    assert any("failed with exit status -6" in problem.what for problem in report.problems)
 
 
 def test_check_reports_a_horovod_that_hangs(other_horovod: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of wrong types and values raise the same error on every rank. It names the argument and the value."""
+"""Arguments with wrong types or values raise the same error on every rank, which names the argument and the value."""
 
 from __future__ import annotations
 
@@ -370,12 +370,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "MeanMetric.update(value) must be a number or a tensor of numbers, got '0.5'.",
         "metric.update(loss, len(targets)).",
     ),
-    "metric with fewer values than its count": (
+    "metric with more values than its count": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), torch.tensor(2)),
         "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
     ),
-    "metric with fewer values than its count, a float": (
+    "metric with more values than its count, a float": (
         lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), 2.0),
         "The value of a batch of 2 must be one number or have shape [2], got shape [3].",
         "with .mean().",
@@ -447,7 +447,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "EarlyStopping.min_delta": (
         lambda p: unitrain.EarlyStopping(min_delta="0.1"),  # type: ignore[arg-type]
-        "EarlyStopping.min_delta must be at least 0, got '0.1'.",
+        "EarlyStopping.min_delta must be a finite number of at least 0, got '0.1'.",
         "Use 0.0.",
     ),
     "EarlyStopping.monitor": (

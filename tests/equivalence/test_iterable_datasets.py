@@ -794,7 +794,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
         fails_in_a_worker,
         r"^DataError: The training data failed on rank 0: OSError: Caught OSError in DataLoader worker",
     ),
-    (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded no item or, .* Let its __iter__"),
+    (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded no item or, .* Its __iter__ must"),
     (exhausted, r"^DataError: OneShot ended before the first step of epoch 2"),
     (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* fewer items than a global"),
     (

@@ -458,8 +458,8 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     ),
     (distributed_within, {}, "DataError: DistributedSampler shards the data by rank, but"),
     (broken, {}, "DataError: Broken failed in epoch 1: KeyError: 'weights'. Fix the DataLoader's sampler."),
-    (empty, {}, "DataError: list yields nothing in epoch 1. Let it yield at least one sample each time"),
-    (once_only, {}, "DataError: OnceOnly yields nothing in epoch 2. Let it yield"),
+    (empty, {}, "DataError: list yields nothing in epoch 1. It must yield at least one sample each time"),
+    (once_only, {}, "DataError: OnceOnly yields nothing in epoch 2. It must yield"),
     (
         too_few_batches,
         {"uneven": "drop", "gradient_accumulation_steps": 2},
@@ -493,5 +493,5 @@ def test_errors_are_raised_on_every_rank(
 def test_endless_sampler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "MAX_DRAWN_KEYS", 1000)
     shard = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
-    with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let its __iter__ end"):
+    with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Its __iter__ must end"):
         shard.micro_batches(0)

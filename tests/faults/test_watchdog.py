@@ -417,7 +417,7 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
     assert re.fullmatch(rf"in Event.wait, at test_watchdog.py:\d+: .*Event\(\)\.wait\(1\).*; {last}", str(found[1]))
     waiting = r"waiting for other ranks in barrier\(\) \(collective #3\), at test_watchdog.py:\d+: .*"
     assert re.fullmatch(waiting, str(found[2]))
-    assert [status.waits_for_ranks for status in found] == [False, False, True]
+    assert [status.may_wait_for_ranks for status in found] == [False, False, True]
     assert [RankStatus.from_json(status.to_json()) for status in found] == found
     assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*call_site.*", call_site(sys._getframe()))
 

@@ -143,11 +143,11 @@ def test_output_of_the_discovery_script_is_parsed_and_invalid_output_is_rejected
         discover_hosts(script)
     script.write_text("#!/bin/sh\nyes host:1 | head -c 30000000\n")
     with pytest.raises(
-        LaunchError, match=r"discover' printed 30000000 characters; the limit is 262144\. Let it print one"
+        LaunchError, match=r"discover' printed 30000000 characters; the limit is 262144\. The script must print one"
     ):
         discover_hosts(script)
     script.write_text("#!/bin/sh\nyes text | head -c 30000000 >&2\nexit 1\n")
-    with pytest.raises(LaunchError, match=r"ended with exit code 1: [tex\n]+\. Let it print") as caught:
+    with pytest.raises(LaunchError, match=r"ended with exit code 1: [tex\n]+\. The script must print") as caught:
         discover_hosts(script)
     assert len(str(caught.value)) < 5000
     script.write_text("#!/bin/sh\nyes host | head -n 50000\n")

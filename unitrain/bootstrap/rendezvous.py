@@ -71,8 +71,8 @@ class Rendezvous:
         `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
-        the missing ranks, and LauncherMismatchError if the ranks have different sizes. If a missing rank has exited
-        with status 0 and the launcher reports it, the error is raised before the timeout. `likely_timeout_cause`
+        the missing ranks, and LauncherMismatchError if the ranks have different world sizes. If a missing rank has
+        exited with status 0 and the launcher reports it, the error is raised before the timeout. `likely_timeout_cause`
         describes the likely cause of a timeout, in complete sentences, for the error message.
         """
         self.post(key, value)
@@ -166,7 +166,7 @@ class Rendezvous:
         return [rank for rank in range(self.rank_info.size) if rank not in posted]
 
     def _posted_lines(self, key: str) -> list[tuple[int, Any, int]]:
-        """Return the rank, the value and the size of each rank that has posted under `key`."""
+        """Return a tuple (rank, value, world size) for each rank that has posted under `key`."""
         lines = map(json.loads, self.messages.lines(_posted_values_key(key)))
         return [(rank, value, size) for rank, value, size in lines]
 
@@ -203,7 +203,8 @@ class Rendezvous:
         addresses = self.allgather("address", own)
         if own is None or not is_loopback(own):
             return own
-        # Debian's installer maps the name of the first host to 127.0.1.1 on that host.
+        # On rank 0's host, its own name may resolve to a loopback address: Debian's installer maps the host name to
+        # 127.0.1.1.
         remote = [address for address in addresses if address is not None and not is_loopback(address)]
         return local_address_for(remote[0]) if remote else own
 
@@ -235,7 +236,7 @@ def _values_by_rank(lines: Sequence[tuple[int, Any, int]]) -> dict[int, Any]:
 
 
 def _find_size_mismatch(lines: Sequence[tuple[int, Any, int]]) -> str | None:
-    """Return an error message if ranks have posted different sizes, else None."""
+    """Return an error message if ranks have posted different world sizes, else None."""
     first_ranks: dict[int, int] = {}
     for rank, _, size in sorted(lines, key=lambda line: line[0]):
         first_ranks.setdefault(size, rank)
@@ -263,8 +264,8 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None =
     """Connect the ranks of any launcher, and return when all are connected. All ranks must call this function the same
     number of times.
 
-    Raises LauncherMismatchError if the launcher provides no rendezvous address, or if the ranks have different sizes.
-    Raises EnvironmentVariableError for an invalid address. Raises ConfigError if this rank needs too many file
+    Raises LauncherMismatchError if the launcher provides no rendezvous address, or if the ranks have different world
+    sizes. Raises EnvironmentVariableError for an invalid address. Raises ConfigError if this rank needs too many file
     descriptors or cannot listen on the address. Raises ConfigError on every rank if the ranks pass different values of
     `backend`. Raises CollectiveTimeoutError, which names the missing ranks, after `timeout`. Under
     `unitrain.bootstrap.torchrun`, this error is raised within seconds if a missing rank has exited with status 0.
@@ -318,7 +319,8 @@ def _open_shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tu
 def _check_is_resolvable(host: str) -> None:
     """Raise EnvironmentVariableError if MASTER_ADDR is a name that does not resolve.
 
-    In Kubernetes, the name of a pod may become resolvable after other pods have started, so ranks wait for it.
+    In Kubernetes, this check is skipped, because the name of a pod may become resolvable only after other pods have
+    started. The connection to the store is then retried until the timeout.
     """
     if environment.get_variable("KUBERNETES_SERVICE_HOST") is not None:
         return

@@ -31,7 +31,9 @@ class EarlyStopping(Callback):
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigError(f"EarlyStopping.patience must be an integer of at least 1, got {patience!r}. Use 3.")
         if not isinstance(min_delta, int | float) or isinstance(min_delta, bool) or not 0 <= min_delta < math.inf:
-            raise ConfigError(f"EarlyStopping.min_delta must be at least 0, got {min_delta!r}. Use 0.0.")
+            raise ConfigError(
+                f"EarlyStopping.min_delta must be a finite number of at least 0, got {min_delta!r}. Use 0.0."
+            )
         self.monitor, self.patience, self.mode, self.min_delta = monitor, patience, mode, min_delta
         self.best: float | None = None
         self.epochs_without_improvement = 0

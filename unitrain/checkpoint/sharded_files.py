@@ -364,7 +364,8 @@ def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model_name: 
 
 
 def _has_no_local_elements(tensor: Any) -> bool:
-    """Return whether `tensor` is a DTensor without local elements. It may be tied to another tensor."""
+    """Return whether `tensor` is a DTensor without local elements. On this rank, it cannot be determined whether such a
+    tensor is tied to another one, so it is not reported as missing."""
     return is_distributed_tensor(tensor) and not tensor.to_local().numel()
 
 

@@ -105,7 +105,7 @@ def predict(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Predict step time and scaling efficiency on up to 1,024 ranks, or compare methods of communication.
+    """Predict step time and scaling efficiency for different numbers of ranks, or compare methods of communication.
 
     The prediction uses an alpha-beta model (unitrain/bench/cost_model.py), which is fitted to MEASURED, a result of
     bench collectives, or defined by --latency and --bandwidth. The allreduce of a bucket overlaps with the rest of the

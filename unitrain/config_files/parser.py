@@ -71,7 +71,12 @@ class Data(metaclass=_DataMeta):
 # Name, type, default and help of the keys that are not settings of TrainConfig.
 _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
     ("model", nn.Module, None, "Class of the model, or function that returns it."),
-    ("optimizer", Callable[[Iterable[Any]], Optimizer], None, "Class of the optimizer of the model's parameters."),
+    (
+        "optimizer",
+        Callable[[Iterable[Any]], Optimizer],
+        None,
+        "Class of the optimizer, or function that takes the model's parameters and returns the optimizer.",
+    ),
     (
         "scheduler",
         Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler] | None,
@@ -105,7 +110,8 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
     ),
 )
 _CLASS_KEYS = ("model", "optimizer", "scheduler", "loss_fn", "train_data", "val_data", "callbacks", "loggers")
-# Types of the elements of keys whose type is a Union with classes that the parser instantiates.
+# For each key whose type is a Union that contains a class to instantiate: this class. The value, or each element of a
+# list or dictionary, is instantiated separately.
 _ELEMENT_TYPES: Mapping[str, Any] = {"val_data": Data, "loggers": Logger}
 # By key, the return annotation that an error message suggests for a function.
 _ANNOTATIONS = {
@@ -185,9 +191,9 @@ class ParsedConfig:
         """Return the location of the key `name`, as in an error message."""
         return _locate_key(self.files, self.overrides, [name], None)
 
-    def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
-        """Return an error whose message begins with the location of the key `names`, such as ("model", "hidden")."""
-        return ConfigError(f"{_locate_key(self.files, self.overrides, names, value)}: {message}")
+    def error(self, key_path: Sequence[str], message: str, value: str | None = None) -> ConfigError:
+        """Return an error whose message begins with the location of the key `key_path`, such as ("model", "hidden")."""
+        return ConfigError(f"{_locate_key(self.files, self.overrides, key_path, value)}: {message}")
 
 
 def parse(argv: Sequence[str]) -> ParsedConfig:
@@ -195,7 +201,8 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help,
     --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError if jsonargparse is
-    missing. An exception of a module is raised unchanged, with a note that contains the location of the module's name.
+    missing. An exception that is raised while a module is imported propagates unchanged, with a note that states where
+    the configuration names the module.
     """
     jsonargparse = _import_jsonargparse()
     count = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
@@ -290,7 +297,7 @@ def _import_jsonargparse() -> Any:
         jsonargparse = importlib.import_module("jsonargparse")
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
         jsonargparse.set_dumper("yaml", yaml_text.dump)
-    except ImportError as error:  # also raised without the packages of jsonargparse's own extras
+    except ImportError as error:  # also raised if an optional dependency of jsonargparse is missing
         raise MissingDependencyError(
             f"unitrain train needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
             'with: pip install ".[config]"'
@@ -457,16 +464,18 @@ def _split_types(text: str) -> list[str]:
     return [name.strip() for name in types]
 
 
-def _locate_key(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequence[str], value: str | None) -> str:
-    """Return the option of the command line, or the file and line, that sets the key `names` last."""
-    key = ".".join(names)
+def _locate_key(
+    files: Sequence[ConfigFile], overrides: Sequence[str], key_path: Sequence[str], value: str | None
+) -> str:
+    """Return the option of the command line, or the file and line, that sets the key `key_path` last."""
+    key = ".".join(key_path)
     for word in reversed(overrides):
         option = word[2:].partition("=")[0].rstrip("+") if word.startswith("--") else ""
         parts = option.split(".")
-        if parts[0] == names[0] and (len(parts) == 1 or parts[-1] in names):
+        if parts[0] == key_path[0] and (len(parts) == 1 or parts[-1] in key_path):
             return f"--{option}"
     for file in reversed(files):
-        if (entry := file.find(names, value)) is not None:
+        if (entry := file.find(key_path, value)) is not None:
             return f"{file.location(entry)}: {key}"
     return key
 

@@ -158,7 +158,7 @@ class StepAligner:
         if not has_started:
             raise DataError(
                 "The training data has no sample in an entire epoch: collate_fn returned only empty batches. "
-                "Let it keep at least one sample."
+                "It must keep at least one sample."
             )
         self.has_ended = True
 

@@ -234,8 +234,8 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
         if item is None and not self._has_started:
             raise DataError(
                 f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded no item or, "
-                "with drop_last, fewer items than a global batch. Let its __iter__ return a new iterator in each call, "
-                "and yield more items or use a smaller batch_size."
+                "with drop_last, fewer items than a global batch. Its __iter__ must return a new iterator in each "
+                "call. Yield more items, or use a smaller batch_size."
             )
         if item is None:
             raise StopIteration

@@ -126,11 +126,11 @@ def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: i
     if not has_ended:
         raise DataError(
             f"{name} has not ended after {MAX_DRAWN_KEYS:,} elements, but all elements of an epoch are drawn at once. "
-            "Let its __iter__ end: it is called again in each epoch."
+            "Its __iter__ must end: it is called again in each epoch."
         )
     if not keys:
         raise DataError(
-            f"{name} yields nothing in epoch {epoch + 1}. Let it yield at least one sample each time it is iterated."
+            f"{name} yields nothing in epoch {epoch + 1}. It must yield at least one sample each time it is iterated."
         )
     return DrawnOrder(_to_order(keys), bounds)
 

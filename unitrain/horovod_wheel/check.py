@@ -105,26 +105,26 @@ def inspect(
     # With -P, a folder named horovod in the working directory is not imported.
     command = (python or sys.executable, "-P", "-c", _PROBE)
     env = dict(environment) if environment is not None else None
-    end = ""
+    failure = ""
     try:
         process = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds
         )
         output = process.stdout
         if process.returncode:
-            end = f"ended its process with status {process.returncode}"
+            failure = f"failed with exit status {process.returncode}"
     except subprocess.TimeoutExpired as expired:
         output = (expired.stdout or b"").decode(errors="replace")
-        end = f"did not finish within {timeout_seconds:g} s"
+        failure = f"did not finish within {timeout_seconds:g} s"
     lines = [line for line in output.splitlines() if line.startswith('{"python"')]
     if not lines:
-        return create_report({"python": command[0], "probe_error": end or "printed nothing"})
-    return create_report(json.loads(lines[-1]), end)
+        return create_report({"python": command[0], "probe_error": failure or "printed nothing"})
+    return create_report(json.loads(lines[-1]), failure)
 
 
-def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
-    """Convert the output of the probe to a report. `end` describes how the probe ended if the imports crashed or hung,
-    such as "ended its process with status -11".
+def create_report(facts: Mapping[str, Any], failure: str = "") -> Report:
+    """Convert the output of the probe to a report. `failure` describes how the probe ended if the imports crashed or
+    hung, such as "failed with exit status -11".
     """
     built: Mapping[str, int] = facts.get("built") or {}
     record: Mapping[str, Any] = facts.get("record") or {}
@@ -141,7 +141,7 @@ def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
         runtime_fixes=tuple(record["runtime_fixes"]) if "runtime_fixes" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
-        problems=tuple(_find_problems(facts, record, built, end)),
+        problems=tuple(_find_problems(facts, record, built, failure)),
     )
 
 
@@ -153,7 +153,7 @@ def _torch_version_of_build(facts: Mapping[str, Any]) -> str | None:
 
 
 def _find_problems(
-    facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
+    facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], failure: str
 ) -> Iterator[Problem]:
     python, torch, built_for = facts["python"], facts.get("torch"), _torch_version_of_build(facts)
     if "probe_error" in facts:
@@ -181,7 +181,7 @@ def _find_problems(
         what = f"Horovod was built for torch {built_for}, but torch {torch} is installed."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND}", fatal=True)
     elif facts.get("crashed"):
-        what = f"`import horovod.torch` {end or 'ended its process'}."
+        what = f"`import horovod.torch` {failure or 'crashed'}."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND} --force", fatal=True)
     elif not built:
         what = f"`import horovod.torch` fails: {' '.join(facts['built_error'].split())}."

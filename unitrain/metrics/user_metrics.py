@@ -62,7 +62,7 @@ class UserMetrics:
     def update(self, output: Any, target: Any, samples: int) -> None:
         """Add a batch of `samples` samples. Raises, on this rank only, TensorError if a function does not return
         numbers, and MetricError if a torchmetrics object cannot be updated."""
-        values = [_read_value(name, metric(output, target)) for name, metric in self._functions.items()]
+        values = [_check_value(name, metric(output, target)) for name, metric in self._functions.items()]
         self._means.add(values, samples)
         if self._torchmetrics is not None:
             self._torchmetrics.update(output, target)
@@ -93,7 +93,7 @@ def _check_unique_names(names: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _read_value(name: str, value: Any) -> Tensor | float:
+def _check_value(name: str, value: Any) -> Tensor | float:
     """Return the result of metric `name` if it can be converted to a tensor of numbers, otherwise raise TensorError."""
     if isinstance(value, Tensor):
         if not value.is_meta:

@@ -89,7 +89,9 @@ class Script:
 
     def imported_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of the imported object that `node` refers to, such as "torch.distributed.barrier"."""
-        if not _is_dotted_name(node):  # libcst also names members of the result of a call
+        if not _is_dotted_name(
+            node
+        ):  # libcst also returns a qualified name for a member of a call's result: f.x for f().x
             return None
         if node not in self._imported_names:
             scope = self._scopes.get(node)
@@ -140,18 +142,18 @@ class Script:
         parent = self.parent(statement)
         return parent if isinstance(parent, Block) else None
 
-    def branches(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+    def enclosing_control_flow(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """Return the if, for, while, try and match statements between `node` and its function or the module, except the
         main guard (see `is_main_guard`)."""
-        branches = list[cst.CSTNode]()
+        statements = list[cst.CSTNode]()
         for ancestor in self.ancestors(node):
             if isinstance(ancestor, cst.FunctionDef | cst.ClassDef):
                 break
             if isinstance(ancestor, cst.If | cst.For | cst.While | cst.Try | cst.Match) and not self.is_main_guard(
                 ancestor
             ):
-                branches.append(ancestor)
-        return branches
+                statements.append(ancestor)
+        return statements
 
     def is_main_guard(self, node: cst.CSTNode) -> TypeGuard[cst.If]:
         """Return whether `node` is the statement `if __name__ == "__main__":`."""
@@ -190,8 +192,8 @@ class Script:
         return (next(iter(scopes)), name) if len(scopes) == 1 else None
 
     def called_function(self, call: cst.Call) -> tuple[cst.FunctionDef, int] | None:
-        """Return the function of the script that `call` calls, or None, and the number of leading parameters, such as
-        `self`, that receive no argument of the call.
+        """Return the function of the script that `call` calls, and the number of its leading parameters, such as
+        `self`, that receive no argument of the call. Return None if the function is unknown.
 
         The call of a class is a call of its `__init__`, and `self.name()` calls a method of the same class.
         """
@@ -243,7 +245,7 @@ def targets(statement: cst.CSTNode) -> Sequence[cst.BaseExpression]:
 
 
 def flat_targets(statement: cst.CSTNode) -> list[cst.BaseExpression]:
-    """Return the targets of an assignment, with the elements of tuples and lists instead of these."""
+    """Return the targets of an assignment, with tuples and lists replaced by their elements."""
     pending, flat = list(targets(statement)), list[cst.BaseExpression]()
     while pending:
         target = pending.pop()

@@ -45,7 +45,7 @@ def convert(edits: Edits, startup: Startup) -> None:
     if statement is None or (not startup.is_kept and assigned_value(statement) is not startup.call):
         edits.refuse(startup.call, "Call it in a statement of its own")
         return
-    if script.branches(statement):
+    if script.enclosing_control_flow(statement):
         edits.refuse(
             startup.call,
             "It is called under a condition. Remove the condition: unitrain.init() also works in a single process",

@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, text: str) -> Failure:
-        """Return the failure with the error `text` for an `error` that `rank` raises.
+        """Return the failure for `error`, which `rank` raised; `text` is the error as one line.
 
         If the error names another rank as its cause, the failure is attributed to that rank.
         """
@@ -106,8 +106,8 @@ class RankStatus:
         )
 
     @property
-    def waits_for_ranks(self) -> bool:
-        """Whether this rank waits for other ranks, in a collective or in a backward pass."""
+    def may_wait_for_ranks(self) -> bool:
+        """Whether this rank may be waiting for other ranks: it waits in a collective or is in a backward pass."""
         return self.activity in (Activity.WAITING_FOR_RANKS, Activity.IN_BACKWARD)
 
     @property
@@ -115,7 +115,7 @@ class RankStatus:
         """Whether `stack` adds information to the description. The stack of a waiting rank only shows frames of torch
         and unitrain.
         """
-        return not self.waits_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
+        return not self.may_wait_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
 
     def to_json(self) -> str:
         """Return this status as JSON."""

@@ -45,7 +45,7 @@ class StallDetector:
         is_stalled = (
             operation_count > 0
             and now - self._start_time >= _STALL_SECONDS
-            and RankStatus.from_main_thread(self._recorder).waits_for_ranks
+            and RankStatus.from_main_thread(self._recorder).may_wait_for_ranks
         )
         if is_stalled != self._is_published:
             self._is_published = is_stalled

@@ -76,8 +76,8 @@ class Watchdog:
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
-        # Instead of a parent-death signal, the watchdog thread detects the exit of such a launcher, and leaves time for
-        # a checkpoint.
+        # For launchers in _LAUNCHERS_WITHOUT_CLEANUP, the parent-death signal is disabled. The watchdog thread detects
+        # the launcher's exit instead, and leaves time for a checkpoint.
         has_no_cleanup = self._launcher in _LAUNCHERS_WITHOUT_CLEANUP
         self._parent_death_signal = replace_parent_death_signal(0) if has_no_cleanup else 0
         self._stop_event, self._failure_known_event = threading.Event(), threading.Event()
@@ -157,7 +157,12 @@ class Watchdog:
         if _is_peer_lost(error):
             self._failure_known_event.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
         if _is_consequence(error):
-            failure = self._early_shutdown() or self._missing_rank() or self._unresponsive_store() or failure
+            failure = (
+                self._find_shutdown_failure()
+                or self._find_missing_rank_failure()
+                or self._find_unresponsive_store_failure()
+                or failure
+            )
         self._stop_event.set()
         is_first = self._publish_failure(failure)
         self._write_flight_record()
@@ -206,17 +211,17 @@ class Watchdog:
             shutdown = Shutdown(0, "its process exited") if 0 in self._liveness.exited_ranks else None
         return shutdown if shutdown is not None and shutdown.rank != self._rank else None
 
-    def _early_shutdown(self) -> Failure | None:
+    def _find_shutdown_failure(self) -> Failure | None:
         """Return the first shutdown of another rank as the cause of a subsequent failure."""
         shutdown = self._first_shutdown()
         return None if shutdown is None else Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
 
-    def _shutdown_of_awaited_rank(self) -> Failure | None:
-        """Return the shutdown of a rank that this rank waits for and that never started the operation. Such a wait
-        never ends, and not every transport detects it.
+    def _find_shutdown_failure_of_awaited_rank(self) -> Failure | None:
+        """Return, as a failure, the shutdown of a rank that this rank waits for and that never started the operation.
+        Such a wait never ends, and not every transport detects it.
         """
         shutdown = self._first_shutdown()
-        is_waiting = shutdown is not None and self._status().waits_for_ranks
+        is_waiting = shutdown is not None and self._status().may_wait_for_ranks
         if not self._shutdown_wait_detector.is_endless(shutdown, is_waiting, self._flight_recorder.operation_count):
             return None
         assert shutdown is not None
@@ -224,17 +229,17 @@ class Watchdog:
 
     # --- failures ---
 
-    def _missing_rank(self) -> Failure | None:
+    def _find_missing_rank_failure(self) -> Failure | None:
         """After a timeout of this rank, return the failure of the missing rank, the first one that is not waiting for
         other ranks. Return None if all ranks are waiting.
         """
         for rank, status in sorted(self._collected_statuses.items()):
-            if not status.waits_for_ranks:
+            if not status.may_wait_for_ranks:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
                 return Failure(rank, error + (f", and {status}" if status.activity is Activity.NO_RESPONSE else ""))
         return None
 
-    def _unresponsive_store(self) -> Failure | None:
+    def _find_unresponsive_store_failure(self) -> Failure | None:
         """Return the failure of rank 0 if its process, which serves the store, does not respond."""
         if (self._store.is_responding and self._thread_store.is_responding) or self._rank == 0:
             return None
@@ -309,7 +314,8 @@ class Watchdog:
         return RankStatus.from_main_thread(self._flight_recorder)
 
     def _write_record_and_get_status(self) -> RankStatus:
-        """Write the flight recorder if this is enabled, and return the status for another rank that has timed out."""
+        """Write the flight record if flight records are enabled, and return the status for another rank that has timed
+        out."""
         self._write_flight_record()
         return self._status()
 
@@ -339,7 +345,7 @@ class Watchdog:
                 # Rank 0's process has exited. Operations that require this process raise an error; others continue.
                 store_is_reachable = False
             if self._liveness.exited_ranks and self._error is None:
-                failure = self._shutdown_of_awaited_rank()
+                failure = self._find_shutdown_failure_of_awaited_rank()
                 if failure is not None:
                     self._report_failed_peer(failure)
                     return
@@ -423,7 +429,7 @@ class Watchdog:
 
     def _terminate_process(self) -> None:
         """Wait a few seconds for the main thread to raise an error, then terminate the process. Write the flight
-        recorder if this is enabled.
+        record if flight records are enabled.
         """
         self._failure_known_event.set()
         self._write_flight_record()

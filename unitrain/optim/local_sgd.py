@@ -273,7 +273,7 @@ class LocalSGD:
         }
         if keeps_shards():
             return {**state, "own": copy_to_host(own)}
-        for rank in range(self._backend.size):  # one after the other, which limits the memory
+        for rank in range(self._backend.size):  # one rank at a time, to limit memory usage
             sent = copy_to_host(own) if rank == self._backend.rank else None
             received = broadcast_with_tensors(self._backend, sent, rank)
             if self._backend.rank == 0:
@@ -459,7 +459,7 @@ class LocalSGD:
             )
             for name in different:
                 raise CheckpointError(
-                    f"The local-step state of the checkpoint {'lacks' if name in expected_shapes else 'contains'} "
+                    f"The LocalSGD state in the checkpoint {'lacks' if name in expected_shapes else 'contains'} "
                     f"tensor {name!r}, which this run "
                     f"{'synchronizes' if name in expected_shapes else 'does not synchronize'}. Train the same "
                     "parameters as the run that wrote it."
@@ -467,7 +467,7 @@ class LocalSGD:
             for name, shape in shapes.items():
                 if shape != expected_shapes[name]:
                     raise CheckpointError(
-                        f"The local-step state of the checkpoint contains {name!r} with shape {shape}, but this model "
+                        f"The LocalSGD state in the checkpoint contains {name!r} with shape {shape}, but this model "
                         f"has {expected_shapes[name]}. Use the same model as the run that wrote it."
                     )
 

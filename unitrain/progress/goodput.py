@@ -75,7 +75,7 @@ class GoodputSummary:
 
     @classmethod
     def of(cls, attempts: Sequence[AttemptRecord]) -> GoodputSummary:
-        """Return the summary of `attempts`, all attempts of a run: `steps` is the highest step reached, the other
+        """Return the summary of `attempts`, all attempts of a run: `steps` is the highest step reached; the other
         values are sums."""
         summary = cls(dict.fromkeys(CATEGORIES, 0.0), 0, 0, 0)
         for attempt in attempts:
@@ -246,7 +246,8 @@ class GoodputMeter:
 
     def without_pending_time(self, record: AttemptRecord) -> AttemptRecord:
         """Return a result of `attempt_record` without the training time since the last call of `count_steps`, which
-        will be divided between categories. In later records of the attempt, no category is smaller."""
+        will be divided between categories. The seconds of each category therefore never decrease from one such
+        record to the next."""
         return replace(record, seconds={**record.seconds, "training": round(self._counted_seconds, 3)})
 
     def _count_elapsed_time(self) -> None:

@@ -1,4 +1,4 @@
-"""A Kubernetes job of Kubeflow that `following.follow` can follow: its state and log."""
+"""The state and the log of a Kubeflow job (TrainJob, PyTorchJob or MPIJob), for `following.follow`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JOB_LABELS = {
 }
 # Labels that identify the pod whose log is shown: the pod of the launcher, which prints the output of all ranks, or the
 # pod of rank 0.
-_FIRST_POD_LABELS = (
+_LOG_POD_LABELS = (
     {"jobset.sigs.k8s.io/replicatedjob-name": "launcher"},
     {"jobset.sigs.k8s.io/replicatedjob-name": "node", "batch.kubernetes.io/job-completion-index": "0"},
     {"training.kubeflow.org/replica-type": "master"},
@@ -78,8 +78,8 @@ class KubernetesJob(FollowedJob):
             raise JobGoneError(f"{self.name} was deleted, so its exit code is unknown")
         pods = self._kubectl_get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job_name}")
         pods_by_age = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
-        first = [pod for pod in pods_by_age if _is_first_pod(pod)]
-        self._pod = first[-1] if first else None  # the newest, after a restart
+        log_pods = [pod for pod in pods_by_age if _is_log_pod(pod)]
+        self._pod = log_pods[-1] if log_pods else None  # the newest, after a restart
         conditions = {
             condition["type"]: condition
             for condition in job.get("status", {}).get("conditions", ())
@@ -89,7 +89,7 @@ class KubernetesJob(FollowedJob):
             return JobStatus("has completed", 0)
         failed = next((conditions[name] for name in _FAILED if name in conditions), None)
         if failed is not None:
-            code = next((code for code in map(_exit_code, [*reversed(first), *pods_by_age]) if code), 1)
+            code = next((code for code in map(_exit_code, [*reversed(log_pods), *pods_by_age]) if code), 1)
             return JobStatus(f"has failed ({_reason(failed)}), with exit code {code}", code)
         if "Suspended" in conditions:
             return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
@@ -104,7 +104,7 @@ class KubernetesJob(FollowedJob):
         return JobStatus(f"is running on {', '.join(nodes)}{restarts_text}")
 
     def copy_log(self) -> bool:
-        return self._log.copy(self._pod)
+        return self._log.print_new_lines(self._pod)
 
     def close(self) -> None:
         self._log.close()
@@ -141,7 +141,7 @@ class _PodLog:
         self._last_time = b""
         self._lines_at_last_time: set[bytes] = set()
 
-    def copy(self, pod: Mapping[str, Any] | None) -> bool:
+    def print_new_lines(self, pod: Mapping[str, Any] | None) -> bool:
         """Write new lines to standard output, and return whether there were any."""
         if self._process is None:
             if pod is None or not _has_log(pod):
@@ -189,7 +189,8 @@ class _PodLog:
         process.wait()
 
     def _write_incomplete(self, line: bytes) -> bool:
-        """Write a line without a newline, unless it ends within its timestamp or is the start of a written line."""
+        """Write a line that kubectl printed without a newline, unless it was cut off within its timestamp or is a
+        prefix of a line that has already been written."""
         if b" " not in line or any(written.startswith(line) for written in self._lines_at_last_time):
             return False
         return self._write(line)
@@ -209,9 +210,9 @@ class _PodLog:
         return True
 
 
-def _is_first_pod(pod: Mapping[str, Any]) -> bool:
+def _is_log_pod(pod: Mapping[str, Any]) -> bool:
     labels = pod["metadata"].get("labels", {})
-    return any(expected.items() <= labels.items() for expected in _FIRST_POD_LABELS)
+    return any(expected.items() <= labels.items() for expected in _LOG_POD_LABELS)
 
 
 def _container_statuses(pod: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -430,11 +430,11 @@ class ExactReduction:
         return [gradient[piece.start : piece.stop] for gradient in flat]
 
     def _tensor_for_mean(self, parameter_index: int, step: _Step) -> Tensor:
-        """Return the tensor to which the mean gradient of a parameter is written: one of its gradients, or a new tensor
-        if none of them is contiguous."""
+        """Return the tensor to which the mean gradient of a parameter is written: one of its gradients if the parameter
+        and that gradient are contiguous and the gradient is not lazily conjugated, otherwise a new tensor."""
         parameter = self._parameters[parameter_index]
         for gradient in step.gradients(parameter_index):
-            if gradient is None or gradient.is_conj():  # a lazy conjugate has no view of real numbers
+            if gradient is None or gradient.is_conj():  # torch.view_as_real does not accept it
                 continue
             if gradient.is_contiguous() and parameter.is_contiguous():
                 return gradient
@@ -466,6 +466,6 @@ def _exponents(maxima: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor` in row-major order, [n], as a view if it is contiguous. A complex number becomes
-    two real numbers."""
+    """Return `tensor` flattened to one dimension in row-major order, as a view if it is contiguous and not lazily
+    conjugated. A complex number becomes two real numbers."""
     return as_real(tensor.resolve_conj()).reshape(-1)

@@ -151,8 +151,8 @@ class OperationStarter(dist.ProcessGroup):
         operation = f"reducescatter.{reduction_name(op)}"
         _check_ratio("reduce_scatter", "input", source, "output", output, size)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
-        # These reductions compute all parts on every rank, so all ranks raise the error of a mean that is not an
-        # integer.
+        # For a mean of integers, reduce all parts on every rank, so that every rank raises the error if any mean is not
+        # an integer. Reductions with `combine` gather all parts in any case.
         if (is_mean := is_mean_of_integers(source.dtype, op)) or reduction_plan.combine is not None:
             complete = torch.empty_like(parts)
 

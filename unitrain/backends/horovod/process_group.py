@@ -58,7 +58,7 @@ def register_process_group() -> None:
 
 
 def register_backend() -> None:
-    """Register only the backend's name with torch.distributed. Further calls do nothing."""
+    """Register the backend with torch.distributed, without setting environment variables. Further calls do nothing."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             BACKEND_NAME, _create_from_options, extended_api=True, devices=["cpu", *_gpu_devices()]
