@@ -28,7 +28,8 @@ def describe(backend: Backend) -> dict[str, str]:
 
 
 def check_collectives(backend: Backend) -> int:
-    """Check every collective on the device against the expected single-rank result; return the number of checks."""
+    """Check broadcast, allreduce (sum and max), allgather and reducescatter on the device: on one rank, the result must
+    equal the input. Return the number of checks."""
     checked = 0
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
         for shape in ((), (0,), (5,), (1 << 20,)):
@@ -47,8 +48,9 @@ def check_collectives(backend: Backend) -> int:
 def check_prefetched_batches(backend: Backend) -> int:
     """Check that prefetched batches have the content produced by the loader; return the number of checks.
 
-    The host is far ahead of the device, so each batch is read long after the host has released it. A copy that reuses
-    its memory too early, or a batch that is read too early, would be detected.
+    The host is far ahead of the device, so each batch is read long after the host has released it. A copy that
+    overwrites the memory of a batch that is still to be read, or a batch that is read before its copy is complete,
+    would be detected.
     """
     device, count = backend.device, 200
     on_gpu = device.type == "cuda"

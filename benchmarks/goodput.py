@@ -33,7 +33,7 @@ from typing import NamedTuple
 import click
 import torch
 from recovered_training import BATCH, SAMPLES
-from recovery import A_RANK, RANK_0, Job, Recovery, RestartMethod, completed, started_hosts
+from recovery import A_RANK, RANK_0, Job, Recovery, RestartMethod, completed_steps, started_hosts
 from slow_network import Host
 from tables import BACKENDS, RESULTS, save_results
 
@@ -66,20 +66,22 @@ def restart_methods(in_memory: int, waiting_ms: float) -> dict[str, RestartMetho
 def steps_per_second(job: Job, began: float) -> float:
     """Return the number of different steps per second that all ranks have completed since the monotonic time
     `began`."""
-    numbers = [{step.step for step in completed(job.folder, rank) if step.time > began} for rank in range(job.size)]
+    numbers = [
+        {step.step for step in completed_steps(job.folder, rank) if step.time > began} for rank in range(job.size)
+    ]
     return min(map(len, numbers)) / (time.monotonic() - began)
 
 
 def run(
-    method: RestartMethod, backend: str, both: list[Host], seconds: float, *, has_faults: bool
+    method: RestartMethod, backend: str, hosts: list[Host], seconds: float, *, has_faults: bool
 ) -> tuple[float, list[Recovery]]:
     """Train for `seconds` after the first steps. Return the steps per second, and the recoveries from all faults."""
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory() as temporary:
         max_restarts = int(seconds / FAULT_SECONDS) + 1
-        job = Job(method, backend, both, Path(temporary), 0, ranks=RANKS, max_restarts=max_restarts)
+        job = Job(method, backend, hosts, Path(temporary), 0, ranks_per_host=RANKS, max_restarts=max_restarts)
         try:
-            job.wait_until(lambda: all(len(completed(job.folder, rank)) > 20 for rank in range(job.size)))
+            job.wait_until(lambda: all(len(completed_steps(job.folder, rank)) > 20 for rank in range(job.size)))
             began = time.monotonic()
             kills = cycle([A_RANK, RANK_0])
             fault_time = began + FAULT_SECONDS / 2
@@ -160,13 +162,13 @@ def main(
     }
     found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
     rows = load_rows(output)  # fail before the slow measurements
-    with started_hosts(len(RANKS)) as both:
+    with started_hosts(len(RANKS)) as hosts:
         for _ in range(rounds):
             for (backend, name, waiting_ms), method in chosen.items():
                 # The job without faults uses the same launcher, without standby ranks and checkpoints in memory.
                 plain_method = RestartMethod(backends=method.backends, program=method.program, waiting_ms=waiting_ms)
-                plain, _ = run(plain_method, backend, list(both), 60, has_faults=False)
-                rate, recoveries = run(method, backend, list(both), 60 * minutes, has_faults=True)
+                plain, _ = run(plain_method, backend, list(hosts), 60, has_faults=False)
+                rate, recoveries = run(method, backend, list(hosts), 60 * minutes, has_faults=True)
                 found[backend, name, waiting_ms].append(Goodput(plain, rate, recoveries))
                 click.echo(f"{backend} {name} {waiting_ms}: {found[backend, name, waiting_ms][-1]}", err=True)
     for (backend, name, waiting_ms), goodputs in found.items():

@@ -77,7 +77,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset, backend: Backend, mean: Any) -> Turn:
     """Return a function that runs a plain loop over this rank's shard of the data. The function returns the sum of the
-    losses of all steps, as the mean over ranks."""
+    losses of all steps, averaged over ranks."""
     inputs, targets = data.tensors
 
     def turn(epoch: int) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import unitrain
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, LENGTH, loss_per_character, paragraphs
+from gpt import GPT, LENGTH, loss_and_count, paragraphs
 
 __all__ = ["ALONE", "BATCH", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Method", "build", "methods"]
 
@@ -92,7 +92,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 def mean_loss(model: nn.Module, texts: Tensor) -> Tensor:
     """Return the loss per character."""
-    total, count = loss_per_character(model(texts[:, :-1]), texts[:, 1:])
+    total, count = loss_and_count(model(texts[:, :-1]), texts[:, 1:])
     return total / count
 
 

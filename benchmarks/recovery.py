@@ -42,7 +42,8 @@ from unitrain.bootstrap import environment
 from unitrain.processes import kill_processes
 
 TIMEOUT_SECONDS = 300.0
-# Delay of a kill after the ranks have completed a step, or after the standby ranks are ready.
+# Minimum delay of a kill after all ranks have completed more than `steps` steps and any standby ranks are ready; also
+# the delay after each recovery.
 SETTLE_SECONDS = 2.0
 HERE = Path(__file__).parent
 SCRIPT, ELASTIC_SCRIPT = HERE / "recovered_training.py", HERE / "horovod_elastic_training.py"
@@ -76,28 +77,29 @@ class RestartMethod:
         return self.program != "horovodrun"
 
     def commands(
-        self, ranks: Sequence[int], backend: str, folder: Path, steps: int, max_restarts: int
+        self, ranks_per_host: Sequence[int], backend: str, folder: Path, steps: int, max_restarts: int
     ) -> list[list[str]]:
-        """Return the commands to start: one for the first host or, with torchrun, one for each host in order. `ranks`
-        is the number of ranks on each host."""
-        num_hosts, restarts = len(ranks), ["--max-restarts", str(max_restarts)]
-        named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
+        """Return the commands to start: one for the first host or, with torchrun, one for each host in order.
+        `ranks_per_host` contains the number of ranks on each host."""
+        num_hosts, restarts = len(ranks_per_host), ["--max-restarts", str(max_restarts)]
+        size = sum(ranks_per_host)
+        named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks_per_host, 1))
         script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory), str(self.waiting_ms)]
         if self.program == "horovodrun":
-            start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(sum(ranks)), "--min-np", "1"]
+            start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(size), "--min-np", "1"]
             script = [sys.executable, str(ELASTIC_SCRIPT), str(folder)]
             return [[*start, "-H", named, "--network-interfaces", "eth0", "--disable-cache", *script]]
         if self.program == "unitrain":
-            placed = ["-np", str(sum(ranks))] if num_hosts == 1 else ["-H", named]
+            placed = ["-np", str(size)] if num_hosts == 1 else ["-H", named]
             start = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, *placed, *restarts]
             return [[*start, *self.options, *script]]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *restarts]
         if num_hosts == 1:
-            return [[*torchrun, "--standalone", "--nproc-per-node", str(ranks[0]), *script]]
+            return [[*torchrun, "--standalone", "--nproc-per-node", str(ranks_per_host[0]), *script]]
         joined = ["--nnodes", str(num_hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"h1:{PORT}"]
         return [
             [*torchrun, *joined, "--nproc-per-node", str(count), "--local-addr", f"h{number}", *script]
-            for number, count in enumerate(ranks, 1)
+            for number, count in enumerate(ranks_per_host, 1)
         ]
 
 
@@ -136,7 +138,7 @@ class Step(NamedTuple):
         return self.host, self.pid, self.attempt
 
 
-def completed(folder: Path, rank: int) -> list[Step]:
+def completed_steps(folder: Path, rank: int) -> list[Step]:
     """Return the completed steps of a rank. An incomplete line that is being written is ignored."""
     file = folder / f"steps-{rank}.txt"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
@@ -147,23 +149,23 @@ def completed(folder: Path, rank: int) -> list[Step]:
 
 
 class Job:
-    """A job on `both` hosts, or on this machine if `both` is empty. The processes are killed at the end."""
+    """A job on `hosts`, or on this machine if `hosts` is empty. The processes are killed at the end."""
 
     def __init__(
         self,
         method: RestartMethod,
         backend: str,
-        both: Sequence[Host],
+        hosts: Sequence[Host],
         folder: Path,
         steps: int,
         *,
-        ranks: Sequence[int] | None = None,
+        ranks_per_host: Sequence[int] | None = None,
         max_restarts: int | None = None,
     ) -> None:
-        num_hosts = len(both) or 1
-        ranks = ranks or RANKS[num_hosts]
+        num_hosts = len(hosts) or 1
+        ranks_per_host = ranks_per_host or RANKS[num_hosts]
         max_restarts = len(KILLS[num_hosts]) if max_restarts is None else max_restarts
-        self.folder, self._hosts, self.size = folder, both, sum(ranks)
+        self.folder, self._hosts, self.size = folder, hosts, sum(ranks_per_host)
         self._log = folder / "output.txt"
         name, value = "UNITRAIN_BENCHMARK", secrets.token_hex(8)
         self._tag = f"{name}={value}".encode()
@@ -172,8 +174,8 @@ class Job:
         variables |= {"UNITRAIN_BACKEND": backend, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         with self._log.open("wb") as output:
-            for number, command in enumerate(method.commands(ranks, backend, folder, steps, max_restarts)):
-                line = both[number].command(command) if both else command
+            for number, command in enumerate(method.commands(ranks_per_host, backend, folder, steps, max_restarts)):
+                line = hosts[number].command(command) if hosts else command
                 options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
                 self._processes.append(subprocess.Popen(line, env=variables, start_new_session=True, **options))  # type: ignore[call-overload]
 
@@ -197,7 +199,7 @@ class Job:
 
     def kill(self, target: str) -> Recovery:
         """Kill the ranks `target`, a value in KILLS, and wait until the job has recovered."""
-        before = [completed(self.folder, rank) for rank in range(self.size)]
+        before = [completed_steps(self.folder, rank) for rank in range(self.size)]
         processes = {step.process for steps in before for step in steps}
         pids = [
             self._pid(before[rank][-1]) for rank in self._select_ranks(target, [steps[-1].host for steps in before])
@@ -209,7 +211,7 @@ class Job:
         def new_steps() -> list[Step]:
             """Return the first new step of each rank if all ranks have completed a new step."""
             found = [
-                [step for step in completed(self.folder, rank) if step.process not in processes]
+                [step for step in completed_steps(self.folder, rank) if step.process not in processes]
                 for rank in range(self.size)
             ]
             sizes = {steps[0].size for steps in found if steps}
@@ -219,7 +221,7 @@ class Job:
         self.wait_until(lambda: bool(new_steps()))
         first = new_steps()
         done = min(
-            max(step.step for step in completed(self.folder, rank) if step.process in processes)
+            max(step.step for step in completed_steps(self.folder, rank) if step.process in processes)
             for rank in range(self.size)
         )  # steps that all ranks had completed before the failure
         return Recovery(target, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
@@ -245,22 +247,22 @@ class Job:
 
 
 def run_job(
-    method: RestartMethod, backend: str, both: Sequence[Host], kills: Sequence[str], steps: int
+    method: RestartMethod, backend: str, hosts: Sequence[Host], kills: Sequence[str], steps: int
 ) -> tuple[list[Recovery], float]:
     """Run a job and kill its ranks. Return the recoveries and the median time of a step."""
     with tempfile.TemporaryDirectory() as temporary:
-        job = Job(method, backend, both, Path(temporary), steps)
+        job = Job(method, backend, hosts, Path(temporary), steps)
         try:
             recoveries: list[Recovery] = []
             for kill in kills:
                 num_ready = len(recoveries) + 1
-                job.wait_until(lambda: all(len(completed(job.folder, rank)) > steps for rank in range(job.size)))
+                job.wait_until(lambda: all(len(completed_steps(job.folder, rank)) > steps for rank in range(job.size)))
                 if method.has_standby:
                     job.wait_until(lambda num_ready=num_ready: job.output().count(READY) == num_ready)  # type: ignore[misc]
                 time.sleep(SETTLE_SECONDS + random.random())
                 recoveries.append(job.kill(kill))
                 time.sleep(SETTLE_SECONDS)
-            times = [step.time for step in completed(job.folder, 0)]
+            times = [step.time for step in completed_steps(job.folder, 0)]
             intervals = [later - earlier for earlier, later in pairwise(times)]
         except RuntimeError:
             click.echo(job.output(), err=True)
@@ -275,9 +277,9 @@ def run_jobs(row: Row, steps: int) -> tuple[list[Recovery], float]:
     num_hosts, backend, name = row
     method, kills = RESTART_METHODS[name], KILLS[num_hosts]
     found, seconds = list[Recovery](), list[float]()
-    with started_hosts(num_hosts) as both:
+    with started_hosts(num_hosts) as hosts:
         for group in [kills] if method.allows_several_kills else [(kill,) for kill in kills]:
-            recoveries, step_seconds = run_job(method, backend, both, group, steps)
+            recoveries, step_seconds = run_job(method, backend, hosts, group, steps)
             found += recoveries
             seconds.append(step_seconds)
     return found, statistics.median(seconds)
@@ -332,7 +334,7 @@ def table(
 
 @click.command()
 @click.option(
-    "--hosts", "numbers", type=click.Choice(["1", "2"]), multiple=True, default=["1", "2"], help="Number of hosts."
+    "--hosts", "host_counts", type=click.Choice(["1", "2"]), multiple=True, default=["1", "2"], help="Number of hosts."
 )
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option(
@@ -344,12 +346,17 @@ def table(
 )
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
-    numbers: tuple[str, ...], backends: tuple[str, ...], methods: tuple[str, ...], rounds: int, steps: int, output: Path
+    host_counts: tuple[str, ...],
+    backends: tuple[str, ...],
+    methods: tuple[str, ...],
+    rounds: int,
+    steps: int,
+    output: Path,
 ) -> None:
     """Measure recoveries and write the table."""
     rows = [
         (num_hosts, backend, method)
-        for num_hosts in map(int, numbers)
+        for num_hosts in map(int, host_counts)
         for backend in backends
         for method in methods
         if backend in RESTART_METHODS[method].backends and num_hosts in RESTART_METHODS[method].num_hosts

@@ -50,7 +50,8 @@ BUSY = "while :; do :; done"
 
 @contextlib.contextmanager
 def cgroups() -> Iterator[Path]:
-    """Context manager that creates a cgroup with a high weight for each rank and for the busy processes."""
+    """Context manager that creates a cgroup with a high weight, and in it a cgroup for each rank, one for the busy
+    processes and one for this process. It yields the path of the outer cgroup."""
     parent = Path("/sys/fs/cgroup/cpu") / f"unitrain-{os.getpid()}-{time.monotonic_ns()}"
     groups = [parent, parent / "rank0", parent / "rank1", parent / "busy", parent / "start"]
     for group in groups:
@@ -73,10 +74,10 @@ def cgroups() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def slow_down_rank(name: str, folder: Path, groups: Path, both: list[Host]) -> Iterator[None]:
+def slow_down_rank(name: str, folder: Path, groups: Path, rank_hosts: list[Host]) -> Iterator[None]:
     """Context manager that slows down a rank. `name` contains the kind and the rank, for example "quota-1"."""
     kind, rank = name.split("-")
-    group, host = groups / f"rank{rank}", both[int(rank)]
+    group, host = groups / f"rank{rank}", rank_hosts[int(rank)]
     network = ("nsenter", "-t", str(host.first), "--net", "tc", "qdisc")
     if kind in ("data", "forward"):
         (folder / name).touch()
@@ -195,8 +196,8 @@ def main(output: Path, backend: str, kinds: list[str], slowdowns: int, runs: int
         "",
         f"False alarms in {len(undisturbed)} runs without slowdowns: **{len(alarms)}**.",
         "",
-        f"CPU time per step of 20 ms with a sync point every two seconds: **{cost:.1f} µs**, {cost / 200:.3f} % of the "
-        "step.",
+        "CPU time of the detection per step, with steps of 20 ms and a sync point every two seconds: "
+        f"**{cost:.1f} µs**, {cost / 200:.3f} % of the step.",
     ]
     for result in results:
         result["slow"] = [(step, [report_fields(straggler) for straggler in slow]) for step, slow in result["slow"]]

@@ -59,7 +59,7 @@ def paragraphs() -> TensorDataset:
     return TensorDataset(table[:, :-1].clone(), table[:, 1:].clone())
 
 
-def loss_per_character(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_count(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over all characters except padding, and their number, so that each has the same
     weight.
     """
@@ -95,9 +95,7 @@ def main(backend_name: str | None, device: str | None, steps: int, global_batch_
         config = unitrain.TrainConfig(
             max_steps=steps, global_batch_size=global_batch_size, max_grad_norm=1.0, precision=precision
         )
-        trainer = unitrain.Trainer(
-            model, optimizer, loss_per_character, backend=backend, config=config, scheduler=schedule
-        )
+        trainer = unitrain.Trainer(model, optimizer, loss_and_count, backend=backend, config=config, scheduler=schedule)
         results = trainer.fit(train, validation)
         if backend.rank == 0:
             print(generate_text(model.eval(), "The statement ", 200, backend.device))

@@ -29,7 +29,8 @@ def check_samples(folder: Path) -> list[str]:
     """Return errors about samples that were lost or repeated within an epoch.
 
     Steps that a later attempt repeats are ignored: an attempt replaces all steps after the step from which it starts.
-    The gradients of a step are reduced after all ranks have recorded the samples of the step.
+    Each rank records the samples of a step before the gradients are reduced, so the records of a completed step are
+    complete.
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for path in (folder / "samples").iterdir():

@@ -11,9 +11,9 @@ LOGICAL_RANKS = 4
 EPOCHS, STEPS_PER_EPOCH, CHECKPOINT_EVERY = 3, 8, 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-# Phases in which an incident can happen. The number of an incident counts starts of the rank for "start" and "init",
-# steps for "forward" and "optimizer step", epochs for "validation" and "epoch end", and file operations in the output
-# folder for "checkpoint". "resume" and "fit end" ignore the number.
+# Phases in which an incident can happen. `Incident.number` is the number of starts of the rank for "start" and "init",
+# of steps for "forward" and "optimizer step", of epochs for "validation" and "epoch end", and of file operations in the
+# output folder for "checkpoint". "resume" and "fit end" ignore the number.
 PHASES = (
     "start", "init", "resume", "forward", "optimizer step", "validation", "epoch end", "checkpoint", "fit end"
 )  # fmt: skip

@@ -76,7 +76,7 @@ def no_arguments():
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> str:
+def slow_target(tmp_path: Path) -> str:
     path = tmp_path / "slow.py"
     path.write_text(SLOW)
     return f"{path}:trainer_arguments"
@@ -88,34 +88,36 @@ def check_phases(phases: dict[str, float], backward: float, exposed: tuple[float
     assert phases["exposed"] <= exposed[1], phases
 
 
-def test_time_of_a_step_is_assigned_to_its_phases(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_time_of_a_step_is_assigned_to_its_phases(
+    slow_target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     backend = LocalBackend(torch.device("cpu"))
     for settings, batch in (({}, 3), ({"gradient_accumulation_steps": 2}, 6)):
-        turn = take_turn(backend, slow, settings, None, 4)
+        turn = take_turn(backend, slow_target, settings, None, 4)
         times = 1 + (batch == 6)
         assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
         assert (turn.samples, turn.parameters) == (batch, 10)
         assert turn.memory_bytes > 1 << 20
         check_phases(turn.phases, 0.06 * times, (0, 0.05))
-    # A turn may have more steps than the user's scheduler, and does not write files.
-    assert take_turn(backend, slow, {}, 4, 5).samples == 4
+    # A turn may have more steps than the user's scheduler allows, and it does not write files.
+    assert take_turn(backend, slow_target, {}, 4, 5).samples == 4
     assert not Path("never").exists()
 
 
 def test_peak_memory_is_measured_if_the_system_cannot_reset_it(
-    slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    slow_target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "status").write_text("VmRSS:\t1 kB\n")
     monkeypatch.setattr(training, "_PROCESS_STATUS", tmp_path / "status")
     monkeypatch.setattr(training, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
-    turn = take_turn(LocalBackend(torch.device("cpu")), slow, {}, None, 2)
+    turn = take_turn(LocalBackend(torch.device("cpu")), slow_target, {}, None, 2)
     assert 50 << 20 < turn.memory_bytes < 1 << 40
 
 
-def test_wait_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
+def test_wait_for_a_slow_rank_is_exposed_communication(slow_target: str) -> None:
     with RankGroup("ddp", 2) as group:
-        first, last = group.run(take_turn, slow, {}, None, 6)
+        first, last = group.run(take_turn, slow_target, {}, None, 6)
     check_phases(last.phases, 0.5, (0, 0.25))
     check_phases(first.phases, 0, (0.25, 5))
     assert first.phases["backward"] < 0.25
@@ -254,8 +256,8 @@ def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, messag
     assert message in " ".join(result.output.split())
 
 
-def test_error_in_the_user_function_is_reported(slow: str) -> None:
-    target = slow.replace(":trainer_arguments", ":no_arguments")
+def test_error_in_the_user_function_is_reported(slow_target: str) -> None:
+    target = slow_target.replace(":trainer_arguments", ":no_arguments")
     result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 1
     message = result.output.splitlines()[-1]

@@ -60,7 +60,6 @@ def create_reports(*changes: dict[str, Any], **second_peer_checks: Any) -> list[
     ]
 
 
-BROKEN = {"what": "It was built for torch 1.", "fix": "F", "fatal": True}
 IB = {"GLOO_SOCKET_IFNAME": "eth0,ib0"}
 THREADS = {"OMP_NUM_THREADS": "8"}
 GPU = Gpu(name="H100", memory=80 * GIB, uuid="GPU-1")

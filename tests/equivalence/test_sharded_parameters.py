@@ -159,16 +159,16 @@ class ReversedBlocks(nn.Module):
         return inputs
 
 
-def evaluate_on_first_rank(backend: Backend, is_trained: bool) -> None:
-    """Run two forward passes without gradients in which only rank 0 has a batch. If `is_trained`, run a training step
-    first."""
+def evaluate_on_first_rank(backend: Backend, runs_backward: bool) -> None:
+    """Run two forward passes without gradients in which only rank 0 has a batch. If `runs_backward`, run a forward
+    and a backward pass first."""
     torch.manual_seed(0)
     model = ReversedBlocks()
     plain_model, average = copy.deepcopy(model), copy.deepcopy(model)
     distributed = backend.distributed_model(model, shard="parameters", shard_blocks=("Block",))
     require_capability(backend, SupportsShardedParameters, "this test").shard_copy(average, distributed)
     inputs = torch.randn(4, WIDTH)
-    if is_trained:
+    if runs_backward:
         distributed(inputs).sum().backward()
     for sharded in (model, average):
         sharded.eval()

@@ -251,7 +251,7 @@ def test_validation_is_not_part_of_the_training_time(rows: dict[str, Row]) -> No
 
 
 def test_validation_within_an_epoch_is_not_part_of_the_training_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Stream()
+    clock = SimulatedClock()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = LoopTimer(LocalBackend(torch.device("cpu")))
     for step in times.iterate(range(10)):
@@ -266,8 +266,8 @@ def test_validation_within_an_epoch_is_not_part_of_the_training_phases(monkeypat
     assert sum(found[f"{phase}_seconds"][0] for phase in PHASES[:4]) == pytest.approx(3.0)
 
 
-class Stream:
-    """A simulated GPU stream with `left` seconds of queued work."""
+class SimulatedClock:
+    """A simulated time `now`, and a GPU stream with `left` seconds of queued work."""
 
     def __init__(self) -> None:
         self.now, self.left = 0.0, 0.0
@@ -287,27 +287,27 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     monkeypatch: pytest.MonkeyPatch, fetching: float, waited: float
 ) -> None:
     """In each step, the GPU takes 0.3 s for forward and backward, 0.2 s for communication and 0.1 s for the update."""
-    stream = Stream()
-    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: stream.now)
+    clock = SimulatedClock()
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = LoopTimer(LocalBackend(torch.device("cpu")))
-    times._stream = stream  # type: ignore[assignment]
+    times._stream = clock  # type: ignore[assignment]
 
     def communicate(_: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: stream.launch(0.2))
+        Variable._execution_engine.queue_callback(lambda: clock.launch(0.2))
 
     def data() -> Iterator[None]:
         for _ in range(100):
-            stream.pass_time(fetching)
+            clock.pass_time(fetching)
             yield
 
     for _ in times.iterate(data()):
         loss = times.measure_backward(torch.ones((), requires_grad=True) * 1.0)
         loss.register_hook(communicate)
-        stream.launch(0.3)
+        clock.launch(0.3)
         loss.backward()
-        stream.launch(0.1)
+        clock.launch(0.1)
         times.end_step(1)
-    stream.synchronize()
+    clock.synchronize()
     seconds = times.stop()
     lately, steps = times.take_recent_seconds()
     assert (steps, sum(lately)) == (100, pytest.approx(seconds, rel=0.06))
@@ -327,7 +327,7 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
 def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> None:
     """Each step takes 0.3 s for forward and backward, 0.4 s for data, 0.2 s for communication and 0.1 s for the
     update."""
-    clock = Stream()
+    clock = SimulatedClock()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = LoopTimer(LocalBackend(torch.device("cpu")))
     prefetch = Prefetcher(torch.device("cpu"), times.measure_fetching)

@@ -303,7 +303,7 @@ def gather_with_little_memory(backend: Backend, folder: str) -> None:
 
 
 def test_no_rank_holds_more_than_its_shard_and_one_tensor(tmp_path: Path) -> None:
-    """A tensor has 4 MB, a shard of the state 48 MB and the complete state 96 MB. The limits allow copies of some
+    """A tensor takes 4 MB, a shard of the state 48 MB and the complete state 96 MB. The limits allow copies of some
     tensors, but a checkpoint that gathers the state on rank 0 would exceed them."""
     for name in ("sharded", "full"):
         (tmp_path / name).mkdir()

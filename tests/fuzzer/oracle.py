@@ -1,5 +1,5 @@
-"""Computes the expected result of a case with the Trainer, in one process with plain torch, the global batch and
-float64.
+"""Computes the expected result of a fuzzer case that uses the Trainer. The computation uses plain torch in one process,
+with the global batch and float64.
 
 This module does not use unitrain. The only input from the run under test is the trace: the samples of each step, which
 depend on random shuffling. `check_samples` checks the trace, and `Oracle` trains on it. Interruptions, checkpoints,
@@ -159,7 +159,8 @@ def _without_bad_samples(case: Case, numbers: list[int]) -> list[int]:
 
 
 def _equals_except_bad_samples(found: list[list[int]], expected: list[list[int]], too_few: bool) -> bool:
-    """Return whether the steps contain all good samples, and bad samples only if a rank had no good samples."""
+    """Return whether each step contains all good samples of its batch in `expected`, no sample twice, and no other
+    samples except bad ones of the batch. Return False if there are `too_few` steps."""
     return not too_few and all(
         set(step) <= set(batch)
         and {n for n in batch if not parts.is_bad(n)} <= set(step)
@@ -241,7 +242,10 @@ class Oracle:
             parts.apply_change(case, self.model, self.optimizer)
 
     def _set_gradients(self, step: Step) -> None:
-        """Set every gradient to the gradient of the mean loss over the samples, or tokens, of the step."""
+        """Set every gradient to the gradient of the mean loss over the samples, or tokens, of the step.
+
+        Each rank starts the step with rank 0's buffers, and rank 0's buffers are kept.
+        """
         total = self._count(step.samples)
         by_rank: dict[int, dict[str, Tensor]] = {}
         before = after = [buffer.clone() for buffer in self.model.buffers()]
@@ -270,8 +274,8 @@ class Oracle:
 
     def _samples_by_forward(self, step: Step) -> dict[int, list[list[int]]]:
         """Return the samples of each forward pass by rank. All samples of the step form one forward pass, unless the
-        results of samples depend on each other. Each rank starts a step with rank 0's buffers, and rank 0's buffers are
-        kept. Dummy batches are excluded from all sums and statistics.
+        results of samples depend on each other, or compression rounds the gradient of each rank. Dummy batches are
+        excluded from all sums and statistics.
         """
         live = [[piece for piece in micro_step if piece.live] for micro_step in step.micro_steps]
         if self.features & LOCAL_STATE or self.case["compression"] in HALF:

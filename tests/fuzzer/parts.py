@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -496,9 +495,3 @@ def create_metrics(case: Case) -> dict[str, Any]:
         if name[0].isupper():
             made[name] = create_flattened_metric(name)
     return {name: made[name] for name in case["metrics"]}
-
-
-def is_close(found: float, expected: float, tolerance: float) -> bool:
-    if math.isnan(found) or math.isnan(expected):
-        return math.isnan(found) and math.isnan(expected)
-    return abs(found - expected) <= tolerance * (1.0 + abs(expected))

@@ -26,7 +26,7 @@ _SET_CHECKSUMS, _SET_SEGMENTATION, _SET_GENERIC_SEGMENTATION = 0x17, 0x1F, 0x24 
 QUEUE_SECONDS = 2.0
 
 
-def compute_checksums(interface: str) -> None:
+def disable_offloads(interface: str) -> None:
     """Disable the offloads of `interface`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in (_SET_SEGMENTATION, _SET_GENERIC_SEGMENTATION, _SET_CHECKSUMS):
@@ -78,6 +78,6 @@ def forward(seconds: float, bits_per_second: float, interfaces: list[str]) -> No
 
 if __name__ == "__main__":
     if sys.argv[1] == "--compute-checksums":
-        compute_checksums(sys.argv[2])
+        disable_offloads(sys.argv[2])
     else:
         forward(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

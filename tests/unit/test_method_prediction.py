@@ -102,7 +102,8 @@ def test_streaming_has_no_cost_if_the_steps_take_longer_than_the_transfer() -> N
 
 @pytest.mark.parametrize(("local_steps", "fragments"), [(4, 4), (10, 5), (24, 5)])
 def test_streaming_with_few_local_steps_waits_for_transfers_in_progress(local_steps: int, fragments: int) -> None:
-    """The transfers of an interval overlap with its steps, even if each transfer may take 5 steps."""
+    """All transfers of an interval together overlap with at most the steps of one interval, although each of them alone
+    could overlap with 5 steps."""
     slow = Network(alpha=1e-3, beta=8 / 30e6)
     transfer_seconds = 6 * (1e-3 + 1e6 / fragments * slow.beta)
     expected = max(0.0, fragments * transfer_seconds - local_steps * 0.1)

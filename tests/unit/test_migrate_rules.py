@@ -256,7 +256,7 @@ def test_rank_of_the_launcher_is_converted(before: str, rank: str) -> None:
         "os.putenv('RANK', '0')",
     ],
 )
-def test_each_form_of_reading_or_setting_a_launcher_variable_is_refused(line: str) -> None:
+def test_unsupported_uses_of_launcher_variables_are_refused(line: str) -> None:
     assert list(find_problems(ddp_script(line.replace("; ", "\n") + "\nlast = 1"))) == [6 + line.count(";")]
 
 

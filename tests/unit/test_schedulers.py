@@ -24,13 +24,13 @@ def build_plateau_scheduler(optimizer: torch.optim.Optimizer, total_steps: int =
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
 
 
-def train_and_return_rate(scheduler: Callable[..., Any], *, is_function: bool, **settings: Any) -> float:
+def train_and_return_rate(build_scheduler: Callable[..., Any], *, passes_function: bool, **settings: Any) -> float:
     """Train for four epochs, and return the final learning rate."""
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = TrainConfig(max_epochs=4, batch_size=8, progress="off", **{"scheduler_interval": "epoch", **settings})
-    chosen = scheduler if is_function else scheduler(optimizer)
+    chosen = build_scheduler if passes_function else build_scheduler(optimizer)
     trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, backend=LOCAL, config=config, scheduler=chosen)
     trainer.fit(data, data)
     learning_rate: float = optimizer.param_groups[0]["lr"]
@@ -48,23 +48,23 @@ def test_number_of_steps_is_exact_for_runs_of_the_maximum_length() -> None:
 
 @pytest.mark.parametrize("monitor", [None, "train_loss"])
 def test_plateau_scheduler_may_be_built_by_a_function(monitor: str | None) -> None:
-    found = train_and_return_rate(build_plateau_scheduler, is_function=True, monitor=monitor)
+    found = train_and_return_rate(build_plateau_scheduler, passes_function=True, monitor=monitor)
     assert (
         found
-        == train_and_return_rate(build_plateau_scheduler, is_function=False, monitor=monitor)
+        == train_and_return_rate(build_plateau_scheduler, passes_function=False, monitor=monitor)
         == pytest.approx(0.1 / 16)
     )
 
 
-@pytest.mark.parametrize("is_function", [True, False])
-def test_plateau_scheduler_with_interval_step_raises(is_function: bool) -> None:
+@pytest.mark.parametrize("passes_function", [True, False])
+def test_plateau_scheduler_with_interval_step_raises(passes_function: bool) -> None:
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs the results of an epoch"):
-        train_and_return_rate(build_plateau_scheduler, is_function=is_function, scheduler_interval="step")
+        train_and_return_rate(build_plateau_scheduler, passes_function=passes_function, scheduler_interval="step")
 
 
-@pytest.mark.parametrize("is_function", [True, False])
-def test_monitor_without_a_plateau_scheduler_raises(is_function: bool) -> None:
+@pytest.mark.parametrize("passes_function", [True, False])
+def test_monitor_without_a_plateau_scheduler_raises(passes_function: bool) -> None:
     with pytest.raises(ConfigError, match="is used only by ReduceLROnPlateau"):
         train_and_return_rate(
-            lambda optimizer, total_steps=4: StepLR(optimizer, 1), is_function=is_function, monitor="val_loss"
+            lambda optimizer, total_steps=4: StepLR(optimizer, 1), passes_function=passes_function, monitor="val_loss"
         )

@@ -181,9 +181,6 @@ def test_description_omits_other_ranks_if_there_is_one_rank() -> None:
     assert Straggler.from_row(slow.to_row()).others is None
 
 
-V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_cpu_stat_files_of_both_cgroup_versions_are_found(version: int, tmp_path: Path) -> None:
     """The quota may be set in a parent cgroup. The mount contains only the cgroups below /docker/c1."""

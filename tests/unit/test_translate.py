@@ -700,7 +700,7 @@ def test_remarks_name_an_alternative() -> None:
         "--cpu-bind=none of srun is left out: pass an option of the launcher with --launcher-args."
     )
     assert remarks("python -m torch.distributed.launch t.py", "unitrain") == (
-        "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
+        "torch.distributed.launch passes --local-rank=N to the script: make it read LOCAL_RANK instead."
     )
     assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
 
@@ -992,7 +992,8 @@ def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> 
 
 
 def missing_options(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
-    """Return the spellings of options that are missing in a table or have another number of values there."""
+    """Return the spellings of options that are missing from a table, or that take a different number of values
+    there."""
     return [
         spelled
         for spellings, arity in options
