@@ -100,12 +100,15 @@ setup: $(INSTALLED)
 
 horovod: $(HOROVOD)
 
-# Python compiles each module when it is first imported. Most of the 22,000 installed modules are never imported.
+# Python compiles each module when it is first imported. Most of the 22,000 installed modules are never imported. CI uses
+# another installer.
+INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
+
 $(INSTALLED): setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing PyTorch, unitrain and the development tools in $(VENV). This takes minutes and about 7 GB."
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.

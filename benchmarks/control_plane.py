@@ -36,7 +36,7 @@ from unitrain.backends.checks import check_same_model
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap.environment import RankInfo
-from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.bootstrap.rendezvous import NodePosition, Rendezvous
 from unitrain.monitoring.monitor import FailureMonitor
 
 SIZES = (2, 64, 256, 1024)  # with powers of two, all ranks transfer the same number of bytes in a sum
@@ -97,6 +97,14 @@ class IdenticalRanks(dist.ProcessGroup):
         return "identical"
 
 
+class SimulatedRendezvous(Rendezvous):
+    """The rendezvous of ranks of which each runs on its own host."""
+
+    @property
+    def node_positions(self) -> list[NodePosition]:
+        return [NodePosition(0, 1, rank, self.rank_info.size) for rank in range(self.rank_info.size)]
+
+
 class SimulatedBackend(ProcessGroupBackend):
     """Rank 0's collectives and consistency checks on a group of IdenticalRanks."""
 
@@ -108,7 +116,8 @@ class SimulatedBackend(ProcessGroupBackend):
 
     def __init__(self, size: int) -> None:
         self.device, self.rank, self.size, self._pid = torch.device("cpu"), 0, size, os.getpid()
-        self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
+        rank_info = RankInfo("env", 0, size, 0)
+        self._rendezvous = SimulatedRendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)
         self._check_consistency._has_point_to_point = True  # as with Gloo

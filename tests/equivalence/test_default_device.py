@@ -26,6 +26,7 @@ from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.errors import CollectiveMismatchError, ConfigError, UnitrainError
 from unitrain.testing import RankGroup
 
+RANKS_IMPORT = ("torchmetrics",)
 SAMPLES, INPUTS, CLASSES, STEPS = 29, 8, 4, 6
 WIDTH = MIN_DIVIDED_ELEMENTS // INPUTS + 8  # large enough to be sharded
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
+RANKS_IMPORT = ("sklearn.datasets",)  # of the example
 LOCAL = LocalBackend(torch.device("cpu"))
 GROUPS = [("local", 1), ("horovod", 2), *ci(("ddp", 3))]
 SAMPLES, BATCH, EPOCHS, FROZEN = 48, 12, 4, 2

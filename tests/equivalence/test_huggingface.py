@@ -21,7 +21,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
-RANKS_IMPORT = ("datasets", "transformers")
+RANKS_IMPORT = ("datasets", "transformers", "transformers.models.gpt2.modeling_gpt2")
 LOCAL = LocalBackend(torch.device("cpu"))
 WORDS, LENGTH, ROWS, EPOCHS, STEP = 17, 9, 32, 2, 12  # with 12 of 32 rows per step, the last step has 8
 

@@ -43,8 +43,8 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTS = (
-    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "sklearn.datasets", "unitrain", "unitrain.trainer",
-    "unitrain.testing.worker", "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
+    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "sklearn.datasets", "pytest", "unitrain",
+    "unitrain.trainer", "unitrain.testing.worker", "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
 )  # fmt: skip
 _MODULES = (
     "torch.distributed.run",

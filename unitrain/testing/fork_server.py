@@ -66,11 +66,12 @@ class ForkServer:
         self._connection, child_end = socket.socketpair()
         self._lock = threading.Lock()
         self.owner_pid = os.getpid()
+        imports = (*_IMPORTS, "pytest") if "pytest" in sys.modules else _IMPORTS  # ranks import the test's module
         with child_end:
             # OpenMP and BLAS use one thread, because additional threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()", str(child_end.fileno())],
+                [sys.executable, "-c", f"from {__name__} import main; main()", str(child_end.fileno()), *imports],
                 env=variables,
                 pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -144,8 +145,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def main() -> None:
-    """Import the modules, then fork a rank for each request until the connection closes."""
-    _import_modules(_IMPORTS)
+    """Import the modules, then fork a rank for each request until the connection closes.
+
+    The arguments are the file descriptor of the connection and the names of the modules.
+    """
+    _import_modules(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         child_request = _serve(connection)
     if child_request is not None:
