@@ -1,8 +1,8 @@
-"""Time of an allreduce through unitrain's interface, compared with direct calls of torch.distributed (over Gloo) and of
+"""Time of an allreduce through unitrain's interface, compared with direct calls to torch.distributed (over Gloo) and to
 Horovod.
 
-A single allreduce does not modify its argument: torch.distributed reduces in place, so it reduces a copy. Calls through
-the interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass:
+A single allreduce must not modify its argument. torch.distributed reduces in place, so the benchmark lets it reduce a
+copy, and the time includes the copying. Calls through the interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass:
 in place, without a check, followed by one wait for all of them. Each library, and unitrain on each library, runs on
 separate ranks. These groups of ranks take turns; during a turn, all other ranks are suspended. The table shows the time
 relative to the faster library in the same round.
@@ -64,7 +64,7 @@ def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]
 
 def table(results: dict[str, Seconds], ranks: int) -> list[str]:
     lines = [
-        "# Time of an allreduce, compared with direct calls of the libraries",
+        "# Time of an allreduce, compared with direct calls to the libraries",
         "",
         f"float32, {ranks} ranks on one host, with one core and one thread each and without a GPU; "
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. Time of a call, "

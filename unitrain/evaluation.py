@@ -137,7 +137,7 @@ class Evaluation:
     ) -> Iterable[tuple[Any, BatchInfo]]:
         prefetched = self._prefetcher(batches, ahead=shard.can_prefetch)
         aligned = align_forward_passes(self._model, prefetched, self._communicator)
-        return seed_batches(aligned) if shard.seeds_batches else aligned
+        return seed_batches(aligned) if shard.needs_batch_seeds else aligned
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

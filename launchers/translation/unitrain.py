@@ -178,7 +178,8 @@ def _is_python_program(job: Job) -> bool:
 def _split_options(options: Sequence[LauncherOption]) -> tuple[list[str], tuple[LauncherOption, ...]]:
     """Return the words of the options that unitrain launch itself has, and the other options.
 
-    The words are the options that were given to unitrain launch, and its equivalents of other launchers' options.
+    The words come from options of an original `unitrain launch` command, and from the equivalents of other launchers'
+    options.
     """
     words: list[str] = []
     other_options: list[LauncherOption] = []

@@ -339,7 +339,7 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
         fsync(file)
 
     def identify_slowly(folder: Path) -> dict[Path, tuple[int, int]]:
-        if threading.current_thread() is not threading.main_thread():  # before the lock of the folder is released
+        if threading.current_thread() is not threading.main_thread():  # the writer thread
             time.sleep(1.0)
         return identify_checkpoints(folder)
 

@@ -142,7 +142,8 @@ def loaded_equals(folder: Path, weights: dict[str, Tensor]) -> bool:
 
 
 def read_all(backend: Backend, root: str) -> dict[str, Any]:
-    """Load the states saved by `write_all` into sharded and replicated optimizers. Return whether they are equal."""
+    """Load the states saved by `write_all` into sharded and replicated optimizers. Return, for each
+    combination, whether the loaded state equals the saved one."""
     results = {}
     for name, build in OPTIMIZERS.items():
         for saved in ("state", "none"):

@@ -246,7 +246,7 @@ class Oracle:
 
         Each rank starts the step with rank 0's buffers, and rank 0's buffers are kept.
         """
-        total = self._count(step.samples)
+        total = self._count_samples_or_tokens(step.samples)
         by_rank: dict[int, dict[str, Tensor]] = {}
         before = after = [buffer.clone() for buffer in self.model.buffers()]
         for rank, pieces in self._samples_by_forward(step).items():
@@ -306,7 +306,7 @@ class Oracle:
             return torch.view_as_complex(rounded([torch.view_as_real(part).contiguous() for part in gradients]))
         return rounded(gradients)
 
-    def _count(self, numbers: list[int]) -> float:
+    def _count_samples_or_tokens(self, numbers: list[int]) -> float:
         if self.case["loss"] != "tokens":
             return len(numbers)
         return int((self.targets[numbers] != parts.MASKED).sum())

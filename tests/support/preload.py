@@ -65,7 +65,7 @@ _PLAIN_VARIABLES = (
     "PYTHON", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_",
 )  # fmt: skip
-# Exceptions, which a forked process applies, or which do not affect it.
+# Variables with these prefixes that may differ: a forked process applies their values, or they do not affect it.
 _SUPPORTED_VARIABLES = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
@@ -79,7 +79,7 @@ _SUPPORTED_VARIABLES = (
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
 _START_SECONDS = 600.0
-# Size of the memory in which /proc reads the command line and the environment of a forked process.
+# Sizes of the memory areas from which /proc reads the command line and the environment of a forked process.
 _ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
 _FREE_DESCRIPTOR = 1_000
 
@@ -209,7 +209,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     """Return the process IDs of the new process and of the child to wait for. Return (0, 0) in the new process.
 
-    If the host of the stub has been killed, there is no new process. Both IDs are then the ID of the child, which exits
+    If the simulated host of the stub has been killed, its PID namespace has ended, and there is no new process. Both IDs are then the ID of the child, which exits
     with code 1.
     """
     if not request["namespaces"]:
@@ -233,7 +233,7 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
             os._exit(1)
     try:
         pid = os.fork()
-    except OSError as error:  # the host of the namespaces was killed
+    except OSError as error:  # the PID namespace has ended: its simulated host was killed
         os.write(2, f"fork: {error.strerror}\n".encode())
         os._exit(1)
     if pid == 0:

@@ -53,7 +53,7 @@ def test_weights_of_real_and_complex_dtypes_are_compared(dtype: torch.dtype) -> 
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
     assert check_same_weights(simulate_rank(0, 2), model)
-    assert not check_same_weights(simulate_rank(0, 2, gathered=[[1], [2]]), model)  # the values differ by rounding
+    assert not check_same_weights(simulate_rank(0, 2, gathered=[[1], [2]]), model)  # only the digests differ
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
@@ -64,7 +64,7 @@ def test_digest_changes_if_one_bit_or_all_signs_change(dtype: torch.dtype) -> No
         values = (5 * torch.randn(size + 1, generator=generator)).round().to(dtype)[1:]  # an unaligned address
         before = digest_bits(values)
         assert digest_bits(values.clone()) == before
-        assert digest_bits(-values) != before  # flips the highest bit of every value
+        assert digest_bits(-values) != before  # flips the sign bit of every floating-point value
         content = values.view(torch.uint8)
         for _ in range(20):
             position, bit = (

@@ -23,7 +23,7 @@ from unitrain.bootstrap.rank_connections import accept_ranks, connect_to_rank, n
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 
-# The number of ranks is limited, because every rank sends its message to each other rank.
+# The number of ranks is limited, because every rank sends its message to every other rank.
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "message exchange"
@@ -42,7 +42,7 @@ class MessageExchange:
         timeout_seconds: float,
         max_polling_seconds: float,
     ) -> None:
-        """Take ownership of `connections`, which contains a connected socket for each other rank. A wait polls for
+        """Take ownership of `connections`, which contains a connected socket for every other rank. A wait polls for
         `max_polling_seconds` before it sleeps."""
         self._rank, self._connections, self._timeout_seconds = rank, dict(connections), timeout_seconds
         self._size = len(connections) + 1
@@ -99,7 +99,7 @@ class MessageExchange:
         return messages
 
     def exchange(self, send_buffers: Sequence[memoryview], receive_buffers: Sequence[memoryview]) -> None:
-        """Send the bytes `send_buffers[r]` to each other rank r, and write the bytes from rank r to
+        """Send the bytes `send_buffers[r]` to every other rank r, and write the bytes from rank r to
         `receive_buffers[r]`. All ranks must call this method.
 
         `receive_buffers[r]` must have the length of rank r's send buffer for this rank; lengths may be 0. The buffers

@@ -340,7 +340,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
     Raises ConfigError if the hard limit is lower.
     """
     # Rank 0 serves five connections per rank: three to the store, one for the liveness check, and one for torch's own
-    # use of the store. Every rank has a connection to each other rank in two or three process groups.
+    # use of the store. Every rank has a connection to every other rank in two or three process groups.
     num_peers = rank_info.size - 1
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     num_needed = (_SERVED_CONNECTIONS_PER_RANK * (rank_info.rank == 0) + _MIN_PROCESS_GROUPS) * num_peers + num_open

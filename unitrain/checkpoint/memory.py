@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryCheckpoints:
-    """The newest checkpoint of the run in `output_folder`, in memory. All ranks must call every method."""
+    """The newest checkpoint of a run, stored in `folder` in shared memory. All ranks must call every method."""
 
     def __init__(self, folder: Path, communicator: Communicator, *, asynchronous: bool) -> None:
         self._folder, self._communicator = folder, communicator

@@ -93,7 +93,7 @@ class EvaluationShard:
             num_workers=num_workers,
             batch_size_name=batch_size_name,
             class_name=class_name,
-            seeds_batches=logical_ranks is not None,
+            needs_batch_seeds=logical_ranks is not None,
         )
         compared: dict[str, Any] = {"sampler": None if source.sampler is None else type(source.sampler).__name__}
         if limit_batches is not None:  # the batch size then determines the evaluated samples
@@ -167,7 +167,7 @@ class EvaluationShard:
         return self._source.batch_size
 
     @property
-    def seeds_batches(self) -> bool:
+    def needs_batch_seeds(self) -> bool:
         """Whether the caller must seed the random number generators for each batch with the batch's position. True with
         logical ranks."""
         return self._has_logical_ranks

@@ -40,8 +40,8 @@ class IndexedSource:
     own settings replace `shuffle`, `drop_last`, `num_workers` and `pin_memory`. `sampler` is the custom sampler of a
     DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True, batches can have fewer
     samples than indices: use `counted_batches` instead of `batches`. Error messages contain `class_name`, the name of
-    the public class, and `batch_size_name`, the name of its batch size parameter. With `seeds_batches`, pass `seeds` to
-    `counted_batches`.
+    the public class, and `batch_size_name`, the name of its batch size parameter. With `needs_batch_seeds`, pass
+    `seeds` to `counted_batches`.
 
     Raises DataError for data without `__getitem__` or a valid `__len__`, and for a DataLoader that cannot be sharded;
     ConfigError for a batch size that is missing or differs from that of the DataLoader.
@@ -58,7 +58,7 @@ class IndexedSource:
         pin_memory: bool,
         batch_size_name: str,
         class_name: str,
-        seeds_batches: bool = False,
+        needs_batch_seeds: bool = False,
     ) -> None:
         self.batch_size = determine_batch_size(data, batch_size, batch_size_name, class_name)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -76,9 +76,9 @@ class IndexedSource:
         self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
         self._dataset = dataset
         self._tensors = _find_tensors(dataset) if self._may_index_tensors(data, num_workers) else None
-        self._seeds_batches = seeds_batches and self._tensors is None
+        self._needs_batch_seeds = needs_batch_seeds and self._tensors is None
         self._loader = _create_loader(
-            data, self._indices, num_workers, pin_memory, self._generator, seeds_batches=self._seeds_batches
+            data, self._indices, num_workers, pin_memory, self._generator, needs_batch_seeds=self._needs_batch_seeds
         )
 
     @property
@@ -128,7 +128,7 @@ class IndexedSource:
         process or in a worker; the RNG state of this process is restored afterwards. For a dataset of tensors, which
         are indexed without random numbers, `seeds` has no effect.
         """
-        if seeds is not None and self._seeds_batches:
+        if seeds is not None and self._needs_batch_seeds:
             positions, ahead = tee(positions)
             self._set_order(order, ahead, worker_seed, seeds)
             with closing(iterate_loader(self._loader)) as loaded_batches:
@@ -199,10 +199,10 @@ def _create_loader(
     pin_memory: bool,
     generator: torch.Generator,
     *,
-    seeds_batches: bool,
+    needs_batch_seeds: bool,
 ) -> DataLoader[Any]:
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-    if seeds_batches:
+    if needs_batch_seeds:
         dataset = SeededDataset(dataset)
     if not isinstance(data, DataLoader):
         return DataLoader(

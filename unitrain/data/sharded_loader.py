@@ -213,7 +213,7 @@ class ShardedLoader:
     def _iterate(self) -> Generator[Any]:
         if isinstance(self._shard, EvaluationShard):
             batches = self._prefetcher(self._shard, ahead=self._shard.can_prefetch)
-            if self._shard.seeds_batches:
+            if self._shard.needs_batch_seeds:
                 batches = seed_batches(batches)
             for batch, info in batches:
                 self._num_samples = info.samples

@@ -66,7 +66,7 @@ class TrainingShard(TrainingData):
             num_workers=settings.num_workers,
             batch_size_name="batch_size",
             class_name=settings.class_name,
-            seeds_batches=settings.logical_ranks is not None,
+            needs_batch_seeds=settings.logical_ranks is not None,
         )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__

@@ -63,7 +63,7 @@ class Watchdog:
     """Watchdog of this rank's main thread, active until `stop`. All ranks create it at the same time.
 
     A rank that fails calls `report_failure`. The liveness check detects killed ranks: rank 0 detects and reports killed
-    processes of other ranks, and each other rank detects a killed process of rank 0.
+    processes of other ranks, and every other rank detects a killed process of rank 0.
     """
 
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:

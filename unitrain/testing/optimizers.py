@@ -30,7 +30,7 @@ def _train_in_one_process(
     steps: range,
     clip_norm: float | None = None,
 ) -> None:
-    """Run the same training as `_train` in this process, on the samples of all ranks and without the backend."""
+    """Run the same training as `_train` in this process, on the samples of all ranks and without communication."""
     for step in steps:
         expected = mean_gradients(
             backend, model, lambda m, rank, step=step: compute_loss(m(batch(rank, step))).backward()

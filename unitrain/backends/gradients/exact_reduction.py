@@ -49,7 +49,7 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class _SumInFlight:
-    """The allreduce of a bucket's sums. `factors` contains the factor of each block that converts sums to means."""
+    """The allreduce of a bucket's sums. `factors` contains, for each block, the factor that converts sums to means."""
 
     bucket: Bucket
     pieces: Sequence[Piece]
@@ -354,8 +354,8 @@ class ExactReduction:
     # --- arithmetic, on flat tensors ---
 
     def _scales_and_factors(self, exponents: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
-        """Return 1 / quantum and quantum / number of logical ranks of each block. The latter is NaN if a value in the
-        block is not finite."""
+        """For each block, return 1 / quantum, and quantum / (number of logical ranks). The latter is NaN if a value in
+        the block is not finite."""
         bits = number_format.sum_bits - max(0, self._logical_ranks - 1).bit_length()
         # Within these limits, both results are normal numbers. Smaller gradients lose bits, as subnormal numbers do.
         lowest = number_format.sum_bits - number_format.exponent_bias + 1

@@ -46,7 +46,8 @@ class BlockCost:
 
 
 def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device: torch.device) -> list[BlockCost]:
-    """Run the forward and backward pass of each block on `inputs`, a micro-batch, and return their costs.
+    """Run `inputs`, a micro-batch, through the blocks in order, with a forward and a backward pass of each block. Return
+    the cost of each block.
 
     Each block is on `device` only while it is measured. Parameters, gradients, buffers and random number generators are
     unchanged afterwards. Raises ModelError if a block fails.

@@ -15,8 +15,8 @@ from unitrain.torch_compat import tree_map_only
 
 
 def fsdp_parameter_records(module: nn.Module) -> list[Any]:
-    """Return FSDP's records of the parameters that `fully_shard(module)` manages, without those of nested modules. Each
-    has the attribute `sharded_param`. Checked with torch 2.14."""
+    """Return the `FSDPParam` objects of the parameters that `fully_shard(module)` manages, without those of nested FSDP
+    modules. Each has the attribute `sharded_param`. Checked with torch 2.14."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     return [parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params]
 
@@ -29,7 +29,7 @@ def unsharded_parameter(record: Any) -> Tensor | None:
 
 
 def was_fsdp_interrupted(module: nn.Module) -> bool:
-    """Return whether an exception interrupted the last forward or backward pass of the root module of `fully_shard`.
+    """Return whether an exception interrupted the last forward or backward pass of the root FSDP module.
     Checked with torch 2.14.
     """
     context: Any = module._get_fsdp_state()._state_ctx  # type: ignore[operator]
@@ -37,33 +37,32 @@ def was_fsdp_interrupted(module: nn.Module) -> bool:
 
 
 def is_fsdp_initialized(module: nn.Module) -> bool:
-    """Return whether the root module of `fully_shard` has run a forward pass. Checked with torch 2.14."""
+    """Return whether the root FSDP module has run a forward pass. Checked with torch 2.14."""
     return module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
 
 
-def count_recorded_blocks(module: nn.Module) -> int:
-    """Return the number of blocks that FSDP has recorded in forward passes of the root module of `fully_shard` since
-    the last backward pass. A block that runs several times is counted each time. Checked with torch 2.14.
+def count_post_forward_groups(module: nn.Module) -> int:
+    """Return the number of parameter groups in FSDP's post-forward order: those that have run in forward passes of the
+    root FSDP module since the last backward pass. A group that runs several times is counted each time. Checked with torch 2.14.
     """
     context: Any = module._get_fsdp_state()._comm_ctx  # type: ignore[operator]
     return len(context.post_forward_order) if is_fsdp_initialized(module) else 0
 
 
-def discard_recorded_blocks(module: nn.Module, count: int) -> None:
-    """Discard all blocks except the first `count` that FSDP has recorded in forward passes of the root module of
-    `fully_shard`.
+def truncate_post_forward_order(module: nn.Module, num_kept: int) -> None:
+    """Remove all parameter groups except the first `num_kept` from FSDP's post-forward order.
 
-    FSDP also records the blocks of forward passes without gradients. In each block, the next backward pass starts to
-    gather the parameters of the block that was recorded before it. Checked with torch 2.14.
+    The order also contains the groups of forward passes without gradients. In the next backward pass, each group in
+    the order prefetches the parameters of the group before it. Checked with torch 2.14.
     """
     recorded: list[Any] = module._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
-    for group in set(recorded[count:]):
-        group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < count]
-    del recorded[count:]
+    for group in set(recorded[num_kept:]):
+        group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < num_kept]
+    del recorded[num_kept:]
 
 
 def release_fsdp_groups(module: nn.Module) -> None:
-    """Delete the references to process groups that a module of `fully_shard` holds. Checked with torch 2.14."""
+    """Delete the references to process groups that the FSDP state of `module` holds. Checked with torch 2.14."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     for group in state._fsdp_param_groups:
         for holder in (group, *group.fsdp_params):

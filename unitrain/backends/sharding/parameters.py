@@ -30,8 +30,8 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_participant
 from unitrain.backends.sharding.fsdp_compat import (
-    count_recorded_blocks,
-    discard_recorded_blocks,
+    count_post_forward_groups,
+    truncate_post_forward_order,
     fsdp_parameter_records,
     is_fsdp_initialized,
     release_fsdp_groups,
@@ -189,14 +189,14 @@ class ShardedParameters:
         announce = self._announce if self._announces_next_forward else None
         self._announces_next_forward = False
         self.collectives.start_recording(announce)
-        self._num_blocks_before_forward = count_recorded_blocks(self.model)
+        self._num_blocks_before_forward = count_post_forward_groups(self.model)
 
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
             # Otherwise, the next backward pass would gather different blocks on the ranks that only took part in this
             # forward pass.
-            discard_recorded_blocks(self.model, self._num_blocks_before_forward)
+            truncate_post_forward_order(self.model, self._num_blocks_before_forward)
             self._gather_order[:] = self.collectives.gathered_blocks
             if self.collectives.on_gather is not None:
                 self.collectives.on_gather(len(self.blocks))
