@@ -2,10 +2,10 @@
 Horovod.
 
 A single allreduce must not modify its argument. torch.distributed reduces in place, so the benchmark lets it reduce a
-copy, and the time includes the copying. Calls through the interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward pass:
-in place, without a check, followed by one wait for all of them. Each library, and unitrain on each library, runs on
-separate ranks. These groups of ranks take turns; during a turn, all other ranks are suspended. The table shows the time
-relative to the faster library in the same round.
+copy, and the time includes the copying. Calls through the interface include the consistency check. Four concurrent
+allreduces are issued like the buckets of a backward pass: in place, without a check, followed by one wait for all of
+them. Each library, and unitrain on each library, runs on separate ranks. These groups of ranks take turns; during a
+turn, all other ranks are suspended. The table shows the time relative to the faster library in the same round.
 
     python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """

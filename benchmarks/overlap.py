@@ -54,8 +54,8 @@ def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: in
         f"communication and computation use the same cores; torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} CPU cores. Communication hidden: the fraction of the "
         "communication that is complete when the rank has computed its last gradient. Sequential / overlapped: the "
-        "time until all gradients are reduced, with reduction after the backward pass, divided by that with reduction of "
-        "the same buckets during the backward pass, in the same round; above 1, overlapping is faster. "
+        "time until all gradients are reduced, with reduction after the backward pass, divided by that with reduction "
+        "of the same buckets during the backward pass, in the same round; above 1, overlapping is faster. "
         "Medians; in brackets the interquartile range of all rounds. Command: `python benchmarks/overlap.py`, which "
         "also writes a timeline of one step on each backend (`overlap_*.trace.json`, for https://ui.perfetto.dev).",
         "",

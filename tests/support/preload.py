@@ -209,8 +209,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
     """Return the process IDs of the new process and of the child to wait for. Return (0, 0) in the new process.
 
-    If the simulated host of the stub has been killed, its PID namespace has ended, and there is no new process. Both IDs are then the ID of the child, which exits
-    with code 1.
+    If the simulated host of the stub has been killed, its PID namespace has ended, and there is no new process. Both
+    IDs are then the ID of the child, which exits with code 1.
     """
     if not request["namespaces"]:
         pid = os.fork()

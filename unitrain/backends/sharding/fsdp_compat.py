@@ -43,7 +43,8 @@ def is_fsdp_initialized(module: nn.Module) -> bool:
 
 def count_post_forward_groups(module: nn.Module) -> int:
     """Return the number of parameter groups in FSDP's post-forward order: those that have run in forward passes of the
-    root FSDP module since the last backward pass. A group that runs several times is counted each time. Checked with torch 2.14.
+    root FSDP module since the last backward pass. A group that runs several times is counted each time. Checked
+    with torch 2.14.
     """
     context: Any = module._get_fsdp_state()._comm_ctx  # type: ignore[operator]
     return len(context.post_forward_order) if is_fsdp_initialized(module) else 0

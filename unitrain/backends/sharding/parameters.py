@@ -31,11 +31,11 @@ from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_participant
 from unitrain.backends.sharding.fsdp_compat import (
     count_post_forward_groups,
-    truncate_post_forward_order,
     fsdp_parameter_records,
     is_fsdp_initialized,
     release_fsdp_groups,
     support_norms_of_any_order,
+    truncate_post_forward_order,
     unsharded_parameter,
     was_fsdp_interrupted,
 )
