@@ -20,7 +20,7 @@ from turns import measure
 
 
 @click.command()
-@click.option("--way", "compressions", type=click.Choice([*COMPRESSIONS, *HOOKS]), multiple=True)
+@click.option("--compression", "compressions", type=click.Choice([*COMPRESSIONS, *HOOKS]), multiple=True)
 @options(rounds=20, models=["25M"])
 def main(
     backends: list[str], models: list[str], compressions: list[str], rounds: int, ranks: int, output: Path

@@ -79,7 +79,7 @@ def build_with_allreduces(hidden: list[int]) -> nn.Sequential:
 
 
 def build_convolutional(hidden: list[int]) -> nn.Sequential:
-    """Return a convolutional network whose step time is similar to that of the hidden layers."""
+    """Return a convolutional network whose step time is similar to that of `network(hidden)`."""
     channels = [1, *(width // 16 for width in hidden)]
     layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
     for before, after in itertools.pairwise(channels):
@@ -151,7 +151,7 @@ def _prepare(backend: Backend, feature_name: str, model_name: str) -> Turn:
     model = feature.network(MODELS[model_name][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if feature_name == COMMUNICATING:
-        return _communicate_after_each_micro_batch(backend, model, optimizer, data)
+        return _prepare_communicating_loop(backend, model, optimizer, data)
     config = unitrain.TrainConfig(max_epochs=1, batch_size=BATCH, progress="off", **feature.settings)
     arguments = {"loss_fn": cross_entropy, **feature.arguments()}
     trainer = unitrain.Trainer(model, optimizer, backend=backend, config=config, **arguments)
@@ -163,7 +163,7 @@ def _prepare(backend: Backend, feature_name: str, model_name: str) -> Turn:
     return turn
 
 
-def _communicate_after_each_micro_batch(
+def _prepare_communicating_loop(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset
 ) -> Turn:
     model = backend.distributed_model(model)

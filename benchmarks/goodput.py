@@ -2,7 +2,7 @@
 
 A job runs `recovered_training.py` with one rank on each of two hosts, first without faults. The hosts are two sets of
 namespaces on this machine (tests/support/hosts.py; requires root). Then the job is repeated, and every minute, one rank
-is killed: rank 1 and rank 0 alternately. The goodput is the number of different steps per second that all ranks have
+is killed: rank 1 and rank 0 alternately. The goodput is the number of distinct steps per second that all ranks have
 completed, relative to the job without faults. Repeated steps count once. The restart methods:
 
     torchrun   torchrun --max-restarts, with a checkpoint per epoch (ddp only)
@@ -43,7 +43,7 @@ FAULT_SECONDS = 60.0
 
 
 class Goodput(NamedTuple):
-    """Different steps per second that all ranks have completed, without and with faults, and the recoveries."""
+    """Distinct steps per second that all ranks have completed, without and with faults, and the recoveries."""
 
     undisturbed: float
     disturbed: float
@@ -64,7 +64,7 @@ def restart_methods(in_memory: int, waiting_ms: float) -> dict[str, RestartMetho
 
 
 def steps_per_second(job: Job, began: float) -> float:
-    """Return the number of different steps per second that all ranks have completed since the monotonic time
+    """Return the number of distinct steps per second that all ranks have completed since the monotonic time
     `began`."""
     numbers = [
         {step.step for step in completed_steps(job.folder, rank) if step.time > began} for rank in range(job.size)
@@ -98,17 +98,17 @@ def run(
             job.end()
 
 
-def row(name: str, found: list[Goodput]) -> str:
-    """Return a line of the table. `name` contains the first cells."""
-    recoveries = [recovery for goodput in found for recovery in goodput.recoveries]
+def row(first_cells: str, goodputs: list[Goodput]) -> str:
+    """Return a line of the table that begins with `first_cells`, see `row_name`."""
+    recoveries = [recovery for goodput in goodputs for recovery in goodput.recoveries]
     times = [recovery.seconds for recovery in recoveries]
     lost = [recovery.lost_steps for recovery in recoveries]
-    ratios = [100 * goodput.ratio for goodput in found]
-    undisturbed = statistics.median(goodput.undisturbed for goodput in found)
-    disturbed = statistics.median(goodput.disturbed for goodput in found)
+    ratios = [100 * goodput.ratio for goodput in goodputs]
+    undisturbed = statistics.median(goodput.undisturbed for goodput in goodputs)
+    disturbed = statistics.median(goodput.disturbed for goodput in goodputs)
     spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
     return (
-        f"| {name} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
+        f"| {first_cells} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
         f"{len(recoveries)} | {statistics.median(times):.1f} s [{min(times):.1f}, {max(times):.1f}] | "
         f"{statistics.median(lost):.0f} [{min(lost)}, {max(lost)}] |"
     )
@@ -121,7 +121,7 @@ def row_name(backend: str, method: str, waiting_ms: float, in_memory: int) -> st
 
 
 def load_rows(output: Path) -> dict[str, list[Goodput]]:
-    """Return the saved results by the first cells of their lines."""
+    """Return the saved results, keyed by row name (see `row_name`)."""
     path = output / "goodput.json"
     saved = json.loads(path.read_text())["rows"] if path.exists() else {}
     return {
@@ -136,7 +136,11 @@ def load_rows(output: Path) -> dict[str, list[Goodput]]:
 @click.command()
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option(
-    "--way", "names", type=click.Choice(list(restart_methods(1, 0))), multiple=True, default=list(restart_methods(1, 0))
+    "--method",
+    "method_names",
+    type=click.Choice(list(restart_methods(1, 0))),
+    multiple=True,
+    default=list(restart_methods(1, 0)),
 )
 @click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
@@ -145,7 +149,7 @@ def load_rows(output: Path) -> dict[str, list[Goodput]]:
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
     backends: tuple[str, ...],
-    names: tuple[str, ...],
+    method_names: tuple[str, ...],
     minutes: float,
     rounds: int,
     in_memory: int,
@@ -158,7 +162,7 @@ def main(
         for waiting_ms in waits
         for backend in backends
         for name, method in restart_methods(in_memory, waiting_ms).items()
-        if name in names and backend in method.backends
+        if name in method_names and backend in method.backends
     }
     found: dict[tuple[str, str, float], list[Goodput]] = {key: [] for key in chosen}
     rows = load_rows(output)  # fail before the slow measurements
@@ -176,23 +180,24 @@ def main(
     lines = [
         "# Goodput with one fault per minute",
         "",
-        "One rank on each of two hosts, which are on this machine, with one thread and without a GPU; a model of 1 "
-        f"million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, {os.cpu_count()} "
-        f"CPU cores. For {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
-        "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
-        "ranks and copies in memory. All methods write a checkpoint per epoch; standby also keeps a checkpoint in "
-        "memory at the interval in the table. Recovery is the time from SIGKILL until all ranks have completed a step, "
-        "with the minimum and the maximum. Waiting per step is the time that a rank waits in each forward pass without "
-        "using the CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py --minutes "
-        f"{minutes:g} --rounds {rounds} --backend BACKEND --way WAY --waiting-ms WAITING --in-memory INTERVAL`.",
+        "One rank on each of two simulated hosts (sets of namespaces on this machine), with one thread and without a "
+        f"GPU; a model of 1 million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, "
+        f"{os.cpu_count()} CPU cores. For {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed "
+        "with SIGKILL. The goodput is the number of distinct steps per second, relative to a job of one minute without "
+        "faults, standby ranks or checkpoints in memory. All methods write a checkpoint per epoch; standby also keeps "
+        "a checkpoint in memory at the interval in the table. Recovery is the time from SIGKILL until all ranks have "
+        "completed a step, with the minimum and the maximum. Waiting per step is the time that a rank waits in each "
+        "forward pass without using the CPU, as for an accelerator. Command for a row: `python benchmarks/goodput.py "
+        f"--minutes {minutes:g} --rounds {rounds} --backend BACKEND --method METHOD --waiting-ms WAITING "
+        "--in-memory INTERVAL`.",
         "",
         "| backend | restart | waiting per step | checkpoint in memory | steps/s without faults | "
         "steps/s with faults | goodput | faults | recovery | steps lost per fault |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row(name, goodputs) for name, goodputs in rows.items()),
         "",
-        "Without waiting, the two ranks use both cores of the machine, so the standby ranks, which import torch after "
-        "each restart, and the checkpoints in memory take time from training.",
+        "Without waiting, each rank fully uses one core. On a machine with two cores, the standby ranks, which import "
+        "torch after each restart, and the checkpoints in memory therefore take CPU time from training.",
     ]
     save_results(lines, "goodput", output, rows=rows)
 

@@ -338,7 +338,7 @@ def table(
 )
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option(
-    "--way", "methods", type=click.Choice(list(RESTART_METHODS)), multiple=True, default=list(RESTART_METHODS)
+    "--method", "methods", type=click.Choice(list(RESTART_METHODS)), multiple=True, default=list(RESTART_METHODS)
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option(
@@ -372,7 +372,7 @@ def main(
             click.echo(f"{row}: {found}, {1000 * seconds:.1f} ms per step", err=True)
     lines = table(recoveries, step_seconds, rounds, steps)
     figures = [
-        {"hosts": row[0], "backend": row[1], "way": row[2], "recoveries": found, "step_seconds": step_seconds[row]}
+        {"hosts": row[0], "backend": row[1], "method": row[2], "recoveries": found, "step_seconds": step_seconds[row]}
         for row, found in recoveries.items()
     ]
     save_results(lines, "recovery", output, recoveries=figures)

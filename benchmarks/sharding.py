@@ -5,11 +5,11 @@ Each loop takes turns with replicated training on the same ranks, in a new order
 torch's ZeroRedundancyOptimizer, which save the same memory, also take turns with each other. The first table shows the
 step time relative to replicated training in the same round. The second table shows the memory of weights, gradients and
 optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other
-sharding methods (`--way`), backends and numbers of ranks are kept, so that each combination can be measured in a
+sharding methods (`--method`), backends and numbers of ranks are kept, so that each combination can be measured in a
 separate run.
 
     python benchmarks/sharding.py                 # starts its own ranks; writes benchmarks/results/sharding.*
-    python benchmarks/sharding.py --measure time --backend ddp --way parameters
+    python benchmarks/sharding.py --measure time --backend ddp --method parameters
     python benchmarks/sharding.py --measure memory --ranks 3
 """
 
@@ -99,7 +99,9 @@ def table(figures: dict[str, Any]) -> list[str]:
 
 @click.command()
 @click.option("--measure", "measured", type=click.Choice(MEASURED), multiple=True, default=MEASURED, show_default=True)
-@click.option("--way", "methods", type=click.Choice(METHODS[1:]), multiple=True, default=METHODS[1:], show_default=True)
+@click.option(
+    "--method", "methods", type=click.Choice(METHODS[1:]), multiple=True, default=METHODS[1:], show_default=True
+)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--ranks", "sizes", type=click.Choice(list(map(str, SIZES))), multiple=True, default=map(str, SIZES),
               help="Numbers of ranks with which memory is measured. Times are measured with 2 ranks.")  # fmt: skip

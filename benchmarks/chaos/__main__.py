@@ -1,4 +1,4 @@
-"""Fault injection: killed runs that resume on other ranks, and corrupt checkpoints.
+"""Fault injection: runs that are killed and resume with another backend and number of ranks, and corrupt checkpoints.
 
 In the first part, one rank or all ranks of small runs are killed with SIGKILL, at random times or while a checkpoint is
 written. The runs are resumed with another backend and number of ranks until they are complete. Each epoch must have
@@ -83,9 +83,9 @@ def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
     total = sum(sum(counts.values()) for counts in corruptions.outcomes.values())
     lines = [
         "",
-        f"{total} copies of a run with a dozen checkpoints, of which some or all were damaged, in {seconds:.0f} s. "
-        "A copy that is not rejected must resume with the state of the saved step and end with the weights of the "
-        "undamaged run.",
+        f"{total} damaged copies of a run with a dozen checkpoints were resumed in {seconds:.0f} s. The damage affects "
+        "some or all checkpoints, the history, or writes to the folder. A copy that is not rejected must resume with "
+        "the state of the saved step and end with the weights of the undamaged run.",
         "",
         f"| damage | {' | '.join(OUTCOMES)} |",
         "|---|" + "---|" * len(OUTCOMES),

@@ -107,7 +107,7 @@ def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_compression_benchmark_writes_its_table(tmp_path: Path) -> None:
-    chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
+    chosen = ["--backend", "horovod", "--model", "trial", "--compression", "PowerSGD, rank 1"]
     shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "compression.md").read_text()
     assert table.strip() in shown
@@ -214,8 +214,8 @@ def test_low_communication_sends_the_expected_bytes(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_sharding_benchmark_writes_its_tables_and_keeps_earlier_rows(tmp_path: Path) -> None:
     options = ["--backend", "ddp", "--model", "trial", "--rounds", "2", "--ranks", "2", "--output", tmp_path]
-    run("sharding.py", "--way", "state", *options)
-    shown = run("sharding.py", "--way", "parameters", *options)
+    run("sharding.py", "--method", "state", *options)
+    shown = run("sharding.py", "--method", "parameters", *options)
     table = (tmp_path / "sharding.md").read_text()
     assert table.strip() in shown
     for shard in ("state", "parameters"):
@@ -259,7 +259,7 @@ def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_recovery_benchmark_measures_every_kill_on_two_hosts(tmp_path: Path) -> None:
     """Each kill on two hosts loses at most one step, and the table contains all kills."""
-    options = ["--hosts", "2", "--backend", "ddp", "--way", "standby and memory", "--rounds", "1"]
+    options = ["--hosts", "2", "--backend", "ddp", "--method", "standby and memory", "--rounds", "1"]
     shown = run("recovery.py", *options, "--output", tmp_path)
     table = (tmp_path / "recovery.md").read_text()
     assert table.strip() in shown
@@ -273,7 +273,7 @@ def test_recovery_benchmark_measures_every_kill_on_two_hosts(tmp_path: Path) -> 
 @needs_hosts
 @pytest.mark.nightly
 def test_goodput_benchmark_kills_a_rank_and_counts_steps_once(tmp_path: Path) -> None:
-    shown = run("goodput.py", "--backend", "ddp", "--way", "standby", "--minutes", "1", "--output", tmp_path)
+    shown = run("goodput.py", "--backend", "ddp", "--method", "standby", "--minutes", "1", "--output", tmp_path)
     assert (tmp_path / "goodput.md").read_text().strip() in shown
     rows = json.loads((tmp_path / "goodput.json").read_text())["rows"]
     ((undisturbed, disturbed, recoveries),) = rows["ddp | standby | 0 ms | 40 steps"]
