@@ -1,5 +1,5 @@
-"""Reinforcement learning: each rank and worker generates random episodes, and a policy learns to imitate the good
-moves.
+"""Imitation learning: each rank and worker generates random episodes, and a policy learns to imitate the good moves in
+them.
 
 python examples/episodes.py
 torchrun --nproc-per-node 2 examples/episodes.py --workers 2

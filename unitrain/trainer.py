@@ -215,7 +215,7 @@ class Trainer(LoggingMethods):
         val_data_by_argument = trainer_arguments.validation_data_by_argument(val_data)
         trainer_arguments.check_data(self.backend, "Trainer.fit", train_data=train_data, **val_data_by_argument)
         settings = ShardSettings.from_config(
-            config, is_elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size,
+            config, is_elastic=self._run.is_elastic, initial_batch_sizes=self._run.stored_batch_size,
             interleaves_logical_ranks=isinstance(self.model, InterleavedRanksModel),
         )  # fmt: skip
         shard = open_training_data(train_data, self.backend, settings)

@@ -27,7 +27,7 @@ from unitrain.checkpoint import files, loading
 from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, CheckpointContents, Checkpointer
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, run_on_rank_zero
 from unitrain.config import TrainConfig
-from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import TrainingData, describe_order_fix
 from unitrain.errors import CheckpointError
@@ -171,7 +171,7 @@ class TrainingRun:
         return True
 
     @property
-    def stored_batch_size(self) -> ElasticBatchSize | None:
+    def stored_batch_size(self) -> InitialBatchSizes | None:
         """The batch size that an earlier attempt of an elastic job stored for this `fit` call; None if there is
         none."""
         stored = self._checkpointer.stored_batch_sizes
@@ -347,7 +347,7 @@ class TrainingRun:
         data.begin_epoch(self.progress.epoch)
         self._fit_count += 1
         if self.is_elastic and batch_size and global_batch_size:
-            self._checkpointer.store_batch_size(fit_index, ElasticBatchSize(batch_size, global_batch_size))
+            self._checkpointer.store_batch_size(fit_index, InitialBatchSizes(batch_size, global_batch_size))
 
     def _restore(self, path: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
         """Restore the run from `path`, and return whether `path` contains a checkpoint."""

@@ -79,7 +79,7 @@ class TrialSteps:
         trainer_arguments.check_data(trainer.backend, function_name, data=data)
         self.trainer = trainer
         config, backend = trainer.config, trainer.backend
-        settings = ShardSettings.from_config(config, is_elastic=False, elastic_batch_size=None)
+        settings = ShardSettings.from_config(config, is_elastic=False, initial_batch_sizes=None)
         self.shard = open_training_data(data, backend, settings)
         self.shard.begin_epoch(trainer.progress.epoch)
         # The factor of `lr_scaling`, without warm-up.

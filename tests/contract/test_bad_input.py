@@ -218,7 +218,7 @@ def a_schedule_on_one_rank(backend: Backend, _: str) -> None:
     _train_model(backend, scheduler=schedule if backend.rank else None)
 
 
-def a_wrong_interval_on_one_rank(backend: Backend, _: str) -> None:
+def a_plateau_scheduler_with_step_interval_on_one_rank(backend: Backend, _: str) -> None:
     schedule = (
         torch.optim.lr_scheduler.ReduceLROnPlateau
         if backend.rank
@@ -556,7 +556,11 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Build the same scheduler on every rank",
     ),
     (a_schedule_on_one_rank, "groups are 0.1 and 0.05", "Build the same scheduler on every rank"),
-    (a_wrong_interval_on_one_rank, "ReduceLROnPlateau needs the results of an epoch", 'scheduler_interval="epoch"'),
+    (
+        a_plateau_scheduler_with_step_interval_on_one_rank,
+        "ReduceLROnPlateau needs the results of an epoch",
+        'scheduler_interval="epoch"',
+    ),
     (
         a_callback_that_changes_the_learning_rate_on_one_rank,
         "groups are 0.1 and 0.101",
@@ -599,14 +603,14 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-@pytest.mark.parametrize(("case", "found", "fix"), CASES, ids=[case[0].__name__ for case in CASES])
+@pytest.mark.parametrize(("case", "problem", "fix"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_bad_input_raises_the_same_error_on_every_rank(
-    group: RankGroup, case, found: str, fix: str, tmp_path: Path
+    group: RankGroup, case, problem: str, fix: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     texts = group.run(raised_message, case, str(tmp_path))
     assert texts[0] == texts[1]
-    assert found in texts[0], texts[0]
+    assert problem in texts[0], texts[0]
     assert fix in texts[0], texts[0]
     sentences = [part for part in texts[0].split(". ") if part]
     assert len(sentences) >= 2, f"the message must state a problem and a fix: {texts[0]}"

@@ -477,5 +477,5 @@ def test_an_exchange_that_is_too_large_on_some_ranks_raises_on_every_rank() -> N
             assert others == [first] * 2
             alltoall, allreduce = first[:2]
             assert "alltoall with splits: Horovod supports at most 100. Exchange fewer rows" in alltoall
-            assert "sparse tensor have too many bytes on a rank: Horovod gathers at most 100 bytes of" in allreduce
+            assert "sparse tensor take up too many bytes on a rank: Horovod gathers at most 100 bytes from" in allreduce
             assert first == [alltoall, allreduce] * 5

@@ -1,4 +1,4 @@
-"""Subgroups on Horovod's process group have the results of Gloo."""
+"""Collectives in subgroups of Horovod's process group give the same results as with Gloo."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run_collectives(group: dist.ProcessGroup, ranks: list[int]) -> list[Tensor]
     return results + (gathered or [])
 
 
-def horovod_group_of_a_gloo_group(backend: Backend) -> list[str]:
+def error_of_a_horovod_group_with_a_gloo_default_group(backend: Backend) -> list[str]:
     unitrain.register_process_group()
     with pytest.raises(UnsupportedError) as caught:
         dist.new_group([0, 1], backend="horovod")
@@ -66,7 +66,7 @@ def horovod_group_of_a_gloo_group(backend: Backend) -> list[str]:
 
 def test_a_horovod_group_requires_a_horovod_default_group() -> None:
     with RankGroup("ddp", 2) as group:
-        for (message,) in group.run(horovod_group_of_a_gloo_group):
+        for (message,) in group.run(error_of_a_horovod_group_with_a_gloo_default_group):
             assert "the default group has the backend 'gloo', which does not start Horovod" in message
 
 
@@ -148,8 +148,8 @@ def one_group_per_thread(backend: Backend) -> list[Tensor]:
 
 
 def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
-    """Use overlapping groups and the default group in turn. Each rank pauses at different times, so that every rank
-    sometimes waits for other ranks."""
+    """Use overlapping groups and a group of all ranks, in random order. Each rank pauses at different times, so that
+    every rank sometimes waits for other ranks."""
     rank, size = backend.rank, backend.size
     members = [sorted({one, (one + 1) % size}) for one in range(size)] + [list(range(size))]
     groups = [dist.new_group(ranks) for ranks in members]
@@ -397,7 +397,8 @@ def wakeups_of_idle_ranks(backend: Backend) -> list[float]:
 
 
 def test_threads_of_an_idle_group_do_not_wake_up_more_often() -> None:
-    """With the cycle of 0.5 ms, threads wake up ten times as often as with the idle cycle of 5 ms."""
+    """If an idle group kept Horovod's cycle time of 0.5 ms instead of the idle cycle time of 5 ms, its threads would
+    wake up ten times as often."""
     with RankGroup("horovod", 3) as group:
         for without, with_group in group.run(wakeups_of_idle_ranks):
             assert with_group < 2 * without + 100

@@ -19,7 +19,7 @@ from unitrain import Callback, TrainConfig, Trainer
 from unitrain.accumulation import epochs_by_accumulation, scale_accumulation
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.data.order import epoch_order
 from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings
@@ -171,7 +171,7 @@ def test_elastic_job_keeps_the_global_batch_size_of_each_epoch() -> None:
         batch_size=8,
         gradient_accumulation_steps={0: 2, 1: 4},
         is_elastic=True,
-        elastic_batch_size=ElasticBatchSize(8, 48),
+        initial_batch_sizes=InitialBatchSizes(8, 48),
     )
     shard = open_training_data(data(), LOCAL, settings)
     assert shard.global_batch_size == 48

@@ -1,5 +1,5 @@
-"""Checkpoints are written completely or not at all, restore a bit-equal state, and raise an error if they do not
-match."""
+"""Checkpoints are written completely or not at all and restore bit-identical state; loading a checkpoint that does not
+match the run raises an error."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "found"),
+    ("data", "expected_difference"),
     [
         (samples(30), "length=22, but this data has length=30"),
         (samples(6), "length=22, but this data has length=6"),
@@ -109,11 +109,11 @@ def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
     ],
     ids=["longer", "shorter", "in order"],
 )
-def test_resuming_within_an_epoch_requires_the_same_order(tmp_path: Path, data: Any, found: str) -> None:
+def test_resuming_within_an_epoch_requires_the_same_order(tmp_path: Path, data: Any, expected_difference: str) -> None:
     make_trainer(tmp_path / "within", max_steps=8).fit(samples())
     with pytest.raises(
         CheckpointError,
-        match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Continue with the s",
+        match=rf"^The run is 8 samples into epoch 2 of training data with {expected_difference}: .*Continue with the s",
     ):
         make_trainer(tmp_path / "within", max_steps=16, resume=True).fit(data)
     make_trainer(tmp_path / "between", max_steps=6).fit(samples())
@@ -311,7 +311,7 @@ def test_a_run_with_complex_parameters_and_their_average_resumes_bit_for_bit(tmp
     assert torch.equal(loaded.model.weight, uninterrupted.model.weight)
 
 
-class Fixed(torch.optim.lr_scheduler.LRScheduler):
+class SchedulerWithExtraState(torch.optim.lr_scheduler.LRScheduler):
     """A scheduler whose state contains the object `extra`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, extra: Any) -> None:
@@ -351,7 +351,7 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "found"),
+    ("extra", "expected_message"),
     [
         ([np.ones(2)], r"scheduler\['extra'\]\[0\] is of class numpy\.ndarray"),
         ({"a": {"b": Path("x")}}, r"scheduler\['extra'\]\['a'\]\['b'\] is of class pathlib\.PosixPath"),
@@ -362,9 +362,15 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     ],
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )
-def test_saving_unsupported_state_raises_an_error_that_names_it(tmp_path: Path, extra: Any, found: str) -> None:
-    run = make_trainer_with_scheduler(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
-    with pytest.raises(CheckpointError, match=rf"^{found}, which torch.load.* cannot load.*Store only tensors, numb"):
+def test_saving_unsupported_state_raises_an_error_that_names_it(
+    tmp_path: Path, extra: Any, expected_message: str
+) -> None:
+    run = make_trainer_with_scheduler(
+        tmp_path, lambda optimizer: SchedulerWithExtraState(optimizer, extra), max_epochs=1
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"^{expected_message}, which torch.load.* cannot load.*Store only tensors, numb"
+    ):
         run.fit(samples())
     assert list(tmp_path.glob("*step-*")) == []
 
@@ -471,7 +477,7 @@ def test_run_raises_if_all_checkpoints_are_damaged(tmp_path: Path, damage: Any, 
     make_trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
     with pytest.raises(
-        CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest one, {message}"
+        CheckpointError, match=rf"^No checkpoint in .* is valid \(checked: 1\); in the newest one, {message}"
     ):
         make_trainer(tmp_path, max_epochs=1, resume=True)
 

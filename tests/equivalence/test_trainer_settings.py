@@ -222,7 +222,7 @@ def test_epoch_schedule_is_resumed_at_the_end_of_an_epoch_and_of_the_run(
 
 def test_remaining_steps_are_correct_if_the_current_epoch_exceeds_a_reduced_limit() -> None:
     config = unitrain.TrainConfig(max_epochs=3, limit_train_steps=2, batch_size=BATCH)
-    settings = ShardSettings.from_config(config, is_elastic=False, elastic_batch_size=None)
+    settings = ShardSettings.from_config(config, is_elastic=False, initial_batch_sizes=None)
     training_data = open_training_data(data(), LOCAL, settings)
     progress = TrainingProgress(step=4, sample=4 * BATCH, position=4 * BATCH, step_in_epoch=4)
     assert remaining_steps(config, progress, training_data) == 4
@@ -368,12 +368,12 @@ def test_checkpoints_are_written_at_an_interval_of_minutes(tmp_path: Path, monke
     now = [0.0]
     monkeypatch.setattr("unitrain.checkpoint.checkpointer.time.monotonic", lambda: now[0])
 
-    class Minutes(unitrain.Callback):
+    class AdvanceClock(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
             now[0] += 60.0
 
     settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
-    make_trainer(output_dir=tmp_path, callbacks=[Minutes()], async_checkpoints=False, **settings).fit(data())
+    make_trainer(output_dir=tmp_path, callbacks=[AdvanceClock()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
     # Checkpoints at 3 and 9 minutes are due by time. At 6 and 12 minutes, an epoch ends.
     assert written == [3, 6, 9, 12]
@@ -449,7 +449,7 @@ def test_corrupt_best_checkpoint_is_reported(tmp_path: Path) -> None:
     (weights,) = tmp_path.glob("step-*/model.safetensors")
     weights.write_bytes(weights.read_bytes() + b"\0")
     message = (
-        r"None of the 1 checkpoints in .* with a result 'val_loss' is valid; in the best one, model.safetensors has"
+        r"No checkpoint in .* with a result 'val_loss' is valid \(checked: 1\); in the best one, model.safetensors has"
     )
     with pytest.raises(CheckpointError, match=message):
         made.load_weights("best")

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from unitrain.backends.local import LocalBackend
-from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, derive_batch_sizes, elastic_batch_sizes
+from unitrain.data.batch_size import BatchSizes, InitialBatchSizes, derive_batch_sizes, elastic_batch_sizes
 from unitrain.data.iterable_training import TrainingStream
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError
@@ -98,7 +98,7 @@ def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         began = elastic_batch_sizes(first, None, **settings)
         global_batch = first * batch_size * (accumulate or 1)
         assert began == BatchSizes(batch_size, accumulate or 1, global_batch)
-        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, global_batch), **settings)
+        found = elastic_batch_sizes(size, InitialBatchSizes(batch_size, global_batch), **settings)
         assert (found.batch_size, found.global_batch_size) == (batch_size, global_batch)
         # The smallest number of micro-batches that does not increase the batch size of a rank.
         assert (
@@ -111,10 +111,10 @@ def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
 def test_elastic_job_accepts_a_global_batch_that_the_number_of_ranks_does_not_divide() -> None:
     alone = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 8}
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
-    assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
+    assert elastic_batch_sizes(1, InitialBatchSizes(3, 8), **alone) == BatchSizes(3, 3, 8)
     # The global batch is the same if the script computes batch_size from the number of ranks.
     assert elastic_batch_sizes(
-        1, ElasticBatchSize(4, 8), batch_size=8, gradient_accumulation_steps=None, global_batch_size=None
+        1, InitialBatchSizes(4, 8), batch_size=8, gradient_accumulation_steps=None, global_batch_size=None
     ) == BatchSizes(8, 1, 8)
 
 
@@ -126,7 +126,7 @@ def test_global_batch_is_approximated_if_all_batches_must_be_full() -> None:
         "full_batches_only": True,
     }
     found = {
-        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **settings).gradient_accumulation_steps
+        size: elastic_batch_sizes(size, InitialBatchSizes(4, 16), **settings).gradient_accumulation_steps
         for size in (1, 2, 3, 4, 8)
     }
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}
@@ -141,7 +141,7 @@ class Numbers(IterableDataset[int]):
 def test_changed_global_batch_size_of_an_iterable_dataset_is_reported(
     global_batch_size: int, is_kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stored = ElasticBatchSize(4, global_batch_size)
-    settings = ShardSettings(batch_size=4, is_elastic=True, elastic_batch_size=stored)
+    stored = InitialBatchSizes(4, global_batch_size)
+    settings = ShardSettings(batch_size=4, is_elastic=True, initial_batch_sizes=stored)
     assert TrainingStream(Numbers(), LocalBackend(torch.device("cpu")), settings).global_batch_size == 16
     assert ("a multiple of the number of ranks times the batch size of a rank, 4." in caplog.text) is not is_kept

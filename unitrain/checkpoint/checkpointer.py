@@ -32,7 +32,7 @@ from unitrain.checkpoint.writer import (
     wait_for_earlier_writer,
 )
 from unitrain.config import TrainConfig
-from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.errors import CheckpointError, ConfigError
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
@@ -78,7 +78,7 @@ class Checkpointer:
     ) -> None:
         self._config, self._communicator = config, communicator
         self.folder = None if config.output_dir is None else Path(config.output_dir)
-        self.stored_batch_sizes: list[ElasticBatchSize] = []
+        self.stored_batch_sizes: list[InitialBatchSizes] = []
         """Batch sizes of an elastic job, stored by earlier attempts or this one, one per call of `fit`."""
         self._retention = Retention(config.keep_last, config.keep_every_epochs, config.keep_best, config.keep_best_mode)
         self._lock: FolderLock | None = None
@@ -310,7 +310,7 @@ class Checkpointer:
                 "again with TrainConfig(resume=True) to continue from this checkpoint, or choose another output_dir."
             )
 
-    def store_batch_size(self, fit_index: int, batch_size: ElasticBatchSize) -> None:
+    def store_batch_size(self, fit_index: int, batch_size: InitialBatchSizes) -> None:
         """Store the batch size of the `fit` call with index `fit_index`, for later attempts with different numbers of
         ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
@@ -349,7 +349,7 @@ class Checkpointer:
                 _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)
             if reasons:
                 raise CheckpointError(
-                    f"None of the {len(reasons)} checkpoints in '{folder}' with a result {name!r} is valid; in the "
+                    f"No checkpoint in '{folder}' with a result {name!r} is valid (checked: {len(reasons)}); in the "
                     f"best one, {reasons[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
                 )
             raise CheckpointError(

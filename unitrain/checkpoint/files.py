@@ -182,7 +182,7 @@ def find_newest_valid(
         _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)
     if candidates:
         raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest one, "
+            f"No checkpoint in '{path_or_folder}' is valid (checked: {len(candidates)}); in the newest one, "
             f"{reasons[0]}. Restore the files from a copy, or start again in another output_dir."
         )
     if required:

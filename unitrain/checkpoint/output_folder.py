@@ -20,7 +20,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, sharded_files
-from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.errors import CheckpointError
 from unitrain.regular_files import read_regular_file, replace_file
 
@@ -150,7 +150,7 @@ class _Verification:
         return self._found.result()
 
 
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[InitialBatchSizes]]:
     """Create `folder` and check that it is writable, without changing files that another job may be writing.
 
     Return whether the run resumes from this folder (with `resume`, or if an earlier attempt of this job started the
@@ -158,7 +158,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     CheckpointError on every rank if the folder is not writable or contains another run.
     """
 
-    def prepare() -> tuple[bool, list[ElasticBatchSize]]:
+    def prepare() -> tuple[bool, list[InitialBatchSizes]]:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir(exist_ok=True)  # a killed process with the same ID may have left it
@@ -172,7 +172,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         return continues, stored_batch_sizes(folder)
 
     prepared = run_on_rank_zero(communicator, f"write to output folder '{folder}'", CHECK_WRITABLE, prepare)
-    result: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
+    result: tuple[bool, list[InitialBatchSizes]] = communicator.broadcast_object(prepared)
     return result
 
 
@@ -187,7 +187,7 @@ def record_job(folder: Path) -> None:
         _write_job_file(folder, [])
 
 
-def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
+def stored_batch_sizes(folder: Path) -> list[InitialBatchSizes]:
     """Return the batch sizes stored by earlier attempts of this job, one per call of `fit`.
 
     If this job has no ID, return the stored batch sizes of any job.
@@ -195,10 +195,10 @@ def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
     stored = (
         _read_job_file(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
     )
-    return [ElasticBatchSize(*batch) for batch in stored]
+    return [InitialBatchSizes(*batch) for batch in stored]
 
 
-def store_batch_size(folder: Path, fit_index: int, batch_size: ElasticBatchSize) -> None:
+def store_batch_size(folder: Path, fit_index: int, batch_size: InitialBatchSizes) -> None:
     """Store the batch size of the `fit` call with index `fit_index`, for later attempts with different numbers of
     ranks.
 
@@ -224,7 +224,7 @@ def _read_job_file(folder: Path) -> dict[str, Any]:
 
 
 def _is_batch_size(batch: Any) -> bool:
-    num_fields = len(ElasticBatchSize._fields)
+    num_fields = len(InitialBatchSizes._fields)
     return isinstance(batch, list) and len(batch) == num_fields and all(isinstance(size, int) for size in batch)
 
 
@@ -235,5 +235,5 @@ def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
     )
 
 
-def _write_job_file(folder: Path, batches: list[ElasticBatchSize]) -> None:
+def _write_job_file(folder: Path, batches: list[InitialBatchSizes]) -> None:
     replace_file(folder / _JOB_FILE, json.dumps({"job": environment.job_id(), "batches": batches}))

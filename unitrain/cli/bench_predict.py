@@ -54,8 +54,8 @@ _DEFAULT_RANKS_OF_METHODS = 8
 @click.option(
     "--methods",
     metavar="NAME,...",
-    help='Compare methods of communication, or "all": synchronous, bf16, local-sgd, local-sgd-bf16, local-sgd-int8, '
-    "streaming and, with --ranks-per-host, local-sgd-hosts.",
+    help='Communication methods to compare, or "all". Methods: synchronous, bf16, local-sgd, local-sgd-bf16, '
+    "local-sgd-int8, streaming and, with --ranks-per-host, local-sgd-hosts.",
 )
 @click.option(
     "--local-steps",

@@ -26,7 +26,7 @@ class BatchSizes(NamedTuple):
     global_batch_size: int | None = None
 
 
-class ElasticBatchSize(NamedTuple):
+class InitialBatchSizes(NamedTuple):
     """Initial batch sizes of an elastic job: batch size per rank and micro-batch, and global batch size."""
 
     batch_size: int
@@ -34,8 +34,8 @@ class ElasticBatchSize(NamedTuple):
 
 
 def accumulation_setting(batch_sizes: Mapping[int, BatchSizes]) -> int | dict[int, int]:
-    """Return the number of micro-batches per step or, if it changes between epochs, the numbers by the first epoch to
-    which they apply."""
+    """Return the number of micro-batches per step or, if it changes between epochs, a dictionary from the first epoch
+    of each number to that number."""
     steps = {epoch: sizes.gradient_accumulation_steps for epoch, sizes in batch_sizes.items()}
     return steps[0] if len(steps) == 1 else steps
 
@@ -48,7 +48,7 @@ def resolve_batch_sizes(
     gradient_accumulation_steps: int | None,
     global_batch_size: int | None,
     is_elastic: bool = False,
-    elastic_batch_size: ElasticBatchSize | None = None,
+    initial_batch_sizes: InitialBatchSizes | None = None,
     full_batches_only: bool = False,
     logical_ranks: int | None = None,
 ) -> BatchSizes:
@@ -57,11 +57,11 @@ def resolve_batch_sizes(
     With `logical_ranks`, the batch size per rank applies to each logical rank.
 
     For a DataLoader, `batch_size` of the result is the argument `batch_size`, which must be None or the DataLoader's
-    batch size. If an elastic job was restarted, `elastic_batch_size` contains the batch sizes of its first attempt.
+    batch size. If an elastic job was restarted, `initial_batch_sizes` contains the batch sizes of its first attempt.
     Raises ConfigError, on all ranks, if the sizes contradict each other, or if `global_batch_size` is set although the
     data determines the size of its batches.
     """
-    size = logical_ranks or communicator.size
+    num_ranks = logical_ranks or communicator.size
 
     def derive() -> BatchSizes:
         fixed_batch_size = data.batch_size if isinstance(data, DataLoader) else batch_size
@@ -78,60 +78,62 @@ def resolve_batch_sizes(
             "global_batch_size": global_batch_size,
         }
         if is_elastic and (fixed_batch_size or global_batch_size):
-            batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
+            batch_sizes = elastic_batch_sizes(
+                num_ranks, initial_batch_sizes, **settings, full_batches_only=full_batches_only
+            )
         else:
             ranks_name = "ranks" if logical_ranks is None else "logical ranks"
-            batch_sizes = derive_batch_sizes(size, **settings, ranks_name=ranks_name)
+            batch_sizes = derive_batch_sizes(num_ranks, **settings, ranks_name=ranks_name)
         return batch_sizes._replace(batch_size=batch_size) if isinstance(data, DataLoader) else batch_sizes
 
     return call_on_all_ranks(communicator, derive)
 
 
 def elastic_batch_sizes(
-    size: int,
-    elastic_batch_size: ElasticBatchSize | None,
+    num_ranks: int,
+    initial_batch_sizes: InitialBatchSizes | None,
     *,
     batch_size: int | None,
     gradient_accumulation_steps: int | None,
     global_batch_size: int | None,
     full_batches_only: bool = False,
 ) -> BatchSizes:
-    """Return the batch sizes of an elastic job on `size` ranks, with the global batch size of the first attempt.
+    """Return the batch sizes of an elastic job on `num_ranks` ranks, with the global batch size of the first attempt.
 
-    `elastic_batch_size` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then set.
-    The number of samples per rank and micro-batch is at most `batch_size`. If `batch_size` is None, the limit is that
-    number in the first attempt. With `full_batches_only`, every rank has exactly this number of samples in each
+    `initial_batch_sizes` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then
+    set. The maximum number of samples per rank and micro-batch is `batch_size` or, if `batch_size` is None, the maximum
+    of the first attempt. With `full_batches_only`, every rank has exactly the maximum number of samples in each
     micro-batch, so the actual global batch size only approximates that of the first attempt.
     """
-    micro_batches = size * (gradient_accumulation_steps or 1)
-    if elastic_batch_size is None:
-        elastic_batch_size = ElasticBatchSize(
+    micro_batches = num_ranks * (gradient_accumulation_steps or 1)
+    if initial_batch_sizes is None:
+        initial_batch_sizes = InitialBatchSizes(
             batch_size or -(-(global_batch_size or 1) // micro_batches),
             global_batch_size or micro_batches * (batch_size or 1),
         )
-    max_batch_size = batch_size or elastic_batch_size.batch_size
+    max_batch_size = batch_size or initial_batch_sizes.batch_size
     if full_batches_only:
         return BatchSizes(
             max_batch_size,
-            max(1, round(elastic_batch_size.global_batch_size / (size * max_batch_size))),
-            elastic_batch_size.global_batch_size,
+            max(1, round(initial_batch_sizes.global_batch_size / (num_ranks * max_batch_size))),
+            initial_batch_sizes.global_batch_size,
         )
     return BatchSizes(
         max_batch_size,
-        -(-elastic_batch_size.global_batch_size // (size * max_batch_size)),
-        elastic_batch_size.global_batch_size,
+        -(-initial_batch_sizes.global_batch_size // (num_ranks * max_batch_size)),
+        initial_batch_sizes.global_batch_size,
     )
 
 
 def derive_batch_sizes(
-    size: int,
+    num_ranks: int,
     *,
     batch_size: int | None,
     gradient_accumulation_steps: int | None,
     global_batch_size: int | None,
     ranks_name: str = "ranks",
 ) -> BatchSizes:
-    """Return the batch sizes on `size` ranks. Error messages call the ranks `ranks_name`, such as "logical ranks".
+    """Return the batch sizes on `num_ranks` ranks. Error messages call the ranks `ranks_name`, such as "logical ranks".
 
     Any two of `batch_size`, `gradient_accumulation_steps` and `global_batch_size` determine the third. If only
     `global_batch_size` is set, it is divided by the number of ranks; if only `batch_size` is set, gradients are not
@@ -141,20 +143,22 @@ def derive_batch_sizes(
     if global_batch_size is None:
         return BatchSizes(batch_size, gradient_accumulation_steps or 1)
     if batch_size is None:
-        micro_batches = size * (gradient_accumulation_steps or 1)
+        micro_batches = num_ranks * (gradient_accumulation_steps or 1)
         if global_batch_size % micro_batches:
             _raise_not_divisible(
                 global_batch_size,
                 micro_batches,
-                f"{size} {ranks_name} x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
+                f"{num_ranks} {ranks_name} x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
             )
         return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
-    if global_batch_size % (size * batch_size):
-        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} {ranks_name} x batch_size {batch_size}")
-    needed_accumulation = global_batch_size // (size * batch_size)
+    if global_batch_size % (num_ranks * batch_size):
+        _raise_not_divisible(
+            global_batch_size, num_ranks * batch_size, f"{num_ranks} {ranks_name} x batch_size {batch_size}"
+        )
+    needed_accumulation = global_batch_size // (num_ranks * batch_size)
     if gradient_accumulation_steps not in (None, needed_accumulation):
         raise ConfigError(
-            f"TrainConfig.global_batch_size {global_batch_size} is not {size} {ranks_name} x "
+            f"TrainConfig.global_batch_size {global_batch_size} is not {num_ranks} {ranks_name} x "
             f"batch_size {batch_size} x gradient_accumulation_steps {gradient_accumulation_steps}. Leave out "
             f"gradient_accumulation_steps, which is then {needed_accumulation}, or global_batch_size."
         )
@@ -166,7 +170,7 @@ def evaluation_batch_sizes(
     global_batch_size: int | None,
     gradient_accumulation_steps: Accumulation | None,
     train_batch_size: int | None,
-    size: int,
+    num_ranks: int,
 ) -> tuple[int | None, int | None]:
     """Return the evaluation batch size per rank (None if it is unknown), and the size of the batches that
     `limit_batches` counts (None for the batch size per rank).
@@ -178,9 +182,10 @@ def evaluation_batch_sizes(
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None
-    assert not isinstance(gradient_accumulation_steps, Mapping)  # TrainConfig excludes a schedule
+    # TrainConfig rejects a schedule together with global_batch_size.
+    assert not isinstance(gradient_accumulation_steps, Mapping)
     batch_size_over_ranks = -(-global_batch_size // (gradient_accumulation_steps or 1))
-    return train_batch_size or -(-batch_size_over_ranks // size), batch_size_over_ranks
+    return train_batch_size or -(-batch_size_over_ranks // num_ranks), batch_size_over_ranks
 
 
 def _raise_not_divisible(global_batch_size: int, divisor: int, product: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 from unitrain.accumulation import Accumulation, accumulation_by_first_epoch, schedule_key
 from unitrain.backends.base import Communicator
 from unitrain.config import StreamKind, TrainConfig, Uneven
-from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, resolve_batch_sizes
+from unitrain.data.batch_size import BatchSizes, InitialBatchSizes, resolve_batch_sizes
 from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch
 from unitrain.data.stream_state import StreamState
@@ -24,7 +24,7 @@ class ShardSettings:
         shuffle: Shuffle the samples in every epoch. Does not apply to iterable datasets.
         drop_last: Train on full global batches only or, with `stream` "own", on full batches of each worker only.
         is_elastic: The job keeps its global batch size for any number of ranks.
-        elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
+        initial_batch_sizes: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
         interleaves_logical_ranks: In each step, yield the first micro-batch of each logical rank of the process, then
@@ -43,7 +43,7 @@ class ShardSettings:
     uneven: Uneven = "weight"
     drop_last: bool = False
     is_elastic: bool = False
-    elastic_batch_size: ElasticBatchSize | None = None
+    initial_batch_sizes: InitialBatchSizes | None = None
     allow_empty_ranks: bool = False
     logical_ranks: int | None = None
     interleaves_logical_ranks: bool = False
@@ -55,7 +55,7 @@ class ShardSettings:
         config: TrainConfig,
         *,
         is_elastic: bool,
-        elastic_batch_size: ElasticBatchSize | None,
+        initial_batch_sizes: InitialBatchSizes | None,
         interleaves_logical_ranks: bool = False,
     ) -> ShardSettings:
         """Return the settings of `config`, combined with the other arguments."""
@@ -71,7 +71,7 @@ class ShardSettings:
             logical_ranks=config.logical_ranks,
             interleaves_logical_ranks=interleaves_logical_ranks,
             is_elastic=is_elastic,
-            elastic_batch_size=elastic_batch_size,
+            initial_batch_sizes=initial_batch_sizes,
         )
 
     def resolve_batch_sizes(
@@ -82,10 +82,10 @@ class ShardSettings:
         resolved = {}
         schedule = accumulation_by_first_epoch(self.gradient_accumulation_steps)
         for epoch, steps in schedule.items():
-            elastic_batch_size = self.elastic_batch_size
-            if elastic_batch_size is not None and epoch:  # the stored size is that of the first epoch
-                samples = elastic_batch_size.global_batch_size // (schedule[0] or 1) * (steps or 1)
-                elastic_batch_size = elastic_batch_size._replace(global_batch_size=samples)
+            initial_batch_sizes = self.initial_batch_sizes
+            if initial_batch_sizes is not None and epoch:  # the stored sizes are those of the first epoch
+                samples = initial_batch_sizes.global_batch_size // (schedule[0] or 1) * (steps or 1)
+                initial_batch_sizes = initial_batch_sizes._replace(global_batch_size=samples)
             resolved[epoch] = resolve_batch_sizes(
                 data,
                 communicator,
@@ -93,7 +93,7 @@ class ShardSettings:
                 gradient_accumulation_steps=steps,
                 global_batch_size=self.global_batch_size,
                 is_elastic=self.is_elastic,
-                elastic_batch_size=elastic_batch_size,
+                initial_batch_sizes=initial_batch_sizes,
                 full_batches_only=full_batches_only,
                 logical_ranks=self.logical_ranks,
             )

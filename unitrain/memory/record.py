@@ -44,7 +44,7 @@ class BlockRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The record of one rank. All sizes are bytes of this rank.
+    """The record of one rank. All sizes are in bytes and refer to this rank.
 
     `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
     the bytes of the parameters that require grad. `gradient_storages` is the memory of the gradients, which may be
@@ -53,10 +53,10 @@ class RankMemory:
     it is sharded, and `formula_state` is the complete state computed from the optimizer class, or None. `average` is
     the size of the averaged weights.
 
-    `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
-    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are the sizes of activations and
-    gradients at the time when their sum is largest. `other` is the memory in use before the measured steps, excluding
-    the tensors above: on CPUs, Python, libraries and data.
+    `activations` is the largest total size of the saved tensors at any time, `float32_activations` is the part of it in
+    float32, and `early_gradients` is the memory of the gradients at that time. `activations_at_peak` and
+    `gradients_at_peak` are the sizes of activations and gradients at the time when their sum is largest. `other` is the
+    memory in use before the measured steps, excluding the tensors above: on CPUs, Python, libraries and data.
 
     `forward_backward_peak` and `step_peak` are the peaks between optimizer steps and during an optimizer step, and
     `startup_peak` is the peak before the measured steps.

@@ -205,8 +205,8 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def powersgd_first_compression_of_a_matrix_does_not_depend_on_its_step(backend: Backend) -> None:
-    """A single rank does not reduce unused parameters, so its reduction count at the first use differs from the count
-    on several ranks."""
+    """A single rank does not reduce unused parameters, so the number of reductions before a matrix is first used
+    depends on the number of ranks. The first compression must not depend on the number of these reductions."""
     sent = []
     for branches in ((0, 0, 0, 1), (1, 1)):
         model = Branches()

@@ -43,8 +43,8 @@ def is_too_large(rows: Tensor, size: int) -> bool:
 def size_error(size: int) -> UnsupportedError:
     """Return the error that all ranks raise if the rows of one of the `size` ranks are too large."""
     return UnsupportedError(
-        "The non-zero elements of a sparse tensor have too many bytes on a rank: Horovod gathers at most "
-        f"{MAX_GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."
+        "The non-zero elements of a sparse tensor take up too many bytes on a rank: Horovod gathers at most "
+        f"{MAX_GATHER_BYTES // size:,} bytes from each of {size} ranks. Use tensor.to_dense() first."
     )
 
 
