@@ -124,11 +124,11 @@ def test_ranks_do_not_connect_if_two_ranks_cannot_reach_each_other(monkeypatch: 
     original = message_exchange.connect_to_rank
 
     def fail_for_rank_2(
-        host: str, port: int, token: str, own_rank: int, role: str, timeout_seconds: float
+        host: str, port: int, token: str, own_rank: int, purpose: str, timeout_seconds: float
     ) -> socket.socket:
         if own_rank == 2:
             raise ConnectionRefusedError("connection refused")
-        return original(host, port, token, own_rank, role, timeout_seconds)
+        return original(host, port, token, own_rank, purpose, timeout_seconds)
 
     monkeypatch.setattr(message_exchange, "connect_to_rank", fail_for_rank_2)
     assert connect(3) == [None] * 3

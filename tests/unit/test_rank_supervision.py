@@ -302,7 +302,7 @@ def test_rank_can_connect_after_the_supervisor_failed_to_accept_connections() ->
             resource.setrlimit(resource.RLIMIT_NOFILE, raised)
         second.settimeout(10)
         second.connect(address)
-        authenticate(second, KEY, supervisor_client.ROLE, is_server=False)
+        authenticate(second, KEY, supervisor_client.CONNECTION_PURPOSE, is_server=False)
         second.sendall(b'{"rank": 3, "job": "mine"}\n')
         wait_until(lambda: 3 in ranks._connections)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -26,7 +26,7 @@ from unitrain.errors import AuthenticationError
 # The number of ranks is limited, because every rank sends its message to every other rank.
 MAX_RANKS = 8
 _CONNECT_TIMEOUT_SECONDS = 10.0
-_ROLE = "message exchange"
+_CONNECTION_PURPOSE = "message exchange"
 # Time before the first yield, which may give the core to another process for milliseconds. A message usually arrives
 # within this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
@@ -77,8 +77,12 @@ class MessageExchange:
                 return None
             with contextlib.suppress(OSError, AuthenticationError):
                 for peer, (host, port, peer_token) in enumerate(peers[:rank]):
-                    connections[peer] = connect_to_rank(host, port, peer_token, rank, _ROLE, _CONNECT_TIMEOUT_SECONDS)
-                connections |= accept_ranks(server, token, range(rank + 1, size), _ROLE, _CONNECT_TIMEOUT_SECONDS)
+                    connections[peer] = connect_to_rank(
+                        host, port, peer_token, rank, _CONNECTION_PURPOSE, _CONNECT_TIMEOUT_SECONDS
+                    )
+                connections |= accept_ranks(
+                    server, token, range(rank + 1, size), _CONNECTION_PURPOSE, _CONNECT_TIMEOUT_SECONDS
+                )
         exchange = cls(rank, connections, rendezvous.timeout.total_seconds(), max_polling_seconds)
         if all(rendezvous.allgather("message exchange/connected", len(connections) == size - 1)):
             return exchange

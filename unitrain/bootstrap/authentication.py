@@ -77,10 +77,10 @@ def unseal(sealed: bytes, purpose: str) -> str:
     )
 
 
-def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
+def handshake(key: str | None, purpose: str, *, is_server: bool) -> Handshake:
     """Authenticate this process and its peer to each other with the job's `key`. `Handshake` describes the generator.
 
-    Both peers use the same `role`, which states the purpose of the connection. `is_server` is true on the side that
+    Both peers use the same `purpose`, which names the use of the connection. `is_server` is true on the side that
     accepted the connection. Nothing is sent if the key is None. Raises AuthenticationError if the peer has a different
     key.
     """
@@ -89,23 +89,23 @@ def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     peer_nonce = yield own_nonce, _NONCE_BYTES
     nonces = own_nonce + peer_nonce if is_server else peer_nonce + own_nonce
-    own_signature = _sign(key, nonces, f"{role} {is_server}")
-    expected = _sign(key, nonces, f"{role} {not is_server}")
+    own_signature = _sign(key, nonces, f"{purpose} {is_server}")
+    expected = _sign(key, nonces, f"{purpose} {not is_server}")
     # The client signs first, so that a client without the key does not obtain a signature.
     received = yield b"" if is_server else own_signature, SIGNATURE_BYTES
     if not hmac.compare_digest(received, expected):
         raise AuthenticationError(
-            f"The peer of a connection for {role} does not have this job's {environment.JOB_KEY_VARIABLE}. Give all "
+            f"The peer of a connection for {purpose} does not have this job's {environment.JOB_KEY_VARIABLE}. Give all "
             "ranks the same key, or find the other program that reaches the job's ports: docs/security.md"
         )
     if is_server:
         yield own_signature, 0
 
 
-def authenticate(connection: socket.socket, key: str | None, role: str, *, is_server: bool) -> None:
+def authenticate(connection: socket.socket, key: str | None, purpose: str, *, is_server: bool) -> None:
     """Run `handshake` on a blocking socket. Raises the errors of `handshake`, and OSError if the connection is closed
     or times out."""
-    steps = handshake(key, role, is_server=is_server)
+    steps = handshake(key, purpose, is_server=is_server)
     try:
         to_send, num_bytes = next(steps)
         while True:

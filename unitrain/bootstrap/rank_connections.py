@@ -29,9 +29,9 @@ def new_token() -> str:
 
 
 def connect_to_rank(
-    host: str, port: int, token: str, own_rank: int, role: str, timeout_seconds: float
+    host: str, port: int, token: str, own_rank: int, purpose: str, timeout_seconds: float
 ) -> socket.socket:
-    """Return a connection to the rank that calls `accept_ranks` with the same `token` and `role`. Operations on the
+    """Return a connection to the rank that calls `accept_ranks` with the same `token` and `purpose`. Operations on the
     connection block for at most `timeout_seconds`.
 
     Raises OSError if an operation takes longer or the connection is not accepted, and AuthenticationError if the peer
@@ -39,7 +39,7 @@ def connect_to_rank(
     """
     connection = socket.create_connection((host, port), timeout=timeout_seconds)
     try:
-        authenticate(connection, job_key(), role, is_server=False)
+        authenticate(connection, job_key(), purpose, is_server=False)
         connection.sendall(f"{token} {own_rank:0{_RANK_DIGITS}d}\n".encode())
         if receive_exactly(connection, len(_ACCEPTED)) != _ACCEPTED:
             raise ConnectionError(f"the rank at {host}:{port} did not accept the connection")
@@ -50,7 +50,7 @@ def connect_to_rank(
 
 
 def accept_ranks(
-    server: socket.socket, token: str, ranks: Collection[int], role: str, timeout_seconds: float
+    server: socket.socket, token: str, ranks: Collection[int], purpose: str, timeout_seconds: float
 ) -> dict[int, socket.socket]:
     """Return a connection to each of `ranks`, except the ranks that have not connected within `timeout_seconds`.
     Operations on the connections also block for at most `timeout_seconds`.
@@ -77,7 +77,7 @@ def accept_ranks(
                         connection, _ = server.accept()
                         if len(pending) >= len(ranks) + _MAX_EXTRA_PENDING:
                             close_pending(next(iter(pending)))
-                        pending[connection] = _PendingConnection(connection, token, role)
+                        pending[connection] = _PendingConnection(connection, token, purpose)
                         selector.register(connection, selectors.EVENT_READ)
                     continue
                 connection = key.fileobj  # type: ignore[assignment]
@@ -103,11 +103,11 @@ def accept_ranks(
 class _PendingConnection:
     """A connection that is not yet authenticated. Its methods never block."""
 
-    def __init__(self, connection: socket.socket, token: str, role: str) -> None:
+    def __init__(self, connection: socket.socket, token: str, purpose: str) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._received = b""
-        self._steps = _authenticate_rank(token, role)
+        self._steps = _authenticate_rank(token, purpose)
         to_send, self._num_expected_bytes = next(self._steps)
         connection.sendall(to_send)
 
@@ -139,13 +139,13 @@ class _PendingConnection:
         return None
 
 
-def _authenticate_rank(token: str, role: str) -> Generator[tuple[bytes, int], bytes, int]:
+def _authenticate_rank(token: str, purpose: str) -> Generator[tuple[bytes, int], bytes, int]:
     """Run the handshake and return the rank of the peer. See `authentication.Handshake` for the protocol.
 
     `token` proves that the peer has access to the store of this rendezvous, even in a job without a key.
     """
     unsent = b""
-    steps = handshake(job_key(), role, is_server=True)
+    steps = handshake(job_key(), purpose, is_server=True)
     with contextlib.suppress(StopIteration):
         to_send, num_bytes = next(steps)
         while num_bytes:
@@ -154,6 +154,6 @@ def _authenticate_rank(token: str, role: str) -> Generator[tuple[bytes, int], by
     greeting = yield unsent, len(token) + _RANK_DIGITS + 2
     received_token, rank = greeting.decode().split()
     if not secrets.compare_digest(received_token.encode(), token.encode()):
-        raise AuthenticationError(f"The peer of a connection for {role} has not read the rendezvous store.")
+        raise AuthenticationError(f"The peer of a connection for {purpose} has not read the rendezvous store.")
     yield _ACCEPTED, 0
     return int(rank)

@@ -27,7 +27,7 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 # Rank 0 waits longer, because a rank can be late, for example on a host whose name server does not respond.
 _ACCEPT_TIMEOUT_SECONDS = 30.0
 _POLL_MILLISECONDS = 500
-_ROLE = "liveness check"
+_CONNECTION_PURPOSE = "liveness check"
 
 
 class LivenessCheck:
@@ -88,7 +88,7 @@ def _connect_to_rank_zero(rendezvous: Rendezvous, store: MessageStore) -> dict[i
         return {}
     port, token = address
     rank = rendezvous.rank_info.rank
-    connection = connect_to_rank(rendezvous.host, int(port), token, rank, _ROLE, _CONNECT_TIMEOUT_SECONDS)
+    connection = connect_to_rank(rendezvous.host, int(port), token, rank, _CONNECTION_PURPOSE, _CONNECT_TIMEOUT_SECONDS)
     return {0: PeerConnection(connection)}
 
 
@@ -102,7 +102,7 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
     with server:
         store.set("address", f"{server.getsockname()[1]} {token}")
         ranks = range(1, rendezvous.rank_info.size)
-        accepted = accept_ranks(server, token, ranks, _ROLE, _ACCEPT_TIMEOUT_SECONDS)
+        accepted = accept_ranks(server, token, ranks, _CONNECTION_PURPOSE, _ACCEPT_TIMEOUT_SECONDS)
     if missing_ranks := [rank for rank in ranks if rank not in accepted]:
         _log.warning(
             "%s did not connect to %s within %g s. If the process of such a rank is killed, the other ranks may wait "

@@ -37,7 +37,8 @@ class DisconnectReason(Enum):
 
 
 class PeerConnection:
-    """A connection that transfers lines of text. It takes ownership of an authenticated, blocking socket.
+    """A connection that transfers lines of text. It takes ownership of an authenticated socket, which is blocking or
+    has a timeout.
 
     At a normal exit, this process sends `final_message`. Forked processes, such as DataLoader workers, close their copy
     of the connection, so that it does not remain open after this process has terminated.
@@ -52,11 +53,11 @@ class PeerConnection:
         _register_process_hooks()
 
     @classmethod
-    def connect(cls, host: str, port: int, role: str, timeout_seconds: float) -> Self:
+    def connect(cls, host: str, port: int, purpose: str, timeout_seconds: float) -> Self:
         """Connect to `port` of `host` and authenticate. Raises OSError or AuthenticationError."""
         connection = socket.create_connection((host, port), timeout=timeout_seconds)
         try:
-            authenticate(connection, job_key(), role, is_server=False)
+            authenticate(connection, job_key(), purpose, is_server=False)
         except BaseException:
             connection.close()
             raise
@@ -90,8 +91,8 @@ class PeerConnection:
     def receive(self) -> str | DisconnectReason:
         """Return the next message, or the reason why the connection was closed.
 
-        A timeout counts as UNREACHABLE. A line of more than _MAX_MESSAGE_BYTES counts as a connection that the peer has
-        closed.
+        A timeout counts as UNREACHABLE. A line of more than _MAX_MESSAGE_BYTES is handled as if the peer had closed the
+        connection.
         """
         while b"\n" not in self._received:
             try:

@@ -29,7 +29,7 @@ START = "start"
 CHECK, RESPONDING = "check", "responding"
 # Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
 READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
-ROLE = "supervision"
+CONNECTION_PURPOSE = "supervision"
 # Prefixes of messages from the supervisor to rank 0, which contain JSON: one message for each earlier attempt, then one
 # for this attempt.
 EARLIER_ATTEMPT, ATTEMPT = "earlier attempt ", "attempt "
@@ -156,7 +156,7 @@ def connect(rank: int, *, is_standby: bool = False) -> None:
         return
     host, _, port = address.rpartition(":")
     try:
-        connection = PeerConnection.connect(host, int(port), ROLE, _CONNECT_TIMEOUT_SECONDS)
+        connection = PeerConnection.connect(host, int(port), CONNECTION_PURPOSE, _CONNECT_TIMEOUT_SECONDS)
         connection.set_timeout(None)
         connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
         _client = _SupervisorClient(connection, rank, is_standby=is_standby)

@@ -20,10 +20,10 @@ from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
 from unitrain.monitoring.supervisor_client import (
     CHECK,
+    CONNECTION_PURPOSE,
     EXIT,
     READY,
     RESPONDING,
-    ROLE,
     RUNNING,
     SAVE_AND_EXIT,
     SHUT_DOWN,
@@ -207,7 +207,7 @@ class RankConnections:
         with accepted:
             accepted.settimeout(_GREETING_TIMEOUT_SECONDS)
             try:
-                authenticate(accepted, self._key, ROLE, is_server=True)
+                authenticate(accepted, self._key, CONNECTION_PURPOSE, is_server=True)
             except (OSError, AuthenticationError):
                 return
             finally:
