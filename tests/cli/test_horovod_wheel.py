@@ -25,9 +25,6 @@ from unitrain.horovod_wheel import build, plan
 from unitrain.horovod_wheel.patches import PATCHES
 from unitrain.horovod_wheel.patching import Patch, apply_patches, format_diff
 
-# Setuptools warns if an earlier test of this process has imported distutils.
-pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils:UserWarning")
-
 
 @pytest.fixture(scope="module")
 def original_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
