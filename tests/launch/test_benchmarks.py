@@ -224,6 +224,23 @@ def test_sharding_benchmark_writes_its_tables_and_keeps_earlier_rows(tmp_path: P
 
 
 @pytest.mark.nightly
+def test_sharded_checkpoints_benchmark_writes_its_table(tmp_path: Path) -> None:
+    shown = run("sharded_checkpoints.py", "--size", "0.1 GB", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "sharded_checkpoints.md").read_text()
+    assert table.strip() in shown
+    for backend in ("ddp", "horovod"):
+        assert re.search(rf"^\| {backend}, 0\.1 GB \| .* \| {RATIO} \|$", table, re.M)
+
+
+@pytest.mark.nightly
+def test_collectives_benchmark_writes_its_table(tmp_path: Path) -> None:
+    shown = run("collectives.py", "--size", "1 MB", "--ranks", "2", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "collectives.md").read_text()
+    assert table.strip() in shown
+    assert re.search(rf"the library's all_gather \| {RATIO} \|$", table, re.M)
+
+
+@pytest.mark.nightly
 def test_memory_limits_benchmark_finds_larger_batches_with_checkpointed_activations(tmp_path: Path) -> None:
     """Without checkpointed activations, the largest batch that fits in the limit is smaller."""
     shown = run("memory_limits.py", "--limit", "100", "--shard", "none", "--output", tmp_path)
