@@ -48,10 +48,8 @@ class BlockCost:
 def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device: torch.device) -> list[BlockCost]:
     """Run `inputs`, a micro-batch, through the blocks in order, with a forward and a backward pass of each block.
 
-    Return the cost of each block.
-
-    Each block is on `device` only while it is measured. Parameters, gradients, buffers and random number generators are
-    unchanged afterwards. Raises ModelError if a block fails.
+    Return the cost of each block. A block is on `device` only while it is measured. Parameters, gradients, buffers and
+    random number generators are unchanged afterwards. Raises ModelError if a block fails.
     """
     costs = []
     values: Any = inputs
