@@ -16,6 +16,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 # If it is set, as in some containers, every process compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The command that installs packages; CI sets another one. Python compiles each module when it is first imported. Most of
+# the 22,000 installed modules are never imported.
+INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
+
 CASES ?= 1000
 TRIALS ?= 100
 FIRST ?= 0
@@ -99,10 +103,6 @@ gpu-check: $(INSTALLED) $(HOROVOD)
 setup: $(INSTALLED)
 
 horovod: $(HOROVOD)
-
-# Python compiles each module when it is first imported. Most of the 22,000 installed modules are never imported. CI uses
-# another installer.
-INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
 
 $(INSTALLED): setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -89,9 +89,8 @@ class Script:
 
     def imported_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of the imported object that `node` refers to, such as "torch.distributed.barrier"."""
-        if not _is_dotted_name(
-            node
-        ):  # libcst also returns a qualified name for a member of a call's result: f.x for f().x
+        # libcst also returns a qualified name for a member of a call's result: f.x for f().x
+        if not _is_dotted_name(node):
             return None
         if node not in self._imported_names:
             scope = self._scopes.get(node)

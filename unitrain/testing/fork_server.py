@@ -66,7 +66,7 @@ class ForkServer:
         self._connection, child_end = socket.socketpair()
         self._lock = threading.Lock()
         self.owner_pid = os.getpid()
-        imports = (*_IMPORTS, "pytest") if "pytest" in sys.modules else _IMPORTS  # ranks import the test's module
+        imports = (*_IMPORTS, "pytest") if "pytest" in sys.modules else _IMPORTS  # test modules import it
         with child_end:
             # OpenMP and BLAS use one thread, because additional threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
