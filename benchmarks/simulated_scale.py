@@ -47,6 +47,7 @@ SIZES = (64, 256)  # 1,024 ranks need more than two CPU cores: --size 1024
 PROCESSES = 4  # processes that run the threads of all ranks except the first and the last one
 IDLE_SECONDS = 10.0
 TIMEOUT_SECONDS = 120.0
+SWITCH_SECONDS = 0.5
 HOST = "127.0.0.1"
 fork = multiprocessing.get_context("fork")  # forked processes share the imported modules
 
@@ -216,6 +217,9 @@ def main(sizes: list[int], processes: int, rounds: int, output: Path) -> None:
     # server. Without a name server, these lookups take 5 s by default, longer than the start-up.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     torch.set_num_threads(1)
+    # Each thread that waits for Python's global lock wakes up after this time, by default 200 times per second, which
+    # would take most of the CPU time with hundreds of threads per process. Ranks do not share this lock.
+    sys.setswitchinterval(SWITCH_SECONDS)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}

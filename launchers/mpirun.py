@@ -25,6 +25,9 @@ DEFAULT_OPTIONS = (
 )
 # Accepts the key of a new host without a prompt. A changed key is still rejected.
 SSH_OPTION = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
+# If mpirun ends while the network is interrupted, its daemons on other hosts find out with the first TCP keepalive
+# probe afterwards. Open MPI sends the first probe after 300 s by default.
+KEEPALIVE_OPTION = ("-mca", "oob_tcp_keepalive_time", "10")
 
 
 def build(spec: LaunchSpec) -> Command:
@@ -64,6 +67,7 @@ def build(spec: LaunchSpec) -> Command:
     if uses_other_hosts:
         if job is None:
             defaults.append(SSH_OPTION)
+        defaults.append(KEEPALIVE_OPTION)
         names |= dict.fromkeys(names_forwarded_by_default())  # mpirun forwards only named variables to other hosts
         if spec.interface is not None:
             defaults += [("-mca", f"{part}_tcp_if_include", spec.interface) for part in ("btl", "oob")]

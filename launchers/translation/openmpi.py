@@ -231,7 +231,7 @@ def _take_binding_and_mca_options(options: Options) -> list[LauncherOption]:
     for option in options.take_all("--mca", "--gmca"):
         name, value = option.values
         converted = LauncherOption(LAUNCHER, option.words, "other")
-        if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION):
+        if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION, mpirun.KEEPALIVE_OPTION):
             continue
         if name == "odls_base_sigkill_timeout":
             converted = replace(converted, topic="grace", equivalents={"torchrun": ("--shutdown-timeout", value)})

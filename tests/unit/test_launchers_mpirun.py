@@ -13,6 +13,7 @@ from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, build, pa
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 DEFAULTS = ["--bind-to", "none", "--map-by", "slot", "-mca", "odls_base_sigkill_timeout", "4"]
 SSH = ["-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new"]
+KEEPALIVE = ["-mca", "oob_tcp_keepalive_time", "10"]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
             "LEVEL", "UNITRAIN_BACKEND", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY",
             "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "NCCL_DEBUG", "PATH", "PYTHONPATH",
         ),
-        *DEFAULTS, *SSH,
+        *DEFAULTS, *SSH, *KEEPALIVE,
     ]  # fmt: skip
     assert command.environment == {
         "LEVEL": "3", "UNITRAIN_BACKEND": "ddp", "OMP_NUM_THREADS": "4", "MASTER_ADDR": "a.invalid",
