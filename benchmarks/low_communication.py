@@ -39,7 +39,7 @@ from low_communication_training import (
     build,
     methods,
 )
-from slow_network import HERE, hosts, slow_down
+from slow_network import HERE, bits_per_second, hosts, slow_down
 from tables import BACKENDS, RESULTS, save_results
 
 from unitrain.bench.cost_model import Network
@@ -83,11 +83,6 @@ def measure_speeds(
                 raise click.ClickException(done.stdout)
         ((fitted, _),) = fit_networks(read(measured, "collectives"), None, cost_functions(["ring"], None, 1)).values()
     return {"network": vars(fitted), "methods": parse_results(done.stdout)}
-
-
-def bits_per_second(rate: str) -> float:
-    """Return a `rate` in tc notation, for example "100mbit", in bits per second."""
-    return float(rate.removesuffix("bit")[:-1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate.removesuffix("bit")[-1]]
 
 
 def predicted_seconds(method: Method, alone: float, network: Network, local_steps: int) -> float | None:

@@ -43,7 +43,7 @@ from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.watchdog import Watchdog
 
-SIZES = (64, 256)  # 1,024 ranks need more than two CPU cores: --size 1024
+SIZES = (64, 256, 1024)
 PROCESSES = 4  # processes that run the threads of all ranks except the first and the last one
 IDLE_SECONDS = 10.0
 TIMEOUT_SECONDS = 120.0

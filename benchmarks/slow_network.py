@@ -28,9 +28,18 @@ from hosts import Host, hosts  # noqa: E402
 
 
 def slow_down(host: Host, rate: str) -> None:
-    """Limit the send bandwidth of a host to `rate`, in tc notation."""
-    shaped = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
-    subprocess.run(["nsenter", "-t", str(host.first), "--net", *shaped], check=True, timeout=20)
+    """Limit the send bandwidth of a host to `rate`, in tc notation.
+
+    After a pause, the host can send up to 20 ms worth of data, but at most 256 KiB, without this limit.
+    """
+    burst = min(256 << 10, round(0.02 * bits_per_second(rate) / 8))
+    shape = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
+    subprocess.run(["nsenter", "-t", str(host.first), "--net", *shape], check=True, timeout=20)
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a `rate` in tc notation, for example "100mbit", in bits per second."""
+    return float(rate.removesuffix("bit")[:-1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate.removesuffix("bit")[-1]]
 
 
 def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]:

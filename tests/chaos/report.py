@@ -32,10 +32,10 @@ def write_table(path: Path) -> None:
     seed counts."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     latest = {row["seed"]: row for row in rows}
-    earlier = sorted({row["seed"] for row in rows if row["wrong"] and row is not latest[row["seed"]]}, key=str)
+    earlier = sorted({row["seed"] for row in rows if row["wrong"] and row is not latest[row["seed"]]})
     lines = format_tables(list(latest.values()))
     if earlier:
-        lines[4] += f" Earlier failures of the seeds {', '.join(map(str, earlier))} were fixed."
+        lines[4] += f" The seeds {', '.join(map(str, earlier))} failed in an earlier run."
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
@@ -50,7 +50,7 @@ def format_tables(rows: list[dict[str, Any]]) -> list[str]:
         "# Overlapping faults",
         "",
         f"torch {torch.__version__}, {os.cpu_count()} CPU cores. Seeds {min(seeds)} to {max(seeds)}. Commands: "
-        "`python -m tests.chaos --trials 100 --first N`.",
+        "`python -m tests.chaos --trials 100 --first N --jobs 2` or `--jobs 3`.",
         "",
         f"{len(rows)} trials with {faults} faults; {several} trials had more than one. Jobs were started "
         f"{sum(row['starts'] for row in rows)} times, and `unitrain launch` restarted them "

@@ -253,6 +253,19 @@ def test_another_program_instead_of_horovodruns_server_is_reported(monkeypatch: 
             connect_ranks(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_does_not_wait_for_a_horovodrun_that_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """horovodrun cannot end a rank on another host if the connection to this host is lost."""
+    with network.listen("127.0.0.1", 0) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"Connection refused>\. horovodrun has probably ended\."):
+        connect_ranks(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=120))
+    assert time.monotonic() - began < 60
+
+
 def test_process_exits_after_a_timeout_although_a_thread_waits_for_a_response() -> None:
     """The program at the rendezvous address does not respond."""
     with start_other_program("silent") as port:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,7 @@ from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
-_MAX_DEVIATION = 2.0
+_MAX_DEVIATION = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +199,9 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     `name`.
 
     The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
-    factor of more than 2 from the time of the best network through one or two points are ignored: for example, small
-    messages are faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes the
-    cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer than two
+    factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
+    small messages are faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes
+    the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer than two
     sizes.
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
@@ -218,7 +217,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
     relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
-    alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative)])
+    alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative, sizes.index(max(sizes)))])
     network = Network(alpha=alpha, beta=beta)
     points = [
         FittedPoint(size, float(seconds), cost(num_ranks, size, network))
@@ -227,21 +226,21 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     return Calibration(network, points)
 
 
-def _mask_of_consistent_points(relative: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _mask_of_consistent_points(relative: np.ndarray[Any, Any], largest: int) -> np.ndarray[Any, Any]:
     """Return a boolean mask of the points that agree, within a factor of _MAX_DEVIATION, with the best candidate
-    network. The candidates pass through two points, or through one point with alpha = 0. The best candidate has the
-    smallest sum of absolute logarithmic errors. The mask contains all points if the best candidate agrees with at most
-    two."""
+    network. The candidates pass through the point with the `largest` message, and through another point or the origin
+    (alpha = 0). The best candidate has the smallest sum of absolute logarithmic errors. The mask contains all points if
+    the best candidate agrees with only one."""
     all_points = np.ones(len(relative), dtype=bool)
     if not relative.all():  # the allreduces of one rank cost nothing
         return all_points
-    networks = [np.array([0.0, 1 / beta]) for beta in relative[:, 1]]
-    for pair in combinations(relative, 2):
+    networks = [np.array([0.0, 1 / relative[largest, 1]])]
+    for point in relative:
         with suppress(np.linalg.LinAlgError):
-            networks.append(np.linalg.solve(np.array(pair), np.ones(2)))
+            networks.append(np.linalg.solve(np.array([relative[largest], point]), np.ones(2)))
     errors = [np.abs(np.log(relative @ network)) for network in networks if (network >= 0).all()]
     consistent = min(errors, key=lambda error: float(error.sum())) <= math.log(_MAX_DEVIATION)
-    return consistent if consistent.sum() > 2 else all_points
+    return consistent if consistent.sum() > 1 else all_points
 
 
 def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:

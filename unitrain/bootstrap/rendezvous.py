@@ -31,6 +31,7 @@ _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _EXITS_PERIOD_SECONDS = 1.0
+_MAX_REFUSED_SECONDS = 5.0  # time for which the address of horovodrun's server may refuse connections
 _MIN_PROCESS_GROUPS = 2
 _SERVED_CONNECTIONS_PER_RANK = 5  # connections to rank 0, in addition to those of process groups
 _SPARE_DESCRIPTORS = 512  # file descriptors reserved for data, DataLoader workers and files
@@ -482,21 +483,28 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
 def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: timedelta) -> bytes:
     """Return the response of horovodrun's server. Repeat the request until it succeeds or times out.
 
-    `purpose` completes the error message "This rank could not ...".
+    The server listens before horovodrun starts any rank. If its address refuses connections for 5 seconds, horovodrun
+    has ended, and this function raises CollectiveTimeoutError before the timeout. `purpose` completes the error message
+    "This rank could not ...".
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    start_time = last_not_refused = time.monotonic()
     while True:
         try:
-            with _WITHOUT_PROXY.open(request, timeout=max(deadline - time.monotonic(), _POLL_SECONDS)) as reply:
+            remaining = start_time + timeout.total_seconds() - time.monotonic()
+            with _WITHOUT_PROXY.open(request, timeout=max(remaining, _POLL_SECONDS)) as reply:
                 answer: bytes = reply.read()
                 return answer
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):  # 404 until rank 0 has published its address
                 error.close()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if not isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+                last_not_refused = now
+            has_ended = now - last_not_refused > _MAX_REFUSED_SECONDS
+            if has_ended or now - start_time > timeout.total_seconds():
+                cause = " horovodrun has probably ended." if has_ended else ""
                 raise CollectiveTimeoutError(
-                    f"This rank could not {purpose} {request.host} within "
-                    f"{timeout.total_seconds():g} s: {error}. "
+                    f"This rank could not {purpose} {request.host} within {now - start_time:.0f} s: {error}.{cause} "
                     "Check the first error that rank 0 or horovodrun logged."
                 ) from error
             time.sleep(_POLL_SECONDS)
