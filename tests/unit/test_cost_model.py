@@ -324,7 +324,7 @@ def test_allreduces_of_one_rank_cost_nothing() -> None:
 @pytest.mark.parametrize(
     "fast_messages",
     [{1 << 12: 0.0007}, {1 << 12: 0.0007, 1 << 16: 0.0116}, {1 << 12: 0.0092, 1 << 16: 0.0333}],
-    ids=["one", "two", "one slow"],
+    ids=["one", "two", "one fast and one slow"],
 )
 def test_small_messages_that_are_faster_than_the_bandwidth_do_not_change_the_fitted_bandwidth(
     fast_messages: dict[int, float],

@@ -484,8 +484,8 @@ def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: 
     """Return the response of horovodrun's server. Repeat the request until it succeeds or times out.
 
     The server listens before horovodrun starts any rank. If its address refuses connections for 5 seconds, horovodrun
-    has ended, and this function raises CollectiveTimeoutError before the timeout. `purpose` completes the error message
-    "This rank could not ...".
+    has probably ended, and this function raises CollectiveTimeoutError before the timeout. `purpose` completes the
+    error message "This rank could not ...".
     """
     start_time = last_not_refused = time.monotonic()
     while True:
