@@ -10,6 +10,7 @@ the time of a step. Methods with local steps start with a warm-up of synchronous
     python benchmarks/low_communication.py outer             # 400 steps of DiLoCo with each outer optimizer
     python benchmarks/low_communication.py speeds --rate 10mbit --rate 100mbit
     python benchmarks/low_communication.py speeds --rate 10mbit --delay 0.025
+    python benchmarks/low_communication.py speeds --rate 100mbit --width 512 --layers 4 --batch 1
 
 Each command writes benchmarks/results/low_communication.md, .json and .svg, and keeps the results of earlier commands.
 """
@@ -30,12 +31,12 @@ import click
 import torch
 from low_communication_training import (
     ALONE,
-    BATCH,
     LENGTH,
     OUTER_LR,
     OUTER_MOMENTUM,
     SYNCHRONOUS,
     Method,
+    Workload,
     build,
     methods,
 )
@@ -51,7 +52,7 @@ from unitrain.optim.outer_gradient import bytes_per_synchronization
 NAME = "low_communication"
 RANKS = 2
 NAMES = list(methods(25))
-PARAMETERS = sum(parameter.numel() for parameter in build().parameters())
+DEFAULT = Workload()
 SCRIPT = str(HERE / "low_communication_training.py")
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
@@ -85,23 +86,30 @@ def measure_speeds(
     return {"network": vars(fitted), "methods": parse_results(done.stdout)}
 
 
-def predicted_seconds(method: Method, alone: float, network: Network, local_steps: int) -> float | None:
+def count_parameters(workload: Workload) -> int:
+    """Return the number of parameters of the model."""
+    return sum(parameter.numel() for parameter in build(workload).parameters())
+
+
+def predicted_seconds(
+    method: Method, num_parameters: int, alone: float, network: Network, local_steps: int
+) -> float | None:
     """Return the predicted seconds per step, or None for PowerSGD. `alone` is the time without communication."""
     if method.predicted_method is None:
         return None if method.communicates else alone
-    model = Model(parameters=PARAMETERS, bytes_per_parameter=4, step_seconds=alone, backward_share=2 / 3)
+    model = Model(parameters=num_parameters, bytes_per_parameter=4, step_seconds=alone, backward_share=2 / 3)
     return predict_method(method.predicted_method, model, RANKS, network, local_steps=local_steps).seconds
 
 
-def expected_bytes(method: Method) -> float | None:
+def expected_bytes(method: Method, num_parameters: int) -> float | None:
     """Return the number of bytes that a rank sends per step, without headers. Return None for PowerSGD, and without
     communication."""
     if not method.communicates:
         return None
     if method.local_sgd is not None:
-        return bytes_per_synchronization(PARAMETERS, RANKS, method.local_sgd.compression) / method.local_sgd.steps
+        return bytes_per_synchronization(num_parameters, RANKS, method.local_sgd.compression) / method.local_sgd.steps
     if method.compression in ("none", "bf16"):
-        return bytes_per_synchronization(PARAMETERS, RANKS, "none", 4 if method.compression == "none" else 2)
+        return bytes_per_synchronization(num_parameters, RANKS, "none", 4 if method.compression == "none" else 2)
     return None
 
 
@@ -121,6 +129,7 @@ def train(names: list[str], local_steps: int, settings: dict[str, Any], argument
         "methods": names,
         "local_steps": local_steps,
         "settings": settings,
+        "workload": vars(DEFAULT),
         "arguments": arguments,
     }
     process = subprocess.Popen(
@@ -205,8 +214,8 @@ def outer_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Return the table of the times and bytes, with a row per network, backend and method."""
-    target, warmup_steps = settings.get("target", 1.0), settings.get("warmup_steps", 0)
+    """Return a table of the times and bytes per workload, with a row per network, backend and method."""
+    target = settings.get("target", 1.0)
     lines = [
         "## Times",
         "",
@@ -217,30 +226,52 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
         f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
         "training (see above), including the synchronous steps at the beginning.",
         "",
-        "| network | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
-        "speed relative to synchronous | time to the target |",
-        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for key, cell in cells.items():
-        network_name, _, backend = key.rpartition(", ")
-        seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
-        for name, found in cell["methods"].items():
-            method = methods(cell["local_steps"])[name]
-            sent, expected = statistics.median(found["bytes"]), expected_bytes(method)
-            predicted = predicted_seconds(method, seconds[ALONE], Network(**cell["network"]), cell["local_steps"])
-            steps = steps_to_target(losses, name, target) if name in losses else None
-            warmup = min(warmup_steps, steps or 0) if method.local_sgd is not None else 0
-            total = None if steps is None else warmup * seconds[SYNCHRONOUS] + (steps - warmup) * seconds[name]
-            lines.append(
-                f"| {network_name} | {backend} | {name} | {sent / 1e3:,.1f} | "
-                f"{'' if expected is None else f'{expected / 1e3:,.1f}'} | "
-                f"{'' if expected is None else f'{sent / expected:.3f}'} | "
-                f"{spread([1000 * value for value in found['seconds']], 1)} ms | "
-                f"{'' if predicted is None else f'{predicted / seconds[name]:.2f}'} | "
-                f"{seconds[SYNCHRONOUS] / seconds[name]:.2f} | "
-                f"{'' if total is None else f'{total:.0f} s'} |"
-            )
-    return lines
+    for workload in sorted({cell_workload(cell) for cell in cells.values()}, key=count_parameters):
+        lines += [
+            f"### {count_parameters(workload):,} parameters, {workload.batch} texts per rank and step",
+            "",
+            "| network | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
+            "speed relative to synchronous | time to the target |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for key, cell in cells.items():
+            if cell_workload(cell) == workload:
+                lines += cell_rows(key, cell, losses if workload == DEFAULT else {}, settings)
+        lines.append("")
+    return lines[:-1]
+
+
+def cell_workload(cell: dict[str, Any]) -> Workload:
+    """Return the workload of the measured `cell`."""
+    return Workload(**cell.get("workload", {}))
+
+
+def cell_rows(key: str, cell: dict[str, Any], losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Return a row of the table per method. `key` contains the network and the backend of the measured `cell`."""
+    network_name, backend = key.split("; ")[0].rsplit(", ", 1)
+    target, warmup_steps = settings.get("target", 1.0), settings.get("warmup_steps", 0)
+    num_parameters = count_parameters(cell_workload(cell))
+    seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
+    network, local_steps = Network(**cell["network"]), cell["local_steps"]
+    rows = []
+    for name, found in cell["methods"].items():
+        method = methods(local_steps)[name]
+        sent, expected = statistics.median(found["bytes"]), expected_bytes(method, num_parameters)
+        predicted = predicted_seconds(method, num_parameters, seconds[ALONE], network, local_steps)
+        steps = steps_to_target(losses, name, target) if name in losses else None
+        warmup = min(warmup_steps, steps or 0) if method.local_sgd is not None else 0
+        total = None if steps is None else warmup * seconds[SYNCHRONOUS] + (steps - warmup) * seconds[name]
+        rows.append(
+            f"| {network_name} | {backend} | {name} | {sent / 1e3:,.1f} | "
+            f"{'' if expected is None else f'{expected / 1e3:,.1f}'} | "
+            f"{'' if expected is None else f'{sent / expected:.3f}'} | "
+            f"{spread([1000 * value for value in found['seconds']], 1)} ms | "
+            f"{'' if predicted is None else f'{predicted / seconds[name]:.2f}'} | "
+            f"{seconds[SYNCHRONOUS] / seconds[name]:.2f} | "
+            f"{'' if total is None else f'{total:.0f} s'} |"
+        )
+    return rows
 
 
 def draw(cells: dict[str, Any], path: Path) -> None:
@@ -256,7 +287,7 @@ def draw(cells: dict[str, Any], path: Path) -> None:
         found = {}
         for key, cell in cells.items():
             network, _, name = key.rpartition(", ")
-            if name == backend and " ms" not in network:
+            if name == backend and " ms" not in network and cell_workload(cell) == DEFAULT:
                 found[bits_per_second(network) / 1e6] = cell["methods"]
         for name in NAMES[1:]:
             points = [
@@ -285,9 +316,9 @@ def save(output: Path, figures: dict[str, Any]) -> None:
     lines = [
         "# Low-communication training on two hosts with a slow network",
         "",
-        f"One thread per rank, without a GPU; a GPT of {PARAMETERS:,} parameters, {BATCH} texts of {LENGTH} characters "
-        f"per rank and step; torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores "
-        "for both ranks. Commands: "
+        f"One thread per rank, without a GPU; a GPT of {count_parameters(DEFAULT):,} parameters, {DEFAULT.batch} texts "
+        f"of {LENGTH} characters per rank and step, unless stated otherwise; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores for both ranks. Commands: "
         + ", ".join(f"`python benchmarks/low_communication.py {command}`" for command in figures["commands"])
         + ".",
         "",
@@ -407,6 +438,9 @@ def outer_command(
 @click.option("--rate", "rates", multiple=True, default=["100mbit"], show_default=True, help="In tc notation.")
 @click.option("--delay", default=0.0, show_default=True, help="Seconds from one host to the other.")
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--width", default=DEFAULT.width, show_default=True, help="Width of the model.")
+@click.option("--layers", default=DEFAULT.layers, show_default=True, help="Layers of the model.")
+@click.option("--batch", default=DEFAULT.batch, show_default=True, help="Texts per rank and step.")
 @click.option("--seconds", default=4.0, show_default=True, help="Duration of a turn.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option(
@@ -419,13 +453,20 @@ def speeds_command(
     rates: tuple[str, ...],
     delay: float,
     backends: tuple[str, ...],
+    width: int,
+    layers: int,
+    batch: int,
     seconds: float,
     rounds: int,
     timeout_seconds: float,
 ) -> None:
     """Measure the time and the bytes of a step of each method at each bandwidth and on each backend."""
+    workload = Workload(width, layers, batch)
     suffix = f", {2000 * delay:g} ms round-trip time" if delay else ""
     command = "speeds" + "".join(f" --rate {rate}" for rate in rates) + (f" --delay {delay:g}" if delay else "")
+    if workload != DEFAULT:
+        command += f" --width {width} --layers {layers} --batch {batch}"
+    size = "" if workload == DEFAULT else f"; {count_parameters(workload):,} parameters, {batch} texts"
     arguments = {"seconds": seconds, "rounds": rounds, "local_steps": local_steps}
     chosen = list(dict.fromkeys([ALONE, SYNCHRONOUS, *names]))
     given = {
@@ -433,13 +474,15 @@ def speeds_command(
         "methods": chosen,
         "local_steps": local_steps,
         "settings": {},
+        "workload": vars(workload),
         "arguments": arguments,
     }
     for rate in rates:
         for backend in backends:
             cell = measure_speeds(rate, delay, backend, given, timeout_seconds)
             figures = load(output, command)
-            figures["speeds"][f"{rate}{suffix}, {backend}"] = {**cell, "local_steps": local_steps}
+            entry = {**cell, "local_steps": local_steps, "workload": vars(workload)}
+            figures["speeds"][f"{rate}{suffix}, {backend}{size}"] = entry
             save(output, figures)  # save now, because the next backend takes minutes and may fail
 
 

@@ -24,15 +24,22 @@ import unitrain
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, LENGTH, loss_and_count, paragraphs
 
-__all__ = ["ALONE", "BATCH", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Method", "build", "methods"]
+__all__ = ["ALONE", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Method", "Workload", "build", "methods"]
 
-WIDTH, LAYERS = 128, 3
-BATCH = 16  # samples per rank
 ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see docs/guides/low_communication.md
 # For methods without local steps, timing starts after `WARMUP_STEPS` steps and covers a multiple of `MIN_STEPS` steps.
 WARMUP_STEPS, MIN_STEPS = 4, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The size of the model, and the number of texts per rank and step."""
+
+    width: int = 128
+    layers: int = 3
+    batch: int = 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,10 @@ def _local_sgd_method(predicted_method: str, **settings: Any) -> Method:
     return Method(local_sgd=unitrain.LocalSGDConfig(**settings), predicted_method=predicted_method)
 
 
-def build() -> nn.Module:
+def build(workload: Workload) -> nn.Module:
     """Return the untrained model, which is the same for every method."""
     torch.manual_seed(0)
-    return GPT(width=WIDTH, layers=LAYERS)
+    return GPT(width=workload.width, layers=workload.layers)
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -99,9 +106,19 @@ def mean_loss(model: nn.Module, texts: Tensor) -> Tensor:
 class Training:
     """A model that is trained with AdamW and a `method`, on random texts of each rank."""
 
-    def __init__(self, backend: unitrain.Backend, method: Method, *, steps: int, peak_lr: float, seed: int) -> None:
+    def __init__(
+        self,
+        backend: unitrain.Backend,
+        method: Method,
+        workload: Workload,
+        *,
+        steps: int,
+        peak_lr: float,
+        seed: int,
+    ) -> None:
         self._texts, self._validation = samples()
-        self._model = build()
+        self._batch = workload.batch
+        self._model = build(workload)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=peak_lr)
         self._scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self._optimizer, peak_lr, total_steps=steps + 1, pct_start=0.1
@@ -118,7 +135,7 @@ class Training:
     def run(self, steps: int) -> None:
         """Train for `steps` steps."""
         for _ in range(steps):
-            chosen = torch.randint(len(self._texts), (BATCH,), generator=self._generator)
+            chosen = torch.randint(len(self._texts), (self._batch,), generator=self._generator)
             mean_loss(self._distributed, self._texts[chosen]).backward()
             if self._local_sgd is not None:
                 self._local_sgd.reduce_gradients()  # only during the warm-up
@@ -148,10 +165,17 @@ class Training:
 
 
 def train_and_validate(
-    backend: unitrain.Backend, method: Method, *, steps: int, evaluate_every: int, peak_lr: float, seed: int
+    backend: unitrain.Backend,
+    method: Method,
+    workload: Workload,
+    *,
+    steps: int,
+    evaluate_every: int,
+    peak_lr: float,
+    seed: int,
 ) -> list[tuple[int, float]]:
     """Train for `steps` steps, and return the validation losses as pairs (step, loss)."""
-    training = Training(backend, method, steps=steps, peak_lr=peak_lr, seed=seed)
+    training = Training(backend, method, workload, steps=steps, peak_lr=peak_lr, seed=seed)
     curve = []
     for step in range(evaluate_every, steps + 1, evaluate_every):
         training.run(evaluate_every)
@@ -164,6 +188,7 @@ def train_and_validate(
 def measure_losses(
     backend: unitrain.Backend,
     chosen: dict[str, Method],
+    workload: Workload,
     *,
     peak_lrs: Sequence[float],
     seeds: int,
@@ -173,7 +198,7 @@ def measure_losses(
     """Return the runs of each method with the best peak learning rate, which is selected with seed 0."""
     found: dict[str, Any] = {}
     for name, method in chosen.items():
-        run = partial(train_and_validate, backend, method, steps=steps, evaluate_every=evaluate_every)
+        run = partial(train_and_validate, backend, method, workload, steps=steps, evaluate_every=evaluate_every)
         by_lr = {peak_lr: run(peak_lr=peak_lr, seed=0) for peak_lr in peak_lrs}
         best = min(by_lr, key=lambda peak_lr: by_lr[peak_lr][-1][1])
         curves = [by_lr[best], *(run(peak_lr=best, seed=seed) for seed in range(1, seeds))]
@@ -184,7 +209,13 @@ def measure_losses(
 
 
 def measure_speeds(
-    backend: unitrain.Backend, chosen: dict[str, Method], *, seconds: float, rounds: int, local_steps: int
+    backend: unitrain.Backend,
+    chosen: dict[str, Method],
+    workload: Workload,
+    *,
+    seconds: float,
+    rounds: int,
+    local_steps: int,
 ) -> dict[str, dict[str, list[float]]]:
     """Return the seconds per step and the bytes that this host sends per step, by method and round.
 
@@ -195,7 +226,7 @@ def measure_speeds(
     for name, method in chosen.items():
         if isinstance(method.compression, unitrain.PowerSGD):
             method = replace(method, compression=replace(method.compression, start_step=2))
-        training = Training(backend, method, steps=10**6, peak_lr=1e-3, seed=0)
+        training = Training(backend, method, workload, steps=10**6, peak_lr=1e-3, seed=0)
         warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local_sgd is None else (local_steps, local_steps)
         training.run(warmup)
         _, per_step = measure_steps(backend, training, unit)
@@ -231,7 +262,7 @@ def main() -> None:
     available = methods(given["local_steps"], **given["settings"])
     chosen = {name: available[name] for name in given["methods"]}
     with unitrain.init(device="cpu") as backend:
-        results = measure(backend, chosen, **given["arguments"])
+        results = measure(backend, chosen, Workload(**given["workload"]), **given["arguments"])
         if backend.rank == 0:
             print(json.dumps({"results": results}))
 

@@ -155,6 +155,26 @@ print("all values are correct", flush=True)
 hvd.shutdown()
 """
 
+# Prints the durations of an allgather and an alltoall, relative to an allreduce that sends the same number of bytes.
+EXCHANGES = """
+import time, torch, horovod.torch as hvd
+hvd.init()
+values = torch.ones(350_000)
+
+def seconds(operation):
+    operation()
+    start = time.perf_counter()
+    for _ in range(8):
+        operation()
+    return time.perf_counter() - start
+
+allreduce = seconds(lambda: hvd.allreduce(values, name="allreduce"))
+allgather = seconds(lambda: hvd.allgather(values, name="allgather"))
+alltoall = seconds(lambda: hvd.alltoall(torch.cat([values, values]), name="alltoall"))
+print("allgather", allgather / allreduce, "alltoall", alltoall / allreduce, flush=True)
+hvd.shutdown()
+"""
+
 SUM_OF_RANKS = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -382,3 +402,20 @@ def test_a_reducescatter_completes_after_all_data_is_sent(
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of all ranks")
     for rank in range(3):
         assert "all values are correct" in processes.output_of(f"rank{rank}"), processes.output_of(f"rank{rank}")
+
+
+@needs_network_namespaces
+def test_both_ranks_of_an_allgather_and_of_an_alltoall_send_at_the_same_time(
+    processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
+) -> None:
+    """Without the patch, the ranks send one after the other in many of the operations."""
+    for host in (0, 1):
+        shape = "tc qdisc add dev cable root tbf rate 100mbit burst 250kb latency 100ms"
+        subprocess.run([*two_hosts(host), *shape.split()], check=True, timeout=LIMIT_SECONDS)
+    ranks = start_ranks(
+        processes, EXCHANGES, ("host0", "host1"), "10.99.0.1", command_prefix=two_hosts, HOROVOD_GLOO_IFACE="cable"
+    )
+    processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
+    found = re.search(r"allgather ([0-9.]+) alltoall ([0-9.]+)", processes.output_of("rank0"))
+    assert found is not None, processes.output_of("rank0")
+    assert max(map(float, found.groups())) < 1.3, found.group()

@@ -112,6 +112,28 @@ _WAIT_FOR_NOTIFICATIONS = """\
       sendNotificationBuf->waitSend();
     }
 """
+_SEND_OF_ALLGATHER = "out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);\n"
+_RECEIVE_OF_ALLGATHER = "out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);\n"
+_SEND_AND_RECEIVE_OF_ALLTOALL = """\
+    int sendRank = (myRank + i) % worldSize;
+    int recvRank = (myRank + worldSize - i) % worldSize;
+    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+"""
+_RECEIVE_AND_SEND_OF_ALLTOALL = """\
+    int recvRank = (myRank + worldSize - i) % worldSize;
+    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+  for (int i = 1; i < worldSize; i++) {
+    int sendRank = (myRank + i) % worldSize;
+    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+  }
+"""
 _PENDING_OPERATIONS_OF_PROCESS_SETS = """\
 bool ProcessSetTable::HasPendingOperations(int32_t min_id) {
   std::lock_guard<std::recursive_mutex> guard(mutex);
@@ -251,6 +273,31 @@ PATCHES: tuple[Patch, ...] = (
                 file="third_party/gloo/gloo/reduce_scatter.h",
                 before=_END_OF_REDUCE_SCATTER,
                 after=_END_OF_REDUCE_SCATTER + _WAIT_FOR_NOTIFICATIONS,
+            ),
+        ),
+    ),
+    Patch(
+        name="gloo-receive-first",
+        kind="fix",
+        reason="An allgather or alltoall sends its data before the message that lets the other rank send. If both "
+        "ranks use the same connection, the message waits behind the data, so that the ranks send one after the other. "
+        "On a slow network, the operation then takes up to twice as long.",
+        edits=(
+            *(
+                Edit(
+                    file="third_party/gloo/gloo/allgatherv.cc",
+                    before=context + _SEND_OF_ALLGATHER + indent + _RECEIVE_OF_ALLGATHER,
+                    after=context + _RECEIVE_OF_ALLGATHER + indent + _SEND_OF_ALLGATHER,
+                )
+                for context, indent in (
+                    ("    if (i == 0) {\n      ", "      "),
+                    ("    out->waitRecv(opts.timeout);\n    ", "    "),
+                )
+            ),
+            Edit(
+                file="third_party/gloo/gloo/alltoallv.cc",
+                before=_SEND_AND_RECEIVE_OF_ALLTOALL,
+                after=_RECEIVE_AND_SEND_OF_ALLTOALL,
             ),
         ),
     ),

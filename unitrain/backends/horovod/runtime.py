@@ -63,7 +63,7 @@ FUSION_THRESHOLD = Tunable(
 )
 # Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
 # ignores this setting.
-_IDLE_CYCLE_MS = "5"
+_IDLE_CYCLE_MS = "50"
 # Timeout for a connection to rank 0. It is longer than one second, after which the kernel retransmits a lost packet.
 _CONNECT_TIMEOUT_SECONDS = 3.0
 _servers: list[BoundRendezvousServer] = []  # rank 0's rendezvous server, which runs as long as Horovod
