@@ -229,7 +229,8 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
     ]
     for workload in sorted({cell_workload(cell) for cell in cells.values()}, key=count_parameters):
         lines += [
-            f"### {count_parameters(workload):,} parameters, {workload.batch} texts per rank and step",
+            f"### {count_parameters(workload):,} parameters, "
+            f"{workload.batch} {'text' if workload.batch == 1 else 'texts'} per rank and step",
             "",
             "| network | backend | method | KB sent per step | expected | ratio | step | predicted / measured | "
             "speed relative to synchronous | time to the target |",
@@ -255,8 +256,10 @@ def cell_rows(key: str, cell: dict[str, Any], losses: dict[str, Any], settings: 
     seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
     network, local_steps = Network(**cell["network"]), cell["local_steps"]
     rows = []
-    for name, found in cell["methods"].items():
-        method = methods(local_steps)[name]
+    for name, method in methods(local_steps).items():
+        if name not in cell["methods"]:
+            continue
+        found = cell["methods"][name]
         sent, expected = statistics.median(found["bytes"]), expected_bytes(method, num_parameters)
         predicted = predicted_seconds(method, num_parameters, seconds[ALONE], network, local_steps)
         steps = steps_to_target(losses, name, target) if name in losses else None
@@ -466,7 +469,7 @@ def speeds_command(
     command = "speeds" + "".join(f" --rate {rate}" for rate in rates) + (f" --delay {delay:g}" if delay else "")
     if workload != DEFAULT:
         command += f" --width {width} --layers {layers} --batch {batch}"
-    size = "" if workload == DEFAULT else f"; {count_parameters(workload):,} parameters, {batch} texts"
+    size = "" if workload == DEFAULT else f"; width {width}, layers {layers}, batch {batch}"
     arguments = {"seconds": seconds, "rounds": rounds, "local_steps": local_steps}
     chosen = list(dict.fromkeys([ALONE, SYNCHRONOUS, *names]))
     given = {
