@@ -17,6 +17,7 @@ Each command writes benchmarks/results/low_communication.md, .json and .svg, and
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -86,6 +87,7 @@ def measure_speeds(
     return {"network": vars(fitted), "methods": parse_results(done.stdout)}
 
 
+@functools.cache
 def count_parameters(workload: Workload) -> int:
     """Return the number of parameters of the model."""
     return sum(parameter.numel() for parameter in build(workload).parameters())
@@ -248,9 +250,14 @@ def cell_workload(cell: dict[str, Any]) -> Workload:
     return Workload(**cell.get("workload", {}))
 
 
+def network_and_backend(key: str) -> list[str]:
+    """Return the network and the backend in the `key` of a cell."""
+    return key.split("; ")[0].rsplit(", ", 1)
+
+
 def cell_rows(key: str, cell: dict[str, Any], losses: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """Return a row of the table per method. `key` contains the network and the backend of the measured `cell`."""
-    network_name, backend = key.split("; ")[0].rsplit(", ", 1)
+    network_name, backend = network_and_backend(key)
     target, warmup_steps = settings.get("target", 1.0), settings.get("warmup_steps", 0)
     num_parameters = count_parameters(cell_workload(cell))
     seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
@@ -289,7 +296,7 @@ def draw(cells: dict[str, Any], path: Path) -> None:
     for axes, backend in zip(panels, BACKENDS, strict=True):
         found = {}
         for key, cell in cells.items():
-            network, _, name = key.rpartition(", ")
+            network, name = network_and_backend(key)
             if name == backend and " ms" not in network and cell_workload(cell) == DEFAULT:
                 found[bits_per_second(network) / 1e6] = cell["methods"]
         for name in NAMES[1:]:
@@ -469,6 +476,7 @@ def speeds_command(
     command = "speeds" + "".join(f" --rate {rate}" for rate in rates) + (f" --delay {delay:g}" if delay else "")
     if workload != DEFAULT:
         command += f" --width {width} --layers {layers} --batch {batch}"
+    command += "".join(f' --method "{name}"' for name in names if names != tuple(NAMES))
     size = "" if workload == DEFAULT else f"; width {width}, layers {layers}, batch {batch}"
     arguments = {"seconds": seconds, "rounds": rounds, "local_steps": local_steps}
     chosen = list(dict.fromkeys([ALONE, SYNCHRONOUS, *names]))

@@ -61,8 +61,8 @@ CYCLE_TIME = Tunable(
 FUSION_THRESHOLD = Tunable(
     "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728")
 )
-# Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
-# ignores this setting.
+# Milliseconds after which Horovod starts a cycle if no operation is enqueued. All ranks exchange messages in a cycle,
+# which takes CPU time from the training. A Horovod without unitrain's patches ignores this setting.
 _IDLE_CYCLE_MS = "50"
 # Timeout for a connection to rank 0. It is longer than one second, after which the kernel retransmits a lost packet.
 _CONNECT_TIMEOUT_SECONDS = 3.0
