@@ -16,6 +16,7 @@ from groups import ci
 from launches import running_launcher
 from preload import preloaded
 from requirements import needs_mpi
+from torch import nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.process_group import ProcessGroupBackend
@@ -23,7 +24,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import reserve_port
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankError, RankGroup
-from unitrain.testing.models import batch, build, compute_loss
+from unitrain.testing.models import FEATURES, batch, build, compute_loss
 
 BACKENDS = ("ddp", *ci("horovod"))
 TIMEOUT = 4.0
@@ -110,8 +111,13 @@ def test_an_error_of_a_group_states_the_waiting_time(
     assert f"Rank 1 was still busy {limit}:" in str(caught.value)
 
 
+def large_model() -> nn.Module:
+    """Return a model whose compressed gradients are exchanged by point-to-point messages on Gloo."""
+    return nn.Sequential(nn.Linear(FEATURES, 20_000), nn.Linear(20_000, FEATURES), build()).double()
+
+
 def miss_a_backward(backend: Backend, settings: dict[str, Any], num_completed: int, folder: str) -> tuple[str, float]:
-    model = backend.distributed_model(build(), **settings)
+    model = backend.distributed_model(large_model() if "compression" in settings else build(), **settings)
     for _ in range(num_completed):
         compute_loss(model(batch(backend.rank))).backward()
     if backend.rank == 1:
@@ -133,10 +139,11 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], num_completed: i
         ("ddp", {}, 2, "backward #2"),
         ("ddp", {}, 1, "bucket rebuild #0"),  # DDP rebuilds its buckets in the second forward pass
         ("ddp", {"find_unused_parameters": True}, 1, "backward #1"),
+        ("ddp", {"compression": "bf16"}, 2, "backward #2"),
         ("horovod", {}, 2, "backward #2"),
         pytest.param("horovod", {"compression": "bf16"}, 2, "backward #2", marks=pytest.mark.nightly),
     ],
-    ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
+    ids=["ddp", "ddp, second", "ddp, unused parameters", "ddp, compressed", "horovod", "horovod, compressed"],
 )
 def test_a_timeout_in_backward_names_the_missing_rank(
     backend: str, settings: dict[str, Any], num_completed: int, operation: str, tmp_path: Path

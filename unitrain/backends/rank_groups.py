@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unitrain.backends.slow_network_exchange import start_allgather, start_alltoall
 from unitrain.backends.tensors import HALF_DTYPES, as_bytes, copy_into
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
@@ -98,14 +99,14 @@ class Subgroup:
         all ranks, in the order of their indexes."""
         sent, received = rows.detach().contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
         output, source = as_bytes(received), as_bytes(sent)
-        work = self._start(lambda: dist.all_to_all_single(output, source, group=self.process_group, async_op=True))
+        work = self._start(lambda: start_alltoall(output, source, self.process_group))
         return self._wait_function(work, received, sent, phase)
 
     def start_allgather(self, row: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
         """Start to gather `row`, [1, elements], from all ranks. The result is [size, elements]."""
         sent, gathered = row.detach().contiguous(), row.new_empty((self.size, row.shape[1]))
         output, source = as_bytes(gathered), as_bytes(sent)
-        work = self._start(lambda: dist.all_gather_single(output, source, group=self.process_group, async_op=True))
+        work = self._start(lambda: start_allgather(output, source, self.process_group))
         return self._wait_function(work, gathered, sent, phase)
 
     def _start(self, operation: Callable[[], dist.Work | None]) -> dist.Work | None:

@@ -32,6 +32,7 @@ from unitrain.backends.gradients.end_of_backward import (
 )
 from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.slow_network_exchange import start_allgather, start_alltoall
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward
 
@@ -177,14 +178,14 @@ class _BucketCompression:
         own_bytes, received_bytes = own.view(torch.uint8), received.view(torch.uint8)
         rank_parts = received.chunk(self._world_size)
         if self._world_size == 2:
-            yield self._create_wait(dist.all_gather_single(received_bytes, own_bytes, group=group, async_op=True))
+            yield self._create_wait(start_allgather(received_bytes, own_bytes, group))
             own.copy_(_sum_in_float32(rank_parts, buffer))
         else:
-            yield self._create_wait(dist.all_to_all_single(received_bytes, own_bytes, group=group, async_op=True))
+            yield self._create_wait(start_alltoall(received_bytes, own_bytes, group))
             reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
             reduced_part.copy_(_sum_in_float32(rank_parts, buffer))
             part_bytes = reduced_part.view(torch.uint8)
-            yield self._create_wait(dist.all_gather_single(own_bytes, part_bytes, group=group, async_op=True))
+            yield self._create_wait(start_allgather(own_bytes, part_bytes, group))
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
