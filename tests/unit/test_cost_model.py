@@ -271,6 +271,12 @@ def test_buckets_are_reduced_in_order_during_backward() -> None:
     assert queued.efficiency == pytest.approx(5 / 12)
     at_once = predict_step(work, lambda size: size / 10, bucket_bytes=1000, first_bucket_bytes=1000)
     assert (at_once.seconds, at_once.exposed_seconds) == (8.0, 3.0)
+    # With two allreduces in progress, the third bucket waits for the first one, which is reduced after 6 s.
+    overlapping = predict_step(work, lambda size: 3.0, **each, max_in_flight=2)
+    assert (overlapping.seconds, overlapping.exposed_seconds) == (9.0, 4.0)
+    # The latencies of 2 s overlap, but not the transfers of 1 s each: the buckets are reduced after 6, 7 and 9 s.
+    transfers = predict_step(work, lambda size: 2.0 + size / 10, **each, max_in_flight=2)
+    assert (transfers.seconds, transfers.exposed_seconds) == (9.0, 4.0)
     small_first = predict_step(work, lambda size: size / 10, bucket_bytes=20, first_bucket_bytes=5)
     assert (small_first.seconds, small_first.exposed_seconds) == (7.0, 2.0)  # buckets of 10 and 20 bytes
 
@@ -318,7 +324,24 @@ def test_calibration_does_not_return_a_negative_latency() -> None:
 def test_allreduces_of_one_rank_cost_nothing() -> None:
     result = create_result(Network(alpha=1e-6, beta=1e-9), 2)
     result["ranks"] = 1
-    assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0)
+    assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0, max_in_flight=2)
+
+
+def test_calibration_subtracts_the_consistency_check() -> None:
+    """Messages that the ranks exchange together with the check take as long as the check."""
+    network, check = Network(alpha=0.05, beta=1e-7), 0.06
+    result = create_result(network, 2)
+    for row in result["rows"]:
+        row["seconds"] = [check if row["bytes"] <= 1 << 12 else seconds + check for seconds in row["seconds"]]
+    result["checks"] = [{"backend": "ddp", "transport": "gloo", "seconds": [check] * 3}]
+    found = calibrate(result, "ddp gloo", ring_allreduce)
+    assert found.network.alpha == pytest.approx(network.alpha, rel=1e-9)
+    assert found.network.beta == pytest.approx(network.beta, rel=1e-9)
+    assert {point.size for point in found.points} == {row["bytes"] for row in result["rows"] if row["bytes"] > 1 << 12}
+    # If only one size takes longer than the check, the times are used unchanged.
+    for row in result["rows"][1:]:
+        row["seconds"] = [check] * 3
+    assert len(calibrate(result, "ddp gloo", ring_allreduce).points) == len(result["rows"])
 
 
 @pytest.mark.parametrize(
@@ -457,7 +480,10 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     )
     assert code == 0, output
     work = uniform_work(0.3, 1e8)
-    seconds = {ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network)) for ranks in (2, 1024)}
+    seconds = {
+        ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network), max_in_flight=2)
+        for ranks in (2, 1024)
+    }
     result = json.loads(saved.read_text())
     found = {row["ranks"]: row for row in result["rows"]}
     assert found[1]["efficiency"] == 1

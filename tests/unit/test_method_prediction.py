@@ -39,7 +39,8 @@ def test_bf16_exchanges_buckets_during_the_backward_pass_and_gathers_them_afterw
     buckets: list[float] = []
 
     def exchange(size: float) -> float:
-        buckets.append(size)
+        if size:  # the latency is that of an empty tensor
+            buckets.append(size)
         return 3 * (network.alpha + size / 8 * network.beta)
 
     step = predict_step(MODEL.work(), exchange)

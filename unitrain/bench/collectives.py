@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap.network import own_addresses
 
 LOWER_BOUNDS = ("memory copy", "tcp stream")
+CHECK = "consistency check"  # an allreduce of one element, which the ranks exchange together with the check
+CHECK_BYTES = 4
+_MIN_CHECK_CALLS = 10  # the ranks start up to one latency apart, which matters for short operations
+# Horovod sends several messages to start each of the first 16 operations of a size, and fewer for later ones. Larger
+# tensors take so long that the difference is small.
+_NUM_HOROVOD_WARM_UPS, _MAX_WARM_UP_BYTES = 16, 4 << 20
+_measured_cases: WeakKeyDictionary[Backend, set[tuple[str, int]]] = WeakKeyDictionary()
 _ELEMENT_BYTES = 4  # float32
 _SOCKET_TIMEOUT_SECONDS = 30.0
 _CONNECT_TIMEOUT_SECONDS = 2.0
@@ -38,8 +46,8 @@ def round_up_bytes(size: int, ranks: int) -> int:
 
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnResult:
-    """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS on a tensor of `size` bytes, after a warm-up
-    call.
+    """Time `calls` calls of one of `results.OPERATIONS`, LOWER_BOUNDS or CHECK on a tensor of `size` bytes, after a
+    warm-up call or, in the first turn of a Horovod backend, several.
 
     All ranks must call this function. Except for the TCP stream, `size` is rounded up with `round_up_bytes`. It is the
     output size of an allgather, and the input size of the other collectives. The public method is timed, including the
@@ -54,9 +62,17 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnRe
             if operation == "memory copy"
             else _make_collective(backend, operation, size)
         )
-        call()
-        seconds = _time_calls(backend, call, calls)
+        for _ in range(_count_warm_ups(backend, operation, size)):
+            call()
+        seconds = _time_calls(backend, call, max(calls, _MIN_CHECK_CALLS) if operation == CHECK else calls)
     return TurnResult(seconds, time.perf_counter() - start_time)
+
+
+def _count_warm_ups(backend: Backend, operation: str, size: int) -> int:
+    measured = _measured_cases.setdefault(backend, set())
+    is_first = (operation, size) not in measured
+    measured.add((operation, size))
+    return _NUM_HOROVOD_WARM_UPS if is_first and backend.name == "horovod" and size <= _MAX_WARM_UP_BYTES else 1
 
 
 def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> float:
@@ -73,11 +89,11 @@ def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> flo
 
 
 def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
-    elements = round_up_bytes(size, backend.size) // _ELEMENT_BYTES
+    elements = 1 if operation == CHECK else round_up_bytes(size, backend.size) // _ELEMENT_BYTES
     if operation == "allgather":
         elements //= backend.size
     tensor = torch.ones(elements, device=backend.device)
-    if operation == "allreduce":
+    if operation in ("allreduce", CHECK):
         return lambda: backend.allreduce(tensor, "sum")
     if operation == "reducescatter":
         return lambda: backend.reducescatter(tensor, "sum")

@@ -20,20 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from unitrain.bench.results import quartiles, row_name
+from unitrain.bench.results import check_seconds, quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
 _MAX_DEVIATION = 1.5
+_GLOO_THREADS = 2  # of torch's Gloo process group; NCCL and Horovod execute collectives one after another
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`)."""
+    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`). `max_in_flight` is the
+    number of collectives that a rank executes at the same time."""
 
     alpha: float
     beta: float
     gamma: float = 0.0
+    max_in_flight: int = 1
 
 
 Cost = Callable[[int, float, Network], float]
@@ -198,6 +201,9 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
     `name`.
 
+    The gradients and the synchronizations of weights have no consistency check, so its duration is subtracted. Small
+    messages, which the ranks exchange together with the check, are ignored: those that take less than twice as long.
+
     The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
     factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
     small messages are faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes
@@ -206,19 +212,24 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
     num_ranks = result["ranks"]
-    sizes = [row["bytes"] for row in rows]
-    if len(set(sizes)) < 2:
+    check = check_seconds(result, name)
+    seconds_by_size = {row["bytes"]: quartiles(row["seconds"])[1] for row in rows}
+    without_check = {size: seconds - check for size, seconds in seconds_by_size.items() if seconds >= 2 * check}
+    if len(without_check) >= 2:
+        seconds_by_size = without_check
+    sizes = list(seconds_by_size)
+    if len(sizes) < 2:
         raise ReportError(
-            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(set(sizes))}. "
+            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(sizes)}. "
             "Measure with: unitrain bench collectives --operations allreduce --json FILE"
         )
-    measured_seconds = np.array([quartiles(row["seconds"])[1] for row in rows])
+    measured_seconds = np.array(list(seconds_by_size.values()))
     # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
     relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
     alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative, sizes.index(max(sizes)))])
-    network = Network(alpha=alpha, beta=beta)
+    network = Network(alpha=alpha, beta=beta, max_in_flight=_GLOO_THREADS if name == "ddp gloo" else 1)
     points = [
         FittedPoint(size, float(seconds), cost(num_ranks, size, network))
         for size, seconds in zip(sizes, measured_seconds, strict=True)

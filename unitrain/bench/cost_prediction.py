@@ -92,26 +92,31 @@ def predict_step(
     second_collective: Callable[[float], float] | None = None,
     bucket_bytes: float = BUCKET_BYTES,
     first_bucket_bytes: float = FIRST_BUCKET_BYTES,
+    max_in_flight: int = 1,
 ) -> PredictedStep:
-    """Simulate a step in which the buckets are reduced one after another. The allreduce of n bytes takes `allreduce(n)`
-    seconds.
+    """Simulate a step. The allreduce of n bytes takes `allreduce(n)` seconds.
 
-    The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
-    complete. The optimizer waits for the last bucket. With `second_collective`, reducing a bucket of n bytes takes
-    another collective of `second_collective(n)` seconds, which starts after the backward pass and after the first
-    collectives of all buckets.
+    The allreduce of a bucket starts when the backward pass has filled the bucket and fewer than `max_in_flight`
+    allreduces are in progress. Of allreduces that are in progress at the same time, the bytes are transferred one after
+    another, while their latencies, `allreduce(0)`, overlap. The optimizer waits for the last bucket.
+
+    With `second_collective`, reducing a bucket of n bytes takes another collective of `second_collective(n)` seconds,
+    which starts after the backward pass and after the first collectives of all buckets.
     """
-    clock, reduced_at, filled_bytes, limit_bytes = work.before, 0.0, 0.0, first_bucket_bytes
+    clock, filled_bytes, limit_bytes = work.before, 0.0, first_bucket_bytes
+    reduced_at = [0.0] * max_in_flight  # the times at which the latest buckets are reduced
+    latency = allreduce(0)
     seconds_after_backward = 0.0
     for number, layer in enumerate(work.layers, 1):
         clock += layer.seconds
         filled_bytes += layer.size
         if filled_bytes and (filled_bytes >= limit_bytes or number == len(work.layers)):
-            reduced_at = max(reduced_at, clock) + allreduce(filled_bytes)
+            earliest = max(reduced_at.pop(0), clock) + latency
+            reduced_at.append(max([earliest, *reduced_at]) + allreduce(filled_bytes) - latency)
             if second_collective is not None:
                 seconds_after_backward += second_collective(filled_bytes)
             filled_bytes, limit_bytes = 0.0, bucket_bytes
-    exposed = max(0.0, reduced_at - clock) + seconds_after_backward
+    exposed = max(0.0, reduced_at[-1] - clock) + seconds_after_backward
     return PredictedStep(work.seconds + exposed, exposed)
 
 
@@ -199,6 +204,7 @@ def predict(
                 _bind_cost(cost_by_algorithm[algorithm], size, network),
                 bucket_bytes=bucket_bytes,
                 first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
+                max_in_flight=network.max_in_flight,
             )
             rows.append(
                 {
@@ -281,7 +287,8 @@ def compare_with_measured(
         for (name, algorithm), (network, _) in networks.items():
             if row["ranks"] == 1 or name not in ("", row_name(row)):
                 continue
-            step = predict_step(model.work(), _bind_cost(cost_by_algorithm[algorithm], row["ranks"], network))
+            allreduce = _bind_cost(cost_by_algorithm[algorithm], row["ranks"], network)
+            step = predict_step(model.work(), allreduce, max_in_flight=network.max_in_flight)
             measured_seconds = quartiles(row["seconds"])[1]
             differences.append(
                 {

@@ -151,6 +151,7 @@ def _predict_synchronous(
         else None,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES),
+        max_in_flight=network.max_in_flight,
     )
 
 

@@ -89,7 +89,8 @@ class SuspendableRanks(RankSet):
 class LaunchedRanks(RankSet):
     """Ranks that a launcher has started, on any number of hosts. This process is one of them.
 
-    The backend is shut down while the set is idle, because a process supports only one active backend.
+    The backend is shut down while the set is idle, because a process supports only one active backend. Nested calls of
+    `activate` use the same backend.
     """
 
     def __init__(self, name: str, device: str | None) -> None:
@@ -105,6 +106,9 @@ class LaunchedRanks(RankSet):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
+        if self._backend is not None:
+            yield
+            return
         with unitrain.init(self._name, device=self._device) as self._backend:
             yield
         self._backend = None

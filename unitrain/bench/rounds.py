@@ -6,13 +6,14 @@ import math
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from unitrain import __version__
 from unitrain.bench import collectives, training
-from unitrain.bench.collectives import LOWER_BOUNDS, round_up_bytes
+from unitrain.bench.collectives import CHECK, CHECK_BYTES, LOWER_BOUNDS, round_up_bytes
 from unitrain.bench.rank_sets import RankSet
 from unitrain.bench.results import PHASES
 from unitrain.bench.training import TrainTurnResult
@@ -34,27 +35,28 @@ def measure_collectives(
 
     The warm-up round is not recorded; it determines the number of calls per turn. The result is plain data: "rows" with
     the slowest rank's seconds per call in each round, and the same for the lower bounds ("floors"), measured on the
-    first set.
+    first set, and for the consistency check of a collective ("checks").
     """
     ranks = rank_sets[0].info.ranks
     seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
     calls_by_case: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
-    for round_index, index in rounds:
-        rank_set = rank_sets[index]
-        with rank_set.activate():
-            for operation in (*operations, *(LOWER_BOUNDS if index == 0 else ())):
-                for size in sizes:
-                    key = (index, operation, size)
-                    turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
-                    rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
-                    if any(turn.seconds is None for turn in turns):
-                        continue
-                    slowest = max(turn.seconds for turn in turns)
-                    if round_index:
-                        seconds_by_case.setdefault(key, []).append(slowest)
-                    else:
-                        calls_by_case[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
+    with rank_sets[0].activate() if len(rank_sets) == 1 else nullcontext():  # otherwise, each turn starts the backend
+        for round_index, index in rounds:
+            rank_set = rank_sets[index]
+            with rank_set.activate():
+                for operation in (*operations, CHECK, *(LOWER_BOUNDS if index == 0 else ())):
+                    for size in [CHECK_BYTES] if operation == CHECK else sizes:
+                        key = (index, operation, size)
+                        turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
+                        rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
+                        if any(turn.seconds is None for turn in turns):
+                            continue
+                        slowest = max(turn.seconds for turn in turns)
+                        if round_index:
+                            seconds_by_case.setdefault(key, []).append(slowest)
+                        else:
+                            calls_by_case[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
     return {
         "kind": "collectives",
         "unitrain": __version__,
@@ -74,6 +76,14 @@ def measure_collectives(
             for operation in operations
             for size in sizes
             if (round_seconds := seconds_by_case.get((index, operation, size)))
+        ],
+        "checks": [
+            {
+                "backend": rank_sets[index].info.backend,
+                "transport": rank_sets[index].info.transport,
+                "seconds": seconds_by_case[index, CHECK, CHECK_BYTES],
+            }
+            for index in range(len(rank_sets))
         ],
         "floors": [
             {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": round_seconds}
