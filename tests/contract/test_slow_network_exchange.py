@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +61,27 @@ def test_exchanges_equal_the_expected_bytes_on_ddp(size: int) -> None:
         if size == 3:  # positions in these groups differ from ranks
             assert group.run(exchange, [0, 2]) == [6, 0, 6]
             assert group.run(exchange, [1, 2]) == [0, 6, 6]
+
+
+def use_the_group_after_a_dropped_exchange(backend: Backend) -> bool:
+    """Start an exchange without waiting for it, as if an exception had interrupted a backward pass, and then another
+    one. Return whether the latter transfers the expected bytes."""
+    group: Any = dist.group.WORLD
+    if backend.rank == 1:
+        time.sleep(0.5)  # until then, rank 0 cannot have sent its bytes
+    start_allgather(torch.empty(6_000_000, dtype=torch.uint8), torch.zeros(3_000_000, dtype=torch.uint8), group)
+    gc.collect()
+    backend.barrier()
+    output = torch.empty(200_000, dtype=torch.uint8)
+    work = start_allgather(output, torch.full((100_000,), backend.rank, dtype=torch.uint8), group)
+    assert work is not None
+    work.wait()
+    return torch.equal(output, torch.arange(2).repeat_interleave(100_000))
+
+
+def test_group_works_after_an_exchange_without_wait() -> None:
+    with RankGroup("ddp", 2, backend_timeout_seconds=10) as group:
+        assert group.run(use_the_group_after_a_dropped_exchange) == [True, True]
 
 
 @pytest.mark.parametrize("size", [2, 3])

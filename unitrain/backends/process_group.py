@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain import validation
-from unitrain.backends import checks
+from unitrain.backends import checks, slow_network_exchange
 from unitrain.backends.base import Backend, ShardingMode
 from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import (
@@ -422,6 +422,7 @@ class ProcessGroupBackend(
         self._check_consistency.leave_group()
         if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()
+        slow_network_exchange.discard_unfinished()
         self._is_shut_down = True
         self._is_group_destroyed = True  # a second call must not destroy the group of a later backend
 

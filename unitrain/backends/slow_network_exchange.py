@@ -16,7 +16,9 @@ from torch import Tensor
 
 from unitrain.torch_compat import Work
 
-_TAG = 0x5E1D  # other point-to-point messages of a group have other tags
+_TAG = 0x5E1D  # other point-to-point messages of a group have other tags. Messages with the same tag remain in order
+# Gloo stops transferring the messages between two ranks if the buffer of an unfinished message is released.
+_unfinished: set[_Exchange] = set()
 _MIN_BYTES = 1 << 16  # per rank. Smaller messages are not slower in Gloo's order, and its own collectives can be polled
 
 
@@ -50,23 +52,43 @@ def _is_slow_in_gloo(output: Tensor, group: dist.ProcessGroup) -> bool:
 
 def _start_exchange(output: Sequence[Tensor], source: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
     rank, size = group.rank(), group.size()
-    works = [group.recv([output[(rank - offset) % size]], (rank - offset) % size, _TAG) for offset in range(1, size)]
-    works += [group.send([source[(rank + offset) % size]], (rank + offset) % size, _TAG) for offset in range(1, size)]
+    exchange = _Exchange()
+    for offset in range(1, size):
+        sender = (rank - offset) % size
+        exchange.add(group.recv([output[sender]], sender, _TAG))
+    for offset in range(1, size):
+        receiver = (rank + offset) % size
+        exchange.add(group.send([source[receiver]], receiver, _TAG))
     output[rank].copy_(source[rank])
-    return _Exchange(works)
+    return exchange
+
+
+def discard_unfinished() -> None:
+    """Release the messages of exchanges that nothing has waited for, for example because a backward pass has raised an
+    exception. Call this function when the process groups are destroyed."""
+    _unfinished.clear()
 
 
 class _Exchange(Work):
-    """The messages of an exchange. Gloo completes a message only in `wait`, so `is_completed` returns False before."""
+    """The messages of an exchange, which remain in memory until `wait` has completed or `discard_unfinished` is called.
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    Gloo completes a message only in `wait`, so `is_completed` returns False before.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._works = works
+        self._works: list[dist.Work] = []
+        _unfinished.add(self)
+
+    def add(self, work: dist.Work) -> None:
+        """Add a message."""
+        self._works.append(work)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         while self._works:
             self._works[0].wait()
             del self._works[0]
+        _unfinished.discard(self)
         return True
 
     def is_completed(self) -> bool:

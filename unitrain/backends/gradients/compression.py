@@ -178,21 +178,27 @@ class _BucketCompression:
         own_bytes, received_bytes = own.view(torch.uint8), received.view(torch.uint8)
         rank_parts = received.chunk(self._world_size)
         if self._world_size == 2:
-            yield self._create_wait(start_allgather(received_bytes, own_bytes, group))
+            yield self._start(lambda: start_allgather(received_bytes, own_bytes, group))
             own.copy_(_sum_in_float32(rank_parts, buffer))
         else:
-            yield self._create_wait(start_alltoall(received_bytes, own_bytes, group))
+            yield self._start(lambda: start_alltoall(received_bytes, own_bytes, group))
             reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
             reduced_part.copy_(_sum_in_float32(rank_parts, buffer))
             part_bytes = reduced_part.view(torch.uint8)
-            yield self._create_wait(start_allgather(own_bytes, part_bytes, group))
+            yield self._start(lambda: start_allgather(own_bytes, part_bytes, group))
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
-        return self._create_wait(dist.all_reduce(tensor, group=self._get_process_group(), async_op=True))
+        return self._start(lambda: dist.all_reduce(tensor, group=self._get_process_group(), async_op=True))
 
-    def _create_wait(self, work: dist.Work | None) -> Wait:
-        """Return a function that waits for `work`."""
+    def _start(self, collective: Callable[[], dist.Work | None]) -> Wait:
+        """Start `collective`, and return a function that waits for it. If it cannot start because of another rank's
+        ModelError, re-raise that error."""
+        try:
+            work = collective()
+        except RuntimeError as error:  # the connection to a rank is closed
+            self._get_reducer_group().raise_cause_of(error)
+            raise
         if work is None:
             return do_not_wait
         self._get_reducer_group().add_work(work)
