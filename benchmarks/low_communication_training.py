@@ -29,9 +29,9 @@ __all__ = ["ALONE", "LENGTH", "OUTER_LR", "OUTER_MOMENTUM", "SYNCHRONOUS", "Meth
 ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see docs/guides/low_communication.md
-# For methods without local steps, timing starts after `WARMUP_STEPS` steps and covers a multiple of `MIN_STEPS` steps.
-# The first steps of a method are not measured: DDP changes its buckets after the first step, and Horovod sends several
-# messages to start each of the first 16 operations of a size.
+# Methods without local steps first train for `FIRST_STEPS` steps, because DDP changes its buckets after the first step,
+# and Horovod sends more messages to start the first 16 operations of a size. Each turn then begins with `WARMUP_STEPS`
+# steps that are not measured, and measures a multiple of `MIN_STEPS` steps.
 FIRST_STEPS, WARMUP_STEPS, MIN_STEPS = 20, 4, 4
 
 

@@ -4,11 +4,15 @@ The hosts are two sets of namespaces on this machine, each with an sshd (tests/s
 send bandwidth of each host. `unitrain tune` runs on the first host, and the benchmark saves its output. A gain in the
 output is the median over pairs of runs, with the lowest and the highest value. The benchmark requires root.
 
-    python benchmarks/slow_network.py            # writes benchmarks/results/slow_network.md
+    python benchmarks/slow_network.py
+    python benchmarks/slow_network.py --ranks-per-host 2 --rate 200mbit
+
+Each command writes benchmarks/results/slow_network.md and .json, and keeps the results of other commands.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -16,6 +20,7 @@ import sys
 import tempfile
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -42,9 +47,9 @@ def bits_per_second(rate: str) -> float:
     return float(rate.removesuffix("bit")[:-1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate.removesuffix("bit")[-1]]
 
 
-def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]:
+def tune(first: Host, backend: str, ranks_per_host: int, minutes: float, seconds: float) -> list[str]:
     """Return the output of `unitrain tune` on the `first` of the two hosts."""
-    options = f"--backend {backend} -np 2 -H h1,h2"
+    options = f"--backend {backend} -np {2 * ranks_per_host} -H h1:{ranks_per_host},h2:{ranks_per_host}"
     limits = ["--minutes", str(minutes), "--seconds", str(seconds), "--compression"]
     script = str(HERE / "slow_network_training.py")
     process = first.start(
@@ -64,33 +69,39 @@ def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--rate", default="1gbit", show_default=True, help="Bandwidth limit per host, in tc notation.")
+@click.option("--ranks-per-host", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--minutes", type=float, default=10, show_default=True, help="Duration of the search per backend.")
 @click.option("--seconds", type=float, default=2, show_default=True, help="Duration of the timed steps per run.")
-def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
+def main(output: Path, backends: list[str], rate: str, ranks_per_host: int, minutes: float, seconds: float) -> None:
     """Tune on each backend, and save the output."""
-    outputs: dict[str, list[str]] = {}
     output = output.resolve()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        chdir(folder),
-    ):  # settings are saved in the current folder
+    options = f"--minutes {minutes:g} --seconds {seconds:g} --rate {rate} --ranks-per-host {ranks_per_host}"
+    machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores"
+    saved = output / "slow_network.json"
+    found: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved.exists() else {}
+    # Settings are saved in the current folder.
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
         (Path(folder) / "hosts").mkdir()
         with hosts(2, Path(folder) / "hosts") as both:
             for host in both:
                 slow_down(host, rate)
             for backend in backends:
-                outputs[backend] = tune(both[0], backend, minutes, seconds)
+                title = f"{rate}, {ranks_per_host} rank{'s' * (ranks_per_host > 1)} per host, {backend}"
+                found[title] = {
+                    "command": f"python benchmarks/slow_network.py {options} --backend {backend}",
+                    "machine": machine,
+                    "lines": tune(both[0], backend, ranks_per_host, minutes, seconds),
+                }
     lines = [
         "# Settings that `unitrain tune` finds on two hosts with a slow network",
         "",
-        f"2 ranks on two hosts, with one thread each and without a GPU; {rate} between the hosts; a model of "
-        f"{PARAMETERS:,} parameters, 32 samples per rank; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Command: `python benchmarks/slow_network.py "
-        f"--minutes {minutes:g} --seconds {seconds:g}`.",
+        f"One thread per rank, without a GPU; a model of {PARAMETERS:,} parameters, 32 samples per rank.",
     ]
-    for backend, words in outputs.items():
-        lines += ["", f"## {backend}", "", *(f"    {word}" for word in words)]
+    for title, result in found.items():
+        lines += ["", f"## {title}", "", f"{result['machine']}. Command: `{result['command']}`.", ""]
+        lines += [f"    {line}" for line in result["lines"]]
     output.mkdir(parents=True, exist_ok=True)
+    saved.write_text(json.dumps(found, indent=1) + "\n")
     (output / "slow_network.md").write_text("\n".join([*lines, ""]))
 
 

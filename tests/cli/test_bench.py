@@ -124,6 +124,8 @@ def test_ranks_started_by_a_launcher_measure_both_backends(tmp_path: Path) -> No
     assert {(row["backend"], row["bytes"]) for row in result["rows"]} == {
         (backend, size) for backend in ("ddp", "horovod") for size in (1020, 65544)
     }
+    assert {(row["backend"], row["max_in_flight"]) for row in result["rows"]} == {("ddp", 2), ("horovod", 1)}
+    assert {(check["backend"], len(check["seconds"])) for check in result["checks"]} == {("ddp", 3), ("horovod", 3)}
     assert {floor["name"] for floor in result["floors"]} == {"memory copy", "tcp stream"}
 
 
@@ -259,6 +261,11 @@ TRAINING = {
         {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "bytes": "8"}]},
         {"kind": "collectives", "rows": [COLLECTIVE]},
         {"kind": "collectives", "ranks": 2, "rows": [3]},
+        {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "max_in_flight": 0}]},
+        *(
+            {"kind": "collectives", "ranks": 2, "rows": [COLLECTIVE], "checks": checks}
+            for checks in (None, 3, {}, [3], [{**COLLECTIVE, "seconds": []}])
+        ),
     ],
 )
 def test_incomplete_results_are_refused(result: dict[str, Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The alltoall and allgather of gradient compression and low-communication training, in all groups of ranks."""
+"""The alltoall and allgather of gradient compression and low-communication training, on all ranks and in subgroups."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def exchange(backend: Backend, ranks: list[int]) -> int:
             work.wait()
             assert work.is_completed()
         assert torch.equal(output, expected)
+    assert not slow_network_exchange._unfinished
     return sum(isinstance(work, slow_network_exchange._Exchange) for work, *_ in started)
 
 
@@ -71,11 +72,14 @@ def use_the_group_after_a_dropped_exchange(backend: Backend) -> bool:
         time.sleep(0.5)  # until then, rank 0 cannot have sent its bytes
     start_allgather(torch.empty(6_000_000, dtype=torch.uint8), torch.zeros(3_000_000, dtype=torch.uint8), group)
     gc.collect()
+    assert len(slow_network_exchange._unfinished) == 1
     backend.barrier()
     output = torch.empty(200_000, dtype=torch.uint8)
     work = start_allgather(output, torch.full((100_000,), backend.rank, dtype=torch.uint8), group)
     assert work is not None
     work.wait()
+    backend.shutdown()
+    assert not slow_network_exchange._unfinished
     return torch.equal(output, torch.arange(2).repeat_interleave(100_000))
 
 

@@ -324,7 +324,7 @@ def test_calibration_does_not_return_a_negative_latency() -> None:
 def test_allreduces_of_one_rank_cost_nothing() -> None:
     result = create_result(Network(alpha=1e-6, beta=1e-9), 2)
     result["ranks"] = 1
-    assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0, max_in_flight=2)
+    assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0)
 
 
 def test_calibration_subtracts_the_consistency_check() -> None:
@@ -332,16 +332,19 @@ def test_calibration_subtracts_the_consistency_check() -> None:
     network, check = Network(alpha=0.05, beta=1e-7), 0.06
     result = create_result(network, 2)
     for row in result["rows"]:
+        row["max_in_flight"] = 2
         row["seconds"] = [check if row["bytes"] <= 1 << 12 else seconds + check for seconds in row["seconds"]]
     result["checks"] = [{"backend": "ddp", "transport": "gloo", "seconds": [check] * 3}]
     found = calibrate(result, "ddp gloo", ring_allreduce)
     assert found.network.alpha == pytest.approx(network.alpha, rel=1e-9)
     assert found.network.beta == pytest.approx(network.beta, rel=1e-9)
+    assert found.network.max_in_flight == 2
     assert {point.size for point in found.points} == {row["bytes"] for row in result["rows"] if row["bytes"] > 1 << 12}
     # If only one size takes longer than the check, the times are used unchanged.
-    for row in result["rows"][1:]:
+    for row in result["rows"][:-1]:
         row["seconds"] = [check] * 3
-    assert len(calibrate(result, "ddp gloo", ring_allreduce).points) == len(result["rows"])
+    points = calibrate(result, "ddp gloo", ring_allreduce).points
+    assert [point.measured for point in points] == [row["seconds"][0] for row in result["rows"]]
 
 
 @pytest.mark.parametrize(
@@ -480,10 +483,7 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     )
     assert code == 0, output
     work = uniform_work(0.3, 1e8)
-    seconds = {
-        ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network), max_in_flight=2)
-        for ranks in (2, 1024)
-    }
+    seconds = {ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network)) for ranks in (2, 1024)}
     result = json.loads(saved.read_text())
     found = {row["ranks"]: row for row in result["rows"]}
     assert found[1]["efficiency"] == 1

@@ -23,6 +23,7 @@ from unitrain.errors import ConfigError, did_you_mean
 from unitrain.torch_compat import default_process_group, set_transport_timeout
 
 _TRANSPORTS = ("gloo", "nccl", "mpi")
+_GLOO_THREADS = 2  # of torch's Gloo process group
 
 
 class DDPBackend(ProcessGroupBackend):
@@ -73,6 +74,7 @@ class DDPBackend(ProcessGroupBackend):
     ) -> None:
         super().__init__(rendezvous, device, transport, control_group)
         self._waits_on_stream = transport == "nccl"
+        self.max_in_flight = _GLOO_THREADS if transport == "gloo" else 1
 
 
 def _check_transport(transport: str, device: torch.device) -> None:

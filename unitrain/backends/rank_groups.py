@@ -112,7 +112,7 @@ class Subgroup:
     def _start(self, operation: Callable[[], dist.Work | None]) -> dist.Work | None:
         try:
             return operation()
-        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+        except RuntimeError as error:  # the connection is closed, or Horovod rejects operations after a rank has ended
             self.monitor.raise_cause_of(error)
             raise
 

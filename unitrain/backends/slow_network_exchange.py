@@ -47,7 +47,7 @@ def start_allgather(output: Tensor, source: Tensor, group: dist.ProcessGroup) ->
 def _is_slow_in_gloo(output: Tensor, group: dist.ProcessGroup) -> bool:
     if output.device.type != "cpu" or len(output) < _MIN_BYTES * group.size():
         return False
-    return "cpu:gloo" in str(dist.get_backend_config(group))
+    return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _start_exchange(output: Sequence[Tensor], source: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
@@ -64,8 +64,8 @@ def _start_exchange(output: Sequence[Tensor], source: Sequence[Tensor], group: d
 
 
 def discard_unfinished() -> None:
-    """Release the messages of exchanges that nothing has waited for, for example because a backward pass has raised an
-    exception. Call this function when the process groups are destroyed."""
+    """Release the messages of exchanges whose `wait` was not called or did not complete, for example after an exception
+    in a backward pass. Call this function after the process groups are destroyed."""
     _unfinished.clear()
 
 

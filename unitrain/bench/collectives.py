@@ -16,12 +16,12 @@ from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap.network import own_addresses
 
 LOWER_BOUNDS = ("memory copy", "tcp stream")
-CHECK = "consistency check"  # an allreduce of one element, which the ranks exchange together with the check
-CHECK_BYTES = 4
+CHECK = "consistency check"  # a barrier, which consists of the check of a collective
+CHECK_BYTES = 4  # of a result's key; a barrier has no size
 _MIN_CHECK_CALLS = 10  # the ranks start up to one latency apart, which matters for short operations
-# Horovod sends several messages to start each of the first 16 operations of a size, and fewer for later ones. Larger
-# tensors take so long that the difference is small.
-_NUM_HOROVOD_WARM_UPS, _MAX_WARM_UP_BYTES = 16, 4 << 20
+# Tensors for which the first operations of a backend are not measured. Larger tensors take so long that the difference
+# is small.
+_MAX_WARM_UP_BYTES = 4 << 20
 _measured_cases: WeakKeyDictionary[Backend, set[tuple[str, int]]] = WeakKeyDictionary()
 _ELEMENT_BYTES = 4  # float32
 _SOCKET_TIMEOUT_SECONDS = 30.0
@@ -47,7 +47,7 @@ def round_up_bytes(size: int, ranks: int) -> int:
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnResult:
     """Time `calls` calls of one of `results.OPERATIONS`, LOWER_BOUNDS or CHECK on a tensor of `size` bytes, after a
-    warm-up call or, in the first turn of a Horovod backend, several.
+    warm-up call or, in the first turn of a `backend`, its `num_slow_operations`.
 
     All ranks must call this function. Except for the TCP stream, `size` is rounded up with `round_up_bytes`. It is the
     output size of an allgather, and the input size of the other collectives. The public method is timed, including the
@@ -72,7 +72,7 @@ def _count_warm_ups(backend: Backend, operation: str, size: int) -> int:
     measured = _measured_cases.setdefault(backend, set())
     is_first = (operation, size) not in measured
     measured.add((operation, size))
-    return _NUM_HOROVOD_WARM_UPS if is_first and backend.name == "horovod" and size <= _MAX_WARM_UP_BYTES else 1
+    return max(1, backend.num_slow_operations) if is_first and size <= _MAX_WARM_UP_BYTES else 1
 
 
 def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> float:
@@ -88,12 +88,14 @@ def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> flo
     return (time.perf_counter() - start_time) / calls
 
 
-def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
-    elements = 1 if operation == CHECK else round_up_bytes(size, backend.size) // _ELEMENT_BYTES
+def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], object]:
+    if operation == CHECK:
+        return backend.barrier
+    elements = round_up_bytes(size, backend.size) // _ELEMENT_BYTES
     if operation == "allgather":
         elements //= backend.size
     tensor = torch.ones(elements, device=backend.device)
-    if operation in ("allreduce", CHECK):
+    if operation == "allreduce":
         return lambda: backend.allreduce(tensor, "sum")
     if operation == "reducescatter":
         return lambda: backend.reducescatter(tensor, "sum")

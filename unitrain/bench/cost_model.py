@@ -25,7 +25,6 @@ from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
 _MAX_DEVIATION = 1.5
-_GLOO_THREADS = 2  # of torch's Gloo process group; NCCL and Horovod execute collectives one after another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +200,9 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
     `name`.
 
-    The gradients and the synchronizations of weights have no consistency check, so its duration is subtracted. Small
-    messages, which the ranks exchange together with the check, are ignored: those that take less than twice as long.
+    Gradients and synchronizations of weights have no consistency check, so its duration is subtracted from each time.
+    Allreduces that take less than twice as long as the check are ignored, because ranks exchange small tensors together
+    with the check. If fewer than two sizes remain, the measured times are used unchanged.
 
     The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
     factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
@@ -229,7 +229,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
     relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
     alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative, sizes.index(max(sizes)))])
-    network = Network(alpha=alpha, beta=beta, max_in_flight=_GLOO_THREADS if name == "ddp gloo" else 1)
+    network = Network(alpha=alpha, beta=beta, max_in_flight=rows[0].get("max_in_flight", 1))
     points = [
         FittedPoint(size, float(seconds), cost(num_ranks, size, network))
         for size, seconds in zip(sizes, measured_seconds, strict=True)

@@ -233,6 +233,7 @@ def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list
             "algorithm": algorithm,
             "alpha": network.alpha,
             "beta": network.beta,
+            "max_in_flight": network.max_in_flight,
             "median_error": None if fitted is None else fitted.median_error,
             "max_error": None if fitted is None else fitted.max_error,
             "points": []

@@ -134,7 +134,7 @@ def _predict_synchronous(
     name: str, ratio: float, model: Model, num_ranks: int, network: Network, bucket_bytes: float
 ) -> PredictedStep:
     """Return the predicted step of a method that reduces all gradients. `ratio` is their compressed size divided by
-    their size."""
+    their size. The limit of collectives that run at the same time is also applied to the exchanges of `bf16`."""
 
     def first_collective(size: float) -> float:
         if name == SYNCHRONOUS:

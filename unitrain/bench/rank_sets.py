@@ -29,6 +29,7 @@ class RankSetInfo:
 
     backend: str
     transport: str
+    max_in_flight: int
     ranks: int
     num_nodes: int
     device: str
@@ -109,9 +110,11 @@ class LaunchedRanks(RankSet):
         if self._backend is not None:
             yield
             return
-        with unitrain.init(self._name, device=self._device) as self._backend:
-            yield
-        self._backend = None
+        try:
+            with unitrain.init(self._name, device=self._device) as self._backend:
+                yield
+        finally:
+            self._backend = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._active_backend.allgather_object(function(self._active_backend, *args))
@@ -176,6 +179,7 @@ def _describe_rank_set(backend: Backend) -> RankSetInfo:
     return RankSetInfo(
         backend=backend.name,
         transport=backend.transport,
+        max_in_flight=backend.max_in_flight,
         ranks=backend.size,
         num_nodes=backend.num_nodes,
         device=backend.device.type,

@@ -46,7 +46,8 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
         is_header_valid, is_row_valid = _is_positive_number(result.get("parameters")), _is_training_row
     else:
         is_header_valid, is_row_valid = is_positive_integer(result.get("ranks")), _is_collective_row
-        is_header_valid &= all(map(_is_measurement, result.get("checks", [])))
+        checks = result.get("checks", [])  # results of earlier versions have none
+        is_header_valid &= isinstance(checks, list) and all(map(_is_measurement, checks))
     if not is_header_valid or not all(map(is_row_valid, result["rows"])):
         raise ReportError(
             f"'{path}' is not a complete result of unitrain bench {result['kind']}: a measurement is missing or is not "
@@ -83,7 +84,12 @@ def _is_training_row(row: Any) -> bool:
 
 
 def _is_collective_row(row: Any) -> bool:
-    return _is_measurement(row) and row.get("operation") in OPERATIONS and is_positive_integer(row.get("bytes"))
+    return (
+        _is_measurement(row)
+        and row.get("operation") in OPERATIONS
+        and is_positive_integer(row.get("bytes"))
+        and is_positive_integer(row.get("max_in_flight", 1))
+    )
 
 
 def row_name(row: dict[str, Any]) -> str:

@@ -41,11 +41,14 @@ def measure_collectives(
     seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
     calls_by_case: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
-    with rank_sets[0].activate() if len(rank_sets) == 1 else nullcontext():  # otherwise, each turn starts the backend
+    # A single set of launched ranks keeps its backend. With several sets, each turn starts its own.
+    with rank_sets[0].activate() if len(rank_sets) == 1 else nullcontext():
         for round_index, index in rounds:
             rank_set = rank_sets[index]
             with rank_set.activate():
-                for operation in (*operations, CHECK, *(LOWER_BOUNDS if index == 0 else ())):
+                # On GPUs, the check overlaps with the previous transfer.
+                checks = (CHECK,) if rank_set.info.device == "cpu" else ()
+                for operation in (*operations, *checks, *(LOWER_BOUNDS if index == 0 else ())):
                     for size in [CHECK_BYTES] if operation == CHECK else sizes:
                         key = (index, operation, size)
                         turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
@@ -68,6 +71,7 @@ def measure_collectives(
             {
                 "backend": rank_sets[index].info.backend,
                 "transport": rank_sets[index].info.transport,
+                "max_in_flight": rank_sets[index].info.max_in_flight,
                 "operation": operation,
                 "bytes": round_up_bytes(size, ranks),
                 "seconds": round_seconds,
@@ -84,6 +88,7 @@ def measure_collectives(
                 "seconds": seconds_by_case[index, CHECK, CHECK_BYTES],
             }
             for index in range(len(rank_sets))
+            if (index, CHECK, CHECK_BYTES) in seconds_by_case
         ],
         "floors": [
             {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": round_seconds}

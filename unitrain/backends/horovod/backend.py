@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unitrain.backends import checks
 from unitrain.backends.base import ReduceOp, StartOptions
 from unitrain.backends.horovod import tensors as horovod_tensors
+from unitrain.backends.horovod.operations import NAMES_PER_SHAPE
 from unitrain.backends.horovod.process_group import BACKEND_NAME, register_backend
 from unitrain.backends.horovod.runtime import CYCLE_TIME, FUSION_THRESHOLD, connect_ranks_and_horovod
 from unitrain.backends.process_group import ProcessGroupBackend, destroying_default_group_on_error
@@ -35,6 +36,7 @@ class HorovodBackend(ProcessGroupBackend):
     name = "horovod"
     _uses_all_to_all = False  # hvd.alltoall of 25 MB takes twice the time of an allreduce
     tunables = (*ProcessGroupBackend.tunables, CYCLE_TIME, FUSION_THRESHOLD)
+    num_slow_operations = NAMES_PER_SHAPE  # an operation with a new name takes more messages
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:

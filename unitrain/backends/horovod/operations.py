@@ -37,7 +37,7 @@ from unitrain.monitoring.flight_recorder import dtype_name
 # To negotiate an operation whose name and shape are in its response cache, Horovod transfers one bit. Other operations
 # require a message to rank 0 and a response. Names are therefore reused, in the same order on every rank, but not
 # before the previous operation with the name has completed.
-_NAMES_PER_SHAPE = 16
+NAMES_PER_SHAPE = 16
 
 
 class OperationStarter(dist.ProcessGroup):
@@ -332,7 +332,7 @@ class OperationStarter(dist.ProcessGroup):
         size = tensor.numel() if size is None else size
         own_dtype = dtype_name(tensor.dtype if dtype is None else dtype)
         base_name = f"{self._prefix}.{operation}.{own_dtype}.{size}"
-        name = f"{base_name}.{self._num_issued[base_name] % _NAMES_PER_SHAPE}"
+        name = f"{base_name}.{self._num_issued[base_name] % NAMES_PER_SHAPE}"
         self._num_issued[base_name] += 1
         if (previous := self._latest_works.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
