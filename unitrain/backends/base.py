@@ -117,9 +117,9 @@ class Backend(Lifecycle, Communicator):
     `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` is the index of
     this rank on its host, and `node_rank` is the index of the host. `tunables` are the settings that `unitrain tune`
     may change. `transports` lists the values that `StartOptions.transport` accepts. It is empty if the backend selects
-    its transport itself and accepts only this transport. `unitrain bench` reads the last two attributes:
-    `max_in_flight` is the number of collectives that run at the same time, and the first `num_slow_operations`
-    operations of each size take longer than later ones.
+    its transport itself and accepts only this transport. `max_in_flight` is the number of collectives that run at the
+    same time. The first `num_slow_operations` operations of each size take longer than later ones; `unitrain bench`
+    does not measure them.
 
     Use a backend as a context manager. It shuts down if the block exits without an exception, or with SystemExit(0) or
     Preempted. After any other exception, it instead reports the failure to the other ranks. The backend "local" shuts

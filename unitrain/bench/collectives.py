@@ -17,7 +17,7 @@ from unitrain.bootstrap.network import own_addresses
 
 LOWER_BOUNDS = ("memory copy", "tcp stream")
 CHECK = "consistency check"  # a barrier, which consists of the check of a collective
-CHECK_BYTES = 4  # of a result's key; a barrier has no size
+CHECK_BYTES = 0  # a barrier transfers no tensor
 _MIN_CHECK_CALLS = 10  # the ranks start up to one latency apart, which matters for short operations
 # Tensors for which the first operations of a backend are not measured. Larger tensors take so long that the difference
 # is small.
