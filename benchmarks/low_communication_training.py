@@ -121,7 +121,7 @@ class Training:
         self._texts, self._validation = samples()
         self._batch = workload.batch
         self._model = build(workload)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=peak_lr)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=peak_lr, fused=True)
         self._scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self._optimizer, peak_lr, total_steps=steps + 1, pct_start=0.1
         )

@@ -52,7 +52,7 @@ class Network(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
     def forward(self, numbers: Tensor) -> Tensor:
-        result: Tensor = self.layers(INPUTS[numbers])
+        result: Tensor = self.layers(INPUTS.to(numbers.device)[numbers])
         return result
 
 

@@ -255,16 +255,17 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
 def views_with_conjugate_and_negative_bits_equal_materialized_tensors(backend: Backend) -> None:
     """Gradients and weights may be lazy views: `x.conj()` has the conjugate bit, and `x.conj().imag` the negative
     bit."""
-    generator = torch.Generator().manual_seed(backend.rank)
+    generator = seeded_generator(backend.rank)
     gradients = [torch.randn(4, 3, dtype=torch.complex128, generator=generator) for _ in range(6)]
 
     def weights_after_training(settings: LocalSGDConfig, *, is_lazy: bool) -> Tensor:
         def materialize(tensor: Tensor) -> Tensor:
             return tensor if is_lazy else tensor.resolve_conj().resolve_neg().clone()
 
-        start = torch.randn(4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(7))
+        start = torch.randn(4, 3, dtype=torch.complex128, generator=seeded_generator(7))
         model = nn.ParameterList([materialize(start.conj()), materialize(start.clone().conj().imag)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # On GPUs, the operations on lists of tensors reject lazy views.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         local_sgd = LocalSGD(model, optimizer, backend, settings)
         for gradient in gradients:
             model[0].grad, model[1].grad = materialize(gradient.conj()), materialize(gradient.conj().imag)
