@@ -67,7 +67,7 @@ def parse_results(output: str) -> Any:
 def measure_speeds(
     rate: str, delay: float, backend: str, arguments: dict[str, Any], timeout_seconds: float
 ) -> dict[str, Any]:
-    """Return the seconds and bytes per step of each method, and a network model that is fitted to allreduces between
+    """Return the seconds and bytes per step of each method, and a network model that is fitted to collectives between
     the hosts, as in `unitrain bench predict`."""
     network = (delay, bits_per_second(rate)) if delay else None
     with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), network=network) as both:
@@ -77,8 +77,8 @@ def measure_speeds(
         launch = [*LAUNCH, "--backend", backend, "-H", "h1:1,h2:1"]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         measured = Path(folder) / "collectives.json"
-        bench = ["bench", "collectives", "--backends", backend, "--operations", "allreduce", "--device", "cpu"]
-        limits = ["--sizes", "4KB,64KB,1MB,4MB", "--seconds", "20", "--json", str(measured)]
+        bench = ["bench", "collectives", "--backends", backend, "--operations", "allreduce,allgather"]
+        limits = ["--sizes", "4KB,64KB,1MB,4MB", "--seconds", "20", "--device", "cpu", "--json", str(measured)]
         for command in (["-m", "unitrain", *bench, *limits], [SCRIPT, json.dumps(arguments)]):
             done = both[0].run([*launch, *command], variables, timeout_seconds, fresh=True)
             if done.returncode:
@@ -224,7 +224,7 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
         "One rank on each of two hosts. Medians over turns of each method; in brackets the range. Bytes are those that "
         "the first host sent over its network interface. They include headers, acknowledgements and consistency "
         "checks, which the expected number does not. The predicted time is that of `unitrain bench predict --methods`, "
-        "with the time without communication and a network that is fitted to allreduces between the hosts. The last "
+        "with the time without communication and a network that is fitted to collectives between the hosts. The last "
         f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
         "training (see above), including the synchronous steps at the beginning.",
         "",

@@ -347,6 +347,27 @@ def test_calibration_subtracts_the_consistency_check() -> None:
     assert [point.measured for point in points] == [row["seconds"][0] for row in result["rows"]]
 
 
+def test_small_allgathers_separate_the_overhead_per_operation_from_the_latency() -> None:
+    """An allreduce of 4 ranks sends 6 messages per rank, and an allgather 3, with the same overhead."""
+    network, check = Network(alpha=0.02, beta=1e-8, overhead=0.15), 0.03
+    result = create_result(network, 4)
+    result["checks"] = [{"backend": "ddp", "transport": "gloo", "seconds": [check] * 3}]
+    for row in result["rows"]:
+        row["seconds"] = [network.overhead + seconds + check for seconds in row["seconds"]]
+    without_overhead = calibrate(result, "ddp gloo", ring_allreduce).network
+    assert without_overhead.overhead == 0
+    assert without_overhead.alpha == pytest.approx(network.alpha + network.overhead / 6, rel=0.01)
+    for row in list(result["rows"]):
+        seconds = network.overhead + ring_allgather(4, row["bytes"], network) + check
+        is_large = row["bytes"] > 64 << 10  # large allgathers may use another algorithm
+        result["rows"].append(row | {"operation": "allgather", "seconds": [(10 if is_large else 1) * seconds]})
+    found = calibrate(result, "ddp gloo", ring_allreduce)
+    assert (found.network.alpha, found.network.beta, found.network.overhead) == pytest.approx(
+        (network.alpha, network.beta, network.overhead), rel=1e-9
+    )
+    assert found.max_error < 1e-9
+
+
 @pytest.mark.parametrize(
     "fast_messages",
     [{1 << 12: 0.0007}, {1 << 12: 0.0007, 1 << 16: 0.0116}, {1 << 12: 0.0092, 1 << 16: 0.0333}],

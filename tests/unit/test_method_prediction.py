@@ -67,6 +67,25 @@ def test_synchronization_is_divided_by_the_number_of_local_steps() -> None:
     assert predict("local-sgd", local_steps=1) == pytest.approx((0.1 + 6 * (1e-3 + 0.08), 6e6))
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "operations"),
+    [
+        ("synchronous", 4, 2),  # an allreduce for each of two buckets
+        ("bf16", 4, 4),  # an all-to-all and an allgather for each
+        ("bf16", 2, 2),
+        ("local-sgd", 4, 1 / 25),
+        ("local-sgd-int8", 4, 2 / 25),
+        ("streaming", 4, 0),  # overlapped
+    ],
+)
+def test_each_operation_has_an_overhead(name: str, ranks: int, operations: float) -> None:
+    """On a network that is so fast that only the overhead matters, and with an instantaneous backward pass."""
+    model = replace(MODEL, backward_share=1e-9)
+    network = Network(alpha=1e-9, beta=1e-15, overhead=0.05)
+    found = predict_method(name, model, ranks, network, local_steps=25)
+    assert found.exposed_seconds == pytest.approx(operations * network.overhead, abs=1e-6)
+
+
 @pytest.mark.parametrize(("bytes_per_parameter", "sent"), [(2, 6e6), (4, 6e6), (8, 12e6)])
 def test_weights_are_communicated_in_the_dtype_of_the_computation(bytes_per_parameter: int, sent: float) -> None:
     """For weights in half precision, local SGD computes and communicates in float32."""

@@ -1,8 +1,9 @@
-"""The cost of collectives in the alpha-beta-gamma model, and the calibration of alpha and beta with measurements.
+"""The cost of collectives in the alpha-beta-gamma model, and the calibration of its parameters with measurements.
 
 A message of n bytes between two ranks takes alpha + n beta seconds, and the reduction of n bytes takes n gamma seconds.
 A rank sends and receives at most one message at a time. p is the number of ranks, n the message size in bytes, and lg
-the logarithm to base 2. Sources:
+the logarithm to base 2. The cost functions do not include the overhead per operation, which `operation_seconds` adds.
+Sources:
 
 [T] Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
 [P] Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 69(2), 2009
@@ -25,16 +26,20 @@ from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
 _MAX_DEVIATION = 1.5
+# The overhead per operation is fitted to allgathers of at most this size, whose time consists mainly of latencies.
+_MAX_OVERHEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`). `max_in_flight` is the
-    number of collectives that a rank executes at the same time."""
+    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`). `overhead` is the number
+    of seconds per operation before its first message, for example for the negotiation of Horovod. `max_in_flight` is
+    the number of collectives that a rank executes at the same time."""
 
     alpha: float
     beta: float
     gamma: float = 0.0
+    overhead: float = 0.0
     max_in_flight: int = 1
 
 
@@ -134,6 +139,11 @@ def hierarchical_allreduce(
     )
 
 
+def operation_seconds(cost: Cost, num_ranks: int, size: float, network: Network) -> float:
+    """Return the overhead and the `cost` of one operation, or 0.0 for one rank."""
+    return network.overhead + cost(num_ranks, size, network) if num_ranks > 1 else 0.0
+
+
 ALGORITHMS: dict[str, Cost] = {
     "ring": ring_allreduce,
     "recursive-doubling": recursive_doubling_allreduce,
@@ -197,44 +207,69 @@ class Calibration:
 
 
 def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
-    """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
-    `name`.
+    """Fit a network to the collectives that a `bench collectives` result contains for `name`. `cost` is the cost of
+    the allreduces.
 
     Gradients and synchronizations of weights have no consistency check, so its duration is subtracted from each time.
-    Allreduces that take less than twice as long as the check are ignored, because ranks exchange small tensors together
-    with the check. If fewer than two sizes remain, the measured times are used unchanged.
+    Operations that take less than twice as long as the check are ignored, because ranks exchange small tensors together
+    with the check. If fewer than two sizes of allreduces remain, the measured times are used unchanged.
 
-    The fit minimizes squared relative errors, so that large messages do not dominate. Points whose time differs by a
-    factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
-    small messages are faster than the bandwidth if the network permits bursts. alpha and beta are >= 0. beta includes
-    the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer than two
-    sizes.
+    The fit minimizes squared relative errors, so that large messages do not dominate. Allreduces whose time differs by
+    a factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
+    small messages are faster than the bandwidth if the network permits bursts. All parameters are >= 0. beta includes
+    the cost of the reduction, because the measurements do not separate the two. The overhead per operation is 0 unless
+    the result contains allgathers of at most 64 KB: these send half as many messages as a ring allreduce with the same
+    overhead. Raises ReportError for fewer than two sizes of allreduces.
     """
-    rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
-    num_ranks = result["ranks"]
     check = check_seconds(result, name)
-    seconds_by_size = {row["bytes"]: quartiles(row["seconds"])[1] for row in rows}
-    without_check = {size: seconds - check for size, seconds in seconds_by_size.items() if seconds >= 2 * check}
+    seconds_by_size = _median_seconds(result, name, "allreduce")
+    without_check = _subtract_check(seconds_by_size, check)
+    allgathers: dict[int, float] = {}
     if len(without_check) >= 2:
         seconds_by_size = without_check
-    sizes = list(seconds_by_size)
-    if len(sizes) < 2:
+        allgathers = _subtract_check(_median_seconds(result, name, "allgather"), check)
+    if len(seconds_by_size) < 2:
         raise ReportError(
-            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(sizes)}. "
-            "Measure with: unitrain bench collectives --operations allreduce --json FILE"
+            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(seconds_by_size)}. "
+            "Measure with: unitrain bench collectives --operations allreduce,allgather --json FILE"
         )
-    measured_seconds = np.array(list(seconds_by_size.values()))
-    # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
-    units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
-    coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
-    relative = coefficients / measured_seconds[:, None]  # relative @ (alpha, beta) is predicted / measured
-    alpha, beta = _positive_least_squares(relative[_mask_of_consistent_points(relative, sizes.index(max(sizes)))])
-    network = Network(alpha=alpha, beta=beta, max_in_flight=rows[0].get("max_in_flight", 1))
+    num_ranks, sizes = result["ranks"], list(seconds_by_size)
+    measured = np.array(list(seconds_by_size.values()))
+    relative = _coefficients(cost, num_ranks, sizes) / measured[:, None]  # relative @ parameters: predicted / measured
+    consistent = _mask_of_consistent_points(relative[:, :2], sizes.index(max(sizes)))
+    small = [size for size in allgathers if size <= _MAX_OVERHEAD_BYTES]
+    if small:
+        small_seconds = np.array([allgathers[size] for size in small])
+        extra = _coefficients(ring_allgather, num_ranks, small) / small_seconds[:, None]
+        parameters = _positive_least_squares(np.concatenate([relative[consistent], extra]))
+    else:
+        parameters = _positive_least_squares(relative[consistent][:, :2])
+    alpha, beta, *overhead = map(float, parameters)
+    row = next(row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce")
+    network = Network(
+        alpha=alpha, beta=beta, overhead=overhead[0] if overhead else 0.0, max_in_flight=row.get("max_in_flight", 1)
+    )
     points = [
-        FittedPoint(size, float(seconds), cost(num_ranks, size, network))
-        for size, seconds in zip(sizes, measured_seconds, strict=True)
+        FittedPoint(size, seconds, operation_seconds(cost, num_ranks, size, network))
+        for size, seconds in seconds_by_size.items()
     ]
     return Calibration(network, points)
+
+
+def _median_seconds(result: dict[str, Any], name: str, operation: str) -> dict[int, float]:
+    rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == operation]
+    return {row["bytes"]: quartiles(row["seconds"])[1] for row in rows}
+
+
+def _subtract_check(seconds_by_size: dict[int, float], check: float) -> dict[int, float]:
+    return {size: seconds - check for size, seconds in seconds_by_size.items() if seconds >= 2 * check}
+
+
+def _coefficients(cost: Cost, num_ranks: int, sizes: list[int]) -> np.ndarray[Any, Any]:
+    """Return the coefficients of alpha, beta and the overhead per size: costs are linear in the three parameters, so
+    these are the costs with one parameter of 1 and the others 0."""
+    units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1), Network(alpha=0, beta=0, overhead=1)]
+    return np.array([[operation_seconds(cost, num_ranks, size, unit) for unit in units] for size in sizes])
 
 
 def _mask_of_consistent_points(relative: np.ndarray[Any, Any], largest: int) -> np.ndarray[Any, Any]:
@@ -254,17 +289,18 @@ def _mask_of_consistent_points(relative: np.ndarray[Any, Any], largest: int) -> 
     return consistent if consistent.sum() > 1 else all_points
 
 
-def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the two-element x >= 0 that minimizes |columns x - 1|."""
-    ones = np.ones(len(columns))
-    unconstrained = np.linalg.lstsq(columns, ones, rcond=None)[0]
-    if (unconstrained >= 0).all():
-        return float(unconstrained[0]), float(unconstrained[1])
-    candidates = []
-    for index in (0, 1):
-        column = columns[:, index]
-        x = np.zeros(2)
-        x[index] = max(0.0, column @ ones / (column @ column))
-        candidates.append(x)
-    best = min(candidates, key=lambda x: float(((columns @ x - ones) ** 2).sum()))
-    return float(best[0]), float(best[1])
+def _positive_least_squares(columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the x >= 0 that minimizes |columns x - 1|.
+
+    At the minimum, some elements of x are 0 and the others are an unconstrained minimum, so each set of elements is
+    tried.
+    """
+    num_columns = columns.shape[1]
+    candidates = [np.zeros(num_columns)]
+    for chosen in range(1, 1 << num_columns):
+        indices = [index for index in range(num_columns) if chosen >> index & 1]
+        x = np.zeros(num_columns)
+        x[indices] = np.linalg.lstsq(columns[:, indices], np.ones(len(columns)), rcond=None)[0]
+        if (x >= 0).all():
+            candidates.append(x)
+    return min(candidates, key=lambda x: float(((columns @ x - 1) ** 2).sum()))

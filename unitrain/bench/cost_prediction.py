@@ -17,6 +17,7 @@ from unitrain.bench.cost_model import (
     Network,
     calibrate,
     hierarchical_allreduce,
+    operation_seconds,
     parameter_server,
 )
 from unitrain.bench.results import quartiles, row_name, row_names
@@ -233,6 +234,7 @@ def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list
             "algorithm": algorithm,
             "alpha": network.alpha,
             "beta": network.beta,
+            "overhead": network.overhead,
             "max_in_flight": network.max_in_flight,
             "median_error": None if fitted is None else fitted.median_error,
             "max_error": None if fitted is None else fitted.max_error,
@@ -245,7 +247,7 @@ def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list
 
 
 def _bind_cost(cost: Cost, ranks: int, network: Network) -> Callable[[float], float]:
-    return lambda size: cost(ranks, size, network)
+    return lambda size: operation_seconds(cost, ranks, size, network)
 
 
 def model_from_result(training_result: dict[str, Any], bytes_per_parameter: float) -> Model:

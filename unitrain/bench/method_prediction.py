@@ -15,7 +15,14 @@ from typing import Any
 
 from unitrain import __version__
 from unitrain.backends.local_sgd_config import LocalSGDConfig, OuterCompression
-from unitrain.bench.cost_model import Network, ring_allgather, ring_allreduce, ring_reducescatter, tree_broadcast
+from unitrain.bench.cost_model import (
+    Network,
+    operation_seconds,
+    ring_allgather,
+    ring_allreduce,
+    ring_reducescatter,
+    tree_broadcast,
+)
 from unitrain.bench.cost_prediction import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -138,15 +145,16 @@ def _predict_synchronous(
 
     def first_collective(size: float) -> float:
         if name == SYNCHRONOUS:
-            return ring_allreduce(num_ranks, size, network)
+            return operation_seconds(ring_allreduce, num_ranks, size, network)
         if num_ranks == 2:
-            return ring_allgather(num_ranks, num_ranks * ratio * size, network)
-        return ring_reducescatter(num_ranks, ratio * size, network)  # an all-to-all sends the same messages
+            return operation_seconds(ring_allgather, num_ranks, num_ranks * ratio * size, network)
+        # An all-to-all sends the same messages as a reducescatter.
+        return operation_seconds(ring_reducescatter, num_ranks, ratio * size, network)
 
     return predict_step(
         model.work(bucket_bytes),
         first_collective,
-        second_collective=(lambda size: ring_allgather(num_ranks, ratio * size, network))
+        second_collective=(lambda size: operation_seconds(ring_allgather, num_ranks, ratio * size, network))
         if name == BF16 and num_ranks > 2
         else None,
         bucket_bytes=bucket_bytes,
@@ -194,7 +202,9 @@ def _synchronization_seconds(model: Model, num_ranks: int, network: Network, con
         return 0.0
     buckets = _count_buckets(model.parameters / config.fragments)
     sent = _bytes_per_synchronization(model, num_ranks, config.compression) / config.fragments / buckets
-    return buckets * ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
+    operations = 1 if config.compression == "none" else 2
+    transfer_seconds = ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
+    return buckets * (operations * network.overhead + transfer_seconds)
 
 
 def _bytes_per_synchronization(model: Model, num_ranks: int, compression: OuterCompression) -> float:
