@@ -41,7 +41,7 @@ from low_communication_training import (
     build,
     methods,
 )
-from slow_network import HERE, bits_per_second, hosts, slow_down
+from slow_network import HERE, bits_per_second, burst_bytes, hosts, slow_down
 from tables import BACKENDS, RESULTS, save_results
 
 from unitrain.bench.cost_model import Network
@@ -56,6 +56,10 @@ NAMES = list(methods(25))
 DEFAULT = Workload()
 SCRIPT = str(HERE / "low_communication_training.py")
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+# Headers of Ethernet, IPv4 and TCP with time stamps, and the payload of a segment with an MTU of 1,500 bytes.
+HEADER_BYTES, SEGMENT_BYTES = 66, 1448
+# A network interface counts segments that are sent together (generic segmentation offload) as one packet.
+OFFLOAD_BYTES = 64 << 10
 
 
 def parse_results(output: str) -> Any:
@@ -103,16 +107,31 @@ def predicted_seconds(
     return predict_method(method.predicted_method, model, RANKS, network, local_steps=local_steps).seconds
 
 
-def expected_bytes(method: Method, num_parameters: int) -> float | None:
-    """Return the number of bytes that a rank sends per step, without headers. Return None for PowerSGD, and without
-    communication."""
+def expected_bytes(method: Method, num_parameters: int, segment_bytes: int, other_bytes: float) -> float | None:
+    """Return the number of bytes that a rank sends per step, or None for PowerSGD, and without communication.
+
+    The payload is sent in segments of `segment_bytes` bytes. The receiver acknowledges every second segment, as RFC
+    1122 requires, so the rank also sends half a header per segment that it receives. `other_bytes` is the traffic per
+    step without communication of gradients and weights.
+    """
     if not method.communicates:
         return None
     if method.local_sgd is not None:
-        return bytes_per_synchronization(num_parameters, RANKS, method.local_sgd.compression) / method.local_sgd.steps
-    if method.compression in ("none", "bf16"):
-        return bytes_per_synchronization(num_parameters, RANKS, "none", 4 if method.compression == "none" else 2)
-    return None
+        payload = bytes_per_synchronization(num_parameters, RANKS, method.local_sgd.compression)
+        payload /= method.local_sgd.steps
+    elif method.compression in ("none", "bf16"):
+        payload = bytes_per_synchronization(num_parameters, RANKS, "none", 4 if method.compression == "none" else 2)
+    else:
+        return None
+    return payload * (1 + 1.5 * HEADER_BYTES / segment_bytes) + other_bytes
+
+
+def counted_segment_bytes(network: str) -> int:
+    """Return the payload of a packet that the network interface counts. Packets on a network with a delay, and those
+    that are larger than the burst of the bandwidth limit, are divided into segments before they are counted."""
+    if " ms" in network or burst_bytes(network) < OFFLOAD_BYTES:
+        return SEGMENT_BYTES
+    return OFFLOAD_BYTES
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -222,8 +241,9 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
         "## Times",
         "",
         "One rank on each of two hosts. Medians over turns of each method; in brackets the range. Bytes are those that "
-        "the first host sent over its network interface. They include headers, acknowledgements and consistency "
-        "checks, which the expected number does not. The predicted time is that of `unitrain bench predict --methods`, "
+        "the first host sent over its network interface. The expected number consists of the gradients or weights, "
+        "TCP headers, acknowledgements, and the traffic without communication. The predicted time is that of `unitrain "
+        "bench predict --methods`, "
         "with the time without communication and a network that is fitted to collectives between the hosts. The last "
         f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
         "training (see above), including the synchronous steps at the beginning.",
@@ -262,12 +282,15 @@ def cell_rows(key: str, cell: dict[str, Any], losses: dict[str, Any], settings: 
     num_parameters = count_parameters(cell_workload(cell))
     seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
     network, local_steps = Network(**cell["network"]), cell["local_steps"]
+    segment_bytes = counted_segment_bytes(network_name)
+    other_bytes = statistics.median(cell["methods"][ALONE]["bytes"])
     rows = []
     for name, method in methods(local_steps).items():
         if name not in cell["methods"]:
             continue
         found = cell["methods"][name]
-        sent, expected = statistics.median(found["bytes"]), expected_bytes(method, num_parameters)
+        sent = statistics.median(found["bytes"])
+        expected = expected_bytes(method, num_parameters, segment_bytes, other_bytes)
         predicted = predicted_seconds(method, num_parameters, seconds[ALONE], network, local_steps)
         steps = steps_to_target(losses, name, target) if name in losses else None
         warmup = min(warmup_steps, steps or 0) if method.local_sgd is not None else 0

@@ -33,13 +33,16 @@ from hosts import Host, hosts  # noqa: E402
 
 
 def slow_down(host: Host, rate: str) -> None:
-    """Limit the send bandwidth of a host to `rate`, in tc notation.
-
-    After a pause, the host can send up to 20 ms worth of data, but at most 256 KiB, without this limit.
-    """
-    burst = min(256 << 10, round(0.02 * bits_per_second(rate) / 8))
-    shape = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
+    """Limit the send bandwidth of a host to `rate`, in tc notation."""
+    burst = str(burst_bytes(rate))
+    shape = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
     subprocess.run(["nsenter", "-t", str(host.first), "--net", *shape], check=True, timeout=20)
+
+
+def burst_bytes(rate: str) -> int:
+    """Return the number of bytes that a host can send without the limit `rate` after a pause: up to 20 ms worth of
+    data, but at most 256 KiB."""
+    return min(256 << 10, round(0.02 * bits_per_second(rate) / 8))
 
 
 def bits_per_second(rate: str) -> float:
