@@ -229,8 +229,14 @@ def measure_speeds(
         if isinstance(method.compression, unitrain.PowerSGD):
             method = replace(method, compression=replace(method.compression, start_step=2))
         training = Training(backend, method, workload, steps=10**6, peak_lr=1e-3, seed=0)
-        warmup, unit = (WARMUP_STEPS, MIN_STEPS) if method.local_sgd is None else (local_steps, local_steps)
-        training.run(FIRST_STEPS if method.local_sgd is None else local_steps)
+        if method.local_sgd is None:
+            warmup, unit = WARMUP_STEPS, MIN_STEPS
+            training.run(FIRST_STEPS)
+        else:
+            warmup = unit = local_steps
+            for _ in range(backend.num_slow_operations * local_steps):
+                training.after_step()  # synchronizes as training does, without computation
+            training.run(local_steps)
         _, per_step = measure_steps(backend, training, unit)
         turns[name] = training, warmup, unit * backend.broadcast_object(math.ceil(seconds / (per_step * unit)))
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in turns}

@@ -19,8 +19,10 @@ from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 from torch import Tensor
 
+from unitrain.backends.local import LocalBackend
 from unitrain.bench import results, tables
-from unitrain.bench.collectives import _make_collective, round_up_bytes
+from unitrain.bench.collectives import _make_collective, round_up_bytes, take_turn
+from unitrain.bench.rank_sets import LaunchedRanks
 from unitrain.bench.results import OPERATIONS, bus_factor
 from unitrain.cli import unitrain as command
 from unitrain.cli.bench_collectives import select_common_backends
@@ -213,6 +215,38 @@ def test_launched_ranks_without_an_available_backend_are_refused(monkeypatch: py
         monkeypatch.setenv(name, "2")
     message = "No backend that supports several ranks is available on this host. Use --backends ddp"
     assert error_output("collectives", "--backends", "local") == message
+
+
+def test_slow_first_operations_of_a_size_are_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LocalBackend(torch.device("cpu"))
+    monkeypatch.setattr(LocalBackend, "num_slow_operations", 16)
+    allreduce, sizes = backend.allreduce, []
+
+    def counted_allreduce(tensor: Tensor, op: Any) -> Tensor:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return allreduce(tensor, op)
+
+    monkeypatch.setattr(backend, "allreduce", counted_allreduce)
+    counts = []
+    for size in (4096, 4096, 1024, 8 << 20):
+        sizes.clear()
+        take_turn(backend, "allreduce", size, 2)
+        assert set(sizes) == {size}
+        counts.append(len(sizes))
+    assert counts == [16 + 2, 1 + 2, 16 + 2, 1 + 2]  # large tensors have one warm-up
+
+
+def test_nested_activations_of_launched_ranks_use_the_same_backend() -> None:
+    ranks = LaunchedRanks("local", "cpu")
+    with ranks.activate():
+        (first,) = ranks.run(id)
+        with ranks.activate():
+            assert ranks.run(id) == [first]
+        assert ranks.run(id) == [first]
+    with pytest.raises(AssertionError, match="not active"):
+        ranks.run(id)
+    with ranks.activate():
+        assert ranks.run(lambda backend: backend.size) == [1]
 
 
 @pytest.mark.parametrize(
