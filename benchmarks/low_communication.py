@@ -81,7 +81,7 @@ def measure_speeds(
         launch = [*LAUNCH, "--backend", backend, "-H", "h1:1,h2:1"]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         measured = Path(folder) / "collectives.json"
-        bench = ["bench", "collectives", "--backends", backend, "--operations", "allreduce,allgather"]
+        bench = ["bench", "collectives", "--backends", backend, "--operations", "allreduce"]
         limits = ["--sizes", "4KB,64KB,1MB,4MB", "--seconds", "20", "--device", "cpu", "--json", str(measured)]
         for command in (["-m", "unitrain", *bench, *limits], [SCRIPT, json.dumps(arguments)]):
             done = both[0].run([*launch, *command], variables, timeout_seconds, fresh=True)

@@ -127,7 +127,11 @@ def test_ranks_started_by_a_launcher_measure_both_backends(tmp_path: Path) -> No
         (backend, size) for backend in ("ddp", "horovod") for size in (1020, 65544)
     }
     assert {(row["backend"], row["max_in_flight"]) for row in result["rows"]} == {("ddp", 2), ("horovod", 1)}
-    assert {(check["backend"], len(check["seconds"])) for check in result["checks"]} == {("ddp", 3), ("horovod", 3)}
+    assert {(row["backend"], row["operation"], row["bytes"], len(row["seconds"])) for row in result["gradients"]} == {
+        (backend, *case, 3)
+        for backend in ("ddp", "horovod")
+        for case in (("allreduce", 1020), ("allreduce", 65544), ("allgather", 1020), ("allgather", 65544))
+    }
     assert {floor["name"] for floor in result["floors"]} == {"memory copy", "tcp stream"}
 
 
@@ -239,10 +243,10 @@ def test_slow_first_operations_of_a_size_are_warm_ups(monkeypatch: pytest.Monkey
 def test_nested_activations_of_launched_ranks_use_the_same_backend() -> None:
     ranks = LaunchedRanks("local", "cpu")
     with ranks.activate():
-        (first,) = ranks.run(id)
+        backend = ranks._active_backend
         with ranks.activate():
-            assert ranks.run(id) == [first]
-        assert ranks.run(id) == [first]
+            assert ranks._active_backend is backend
+        assert ranks._active_backend is backend
     with pytest.raises(AssertionError, match="not active"):
         ranks.run(id)
     with ranks.activate():
@@ -297,8 +301,8 @@ TRAINING = {
         {"kind": "collectives", "ranks": 2, "rows": [3]},
         {"kind": "collectives", "ranks": 2, "rows": [{**COLLECTIVE, "max_in_flight": 0}]},
         *(
-            {"kind": "collectives", "ranks": 2, "rows": [COLLECTIVE], "checks": checks}
-            for checks in (None, 3, {}, [3], [{**COLLECTIVE, "seconds": []}])
+            {"kind": "collectives", "ranks": 2, "rows": [COLLECTIVE], "gradients": gradients}
+            for gradients in (None, 3, {}, [3], [{**COLLECTIVE, "seconds": []}])
         ),
     ],
 )

@@ -327,45 +327,72 @@ def test_allreduces_of_one_rank_cost_nothing() -> None:
     assert calibrate(result, "ddp gloo", ring_allreduce).network == Network(alpha=0, beta=0)
 
 
-def test_calibration_subtracts_the_consistency_check() -> None:
-    """Messages that the ranks exchange together with the check take as long as the check."""
-    network, check = Network(alpha=0.05, beta=1e-7), 0.06
+def test_calibration_prefers_the_collectives_of_gradients() -> None:
+    """The public allreduces include a consistency check."""
+    network = Network(alpha=0.05, beta=1e-7)
     result = create_result(network, 2)
+    result["gradients"] = [row | {"max_in_flight": 2} for row in result["rows"][3:]]
     for row in result["rows"]:
-        row["max_in_flight"] = 2
-        row["seconds"] = [check if row["bytes"] <= 1 << 12 else seconds + check for seconds in row["seconds"]]
-    result["checks"] = [{"backend": "ddp", "transport": "gloo", "seconds": [check] * 3}]
+        row["seconds"] = [max(0.06, row["seconds"][0])] * 3
     found = calibrate(result, "ddp gloo", ring_allreduce)
-    assert found.network.alpha == pytest.approx(network.alpha, rel=1e-9)
-    assert found.network.beta == pytest.approx(network.beta, rel=1e-9)
-    assert found.network.max_in_flight == 2
-    assert {point.size for point in found.points} == {row["bytes"] for row in result["rows"] if row["bytes"] > 1 << 12}
-    # If only one size takes longer than the check, the times are used unchanged.
-    for row in result["rows"][:-1]:
-        row["seconds"] = [check] * 3
-    points = calibrate(result, "ddp gloo", ring_allreduce).points
-    assert [point.measured for point in points] == [row["seconds"][0] for row in result["rows"]]
+    assert (found.network.alpha, found.network.beta) == pytest.approx((network.alpha, network.beta), rel=1e-9)
+    assert (found.network.max_in_flight, found.network.overhead_seconds) == (2, 0)
+    assert [point.size for point in found.points] == [row["bytes"] for row in result["gradients"]]
 
 
-def test_small_allgathers_separate_the_overhead_per_operation_from_the_latency() -> None:
-    """An allreduce of 4 ranks sends 6 messages per rank, and an allgather 3, with the same overhead."""
-    network, check = Network(alpha=0.02, beta=1e-8, overhead=0.15), 0.03
-    result = create_result(network, 4)
-    result["checks"] = [{"backend": "ddp", "transport": "gloo", "seconds": [check] * 3}]
+def with_gradients(network: Network, ranks: int, algorithm: str = "ring") -> dict[str, Any]:
+    """Return a result with allreduces of gradients and with allgathers of up to 64 KB, with the times that `network`
+    predicts."""
+    result = create_result(network, ranks, algorithm=algorithm)
+    result["gradients"] = []
     for row in result["rows"]:
-        row["seconds"] = [network.overhead + seconds + check for seconds in row["seconds"]]
-    without_overhead = calibrate(result, "ddp gloo", ring_allreduce).network
-    assert without_overhead.overhead == 0
-    assert without_overhead.alpha == pytest.approx(network.alpha + network.overhead / 6, rel=0.01)
-    for row in list(result["rows"]):
-        seconds = network.overhead + ring_allgather(4, row["bytes"], network) + check
-        is_large = row["bytes"] > 64 << 10  # large allgathers may use another algorithm
-        result["rows"].append(row | {"operation": "allgather", "seconds": [(10 if is_large else 1) * seconds]})
-    found = calibrate(result, "ddp gloo", ring_allreduce)
-    assert (found.network.alpha, found.network.beta, found.network.overhead) == pytest.approx(
-        (network.alpha, network.beta, network.overhead), rel=1e-9
+        seconds = network.overhead_seconds + row["seconds"][0]
+        result["gradients"].append(row | {"seconds": [seconds] * 3})
+        if row["bytes"] <= 64 << 10:
+            seconds = network.overhead_seconds + ring_allgather(ranks, row["bytes"], network)
+            result["gradients"].append(row | {"operation": "allgather", "seconds": [seconds] * 3})
+    return result
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving-doubling"])
+def test_allgathers_separate_the_overhead_per_operation_from_the_latency(algorithm: str, ranks: int) -> None:
+    """An allreduce of 4 ranks in a ring sends 6 messages per rank, and an allgather 3, with the same overhead."""
+    network = Network(alpha=0.02, beta=1e-8, overhead_seconds=0.15)
+    result = with_gradients(network, ranks, algorithm)
+    found = calibrate(result, "ddp gloo", ALGORITHMS[algorithm])
+    assert (found.network.alpha, found.network.beta, found.network.overhead_seconds) == pytest.approx(
+        (network.alpha, network.beta, network.overhead_seconds), rel=1e-6
     )
-    assert found.max_error < 1e-9
+    assert found.max_error < 1e-6
+    assert len(found.points) == len(result["gradients"])
+    # Without allgathers, the fit assigns the overhead to the messages.
+    result["gradients"] = [row for row in result["gradients"] if row["operation"] == "allreduce"]
+    without_overhead = calibrate(result, "ddp gloo", ALGORITHMS[algorithm]).network
+    assert without_overhead.overhead_seconds == 0
+    if (ranks, algorithm) == (4, "ring"):
+        assert without_overhead.alpha == pytest.approx(network.alpha + network.overhead_seconds / 6, rel=0.01)
+
+
+def test_overhead_is_zero_if_the_measurements_cannot_separate_it_from_the_latency() -> None:
+    """On two ranks, recursive doubling sends one message per allreduce, as many as an allgather."""
+    network = Network(alpha=0.02, beta=1e-8)
+    found = calibrate(
+        with_gradients(network, 2, "recursive-doubling"), "ddp gloo", ALGORITHMS["recursive-doubling"]
+    ).network
+    assert (found.alpha, found.beta) == pytest.approx((network.alpha, network.beta), rel=1e-9)
+    assert found.overhead_seconds == 0
+
+
+def test_allgathers_that_are_faster_than_the_bandwidth_do_not_change_the_fit() -> None:
+    """A token-bucket rate limiter transfers the first bytes after a pause at a higher rate."""
+    result = with_gradients(Network(alpha=0, beta=8e-7), 2)
+    for row in result["gradients"]:
+        if row["bytes"] <= 1 << 16:
+            row["seconds"] = [row["seconds"][0] / 4] * 3
+    found = calibrate(result, "ddp gloo", ring_allreduce).network
+    assert found.beta == pytest.approx(8e-7, rel=0.01)
+    assert found.overhead_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -514,7 +541,8 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     (point,) = result["measured"]
     assert point["relative_error"] == pytest.approx(seconds[2].seconds / 0.4 - 1)
     assert (
-        "ddp gloo ring: 50 µs per message, 1 GB/s, fitted to 10 allreduces: median error 0%, largest error 0%" in output
+        "ddp gloo ring: 50 µs per message, 1 GB/s, fitted to 10 measurements: median error 0%, largest error 0%"
+        in output
     )
     assert f"ddp gloo on 2 ranks: measured 400 ms per step, predicted {seconds[2].seconds * 1000:.3g} ms" in output
 

@@ -75,15 +75,15 @@ def test_synchronization_is_divided_by_the_number_of_local_steps() -> None:
         ("bf16", 2, 2),
         ("local-sgd", 4, 1 / 25),
         ("local-sgd-int8", 4, 2 / 25),
-        ("streaming", 4, 0),  # overlapped
+        ("streaming", 4, 5 / 25 * 0.5),  # each of five transfers overlaps with five steps of 0.1 s
     ],
 )
 def test_each_operation_has_an_overhead(name: str, ranks: int, operations: float) -> None:
     """On a network that is so fast that only the overhead matters, and with an instantaneous backward pass."""
     model = replace(MODEL, backward_share=1e-9)
-    network = Network(alpha=1e-9, beta=1e-15, overhead=0.05)
+    network = Network(alpha=1e-9, beta=1e-15, overhead_seconds=1.0)
     found = predict_method(name, model, ranks, network, local_steps=25)
-    assert found.exposed_seconds == pytest.approx(operations * network.overhead, abs=1e-6)
+    assert found.exposed_seconds == pytest.approx(operations * network.overhead_seconds, abs=1e-6)
 
 
 @pytest.mark.parametrize(("bytes_per_parameter", "sent"), [(2, 6e6), (4, 6e6), (8, 12e6)])

@@ -108,6 +108,10 @@ class SupportsPointToPoint(ABC):
         """Create a group for each list of ranks in `groups`, and return the groups that contain this rank, in the order
         of `groups`. All ranks must call this method, with the same arguments. Each list must be in ascending order."""
 
+    @abstractmethod
+    def default_group(self) -> Subgroup:
+        """Return the group of all ranks that reduces gradients. Its collectives have no consistency check."""
+
 
 class SupportsShardedParameters(ABC):
     """A backend that shards parameters across ranks with `distributed_model(shard="parameters")`."""

@@ -406,6 +406,11 @@ class ProcessGroupBackend(
         self._rank_groups.update(created)
         return created
 
+    def default_group(self) -> Subgroup:
+        group = Subgroup(default_process_group(), range(self.size), self.rank, self._monitor)
+        self._rank_groups.add(group)
+        return group
+
     def shutdown(self) -> None:
         if self._is_forked:
             return

@@ -1,4 +1,8 @@
-"""Time collectives on the ranks, and lower bounds for comparison: a memory copy and a TCP stream."""
+"""Time collectives on the ranks, and lower bounds for comparison: a memory copy and a TCP stream.
+
+The public collectives include a consistency check, and small allgathers on CPUs use separate TCP connections. Gradients
+are reduced without either, by the collectives of the process group, so these are also timed.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,30 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Backend, Communicator
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint
 from unitrain.bootstrap.network import own_addresses
+from unitrain.monitoring.flight_recorder import GradientPhase
 
 LOWER_BOUNDS = ("memory copy", "tcp stream")
-CHECK = "consistency check"  # a barrier, which consists of the check of a collective
-CHECK_BYTES = 0  # a barrier transfers no tensor
-_MIN_CHECK_CALLS = 10  # the ranks start up to one latency apart, which matters for short operations
+GRADIENT_ALLREDUCE, GRADIENT_ALLGATHER = "gradient allreduce", "gradient allgather"
+GRADIENT_COLLECTIVES = {GRADIENT_ALLREDUCE: "allreduce", GRADIENT_ALLGATHER: "allgather"}
+# The allgathers of gradients separate the overhead per operation from the latency (`cost_model.py`), for which small
+# tensors suffice.
+MAX_GRADIENT_ALLGATHER_BYTES = 64 << 10
+# Ranks start up to one latency apart, which matters for a few operations on small tensors.
+_MIN_SMALL_GRADIENT_CALLS = 4
 # Tensors for which the first operations of a backend are not measured. Larger tensors take so long that the difference
 # is small.
 _MAX_WARM_UP_BYTES = 4 << 20
+_phase_numbers = count()
 _measured_cases: WeakKeyDictionary[Backend, set[tuple[str, int]]] = WeakKeyDictionary()
 _ELEMENT_BYTES = 4  # float32
 _SOCKET_TIMEOUT_SECONDS = 30.0
@@ -46,16 +58,19 @@ def round_up_bytes(size: int, ranks: int) -> int:
 
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnResult:
-    """Time `calls` calls of one of `results.OPERATIONS`, LOWER_BOUNDS or CHECK on a tensor of `size` bytes, after a
-    warm-up call or, in the first turn of a `backend`, its `num_slow_operations`.
+    """Time `calls` calls of one of `results.OPERATIONS`, LOWER_BOUNDS or GRADIENT_COLLECTIVES on a tensor of `size`
+    bytes, after a warm-up call or, in the first turn of a `backend`, its `num_slow_operations`.
 
     All ranks must call this function. Except for the TCP stream, `size` is rounded up with `round_up_bytes`. It is the
-    output size of an allgather, and the input size of the other collectives. The public method is timed, including the
-    consistency check and the copy of the input.
+    output size of an allgather, and the input size of the other collectives. For one of `results.OPERATIONS`, the
+    public method is timed, including the consistency check and the copy of the input. GRADIENT_COLLECTIVES are not
+    timed on backends without SupportsPointToPoint.
     """
     start_time = time.perf_counter()
     if operation == "tcp stream":
         seconds = _time_tcp_stream(backend, size, calls)
+    elif operation in GRADIENT_COLLECTIVES and not isinstance(backend, SupportsPointToPoint):
+        seconds = None
     else:
         call = (
             _make_memory_copy(backend, size)
@@ -64,14 +79,18 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnRe
         )
         for _ in range(_count_warm_ups(backend, operation, size)):
             call()
-        seconds = _time_calls(backend, call, max(calls, _MIN_CHECK_CALLS) if operation == CHECK else calls)
+        if operation in GRADIENT_COLLECTIVES and size <= MAX_GRADIENT_ALLGATHER_BYTES:
+            calls = max(calls, _MIN_SMALL_GRADIENT_CALLS)
+        seconds = _time_calls(backend, call, calls)
     return TurnResult(seconds, time.perf_counter() - start_time)
 
 
 def _count_warm_ups(backend: Backend, operation: str, size: int) -> int:
+    # The public allreduce and the allreduce of gradients execute the same operation of the library.
+    case = ("allreduce" if operation == GRADIENT_ALLREDUCE else operation, size)
     measured = _measured_cases.setdefault(backend, set())
-    is_first = (operation, size) not in measured
-    measured.add((operation, size))
+    is_first = case not in measured
+    measured.add(case)
     return max(1, backend.num_slow_operations) if is_first and size <= _MAX_WARM_UP_BYTES else 1
 
 
@@ -88,13 +107,13 @@ def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> flo
     return (time.perf_counter() - start_time) / calls
 
 
-def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], object]:
-    if operation == CHECK:
-        return backend.barrier
+def _make_collective(backend: Backend, operation: str, size: int) -> Callable[[], object]:
     elements = round_up_bytes(size, backend.size) // _ELEMENT_BYTES
-    if operation == "allgather":
+    if operation in (GRADIENT_ALLGATHER, "allgather"):
         elements //= backend.size
     tensor = torch.ones(elements, device=backend.device)
+    if operation in GRADIENT_COLLECTIVES:
+        return _make_gradient_collective(backend, operation, tensor)
     if operation == "allreduce":
         return lambda: backend.allreduce(tensor, "sum")
     if operation == "reducescatter":
@@ -102,7 +121,21 @@ def _make_collective(backend: Communicator, operation: str, size: int) -> Callab
     return lambda: getattr(backend, operation)(tensor)
 
 
-def _make_memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
+def _make_gradient_collective(backend: Backend, operation: str, tensor: Tensor) -> Callable[[], object]:
+    assert isinstance(backend, SupportsPointToPoint)
+    group = backend.default_group()
+
+    def call() -> Tensor:
+        phase = GradientPhase("benchmark", next(_phase_numbers))
+        group.monitor.record(phase)
+        if operation == GRADIENT_ALLREDUCE:
+            return group.start_mean(tensor, phase)()
+        return group.start_allgather(tensor.unsqueeze(0), phase)()
+
+    return call
+
+
+def _make_memory_copy(backend: Backend, size: int) -> Callable[[], Tensor]:
     source = torch.ones(round_up_bytes(size, backend.size) // _ELEMENT_BYTES, device=backend.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

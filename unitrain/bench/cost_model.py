@@ -21,25 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from unitrain.bench.results import check_seconds, quartiles, row_name
+from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
 _MAX_DEVIATION = 1.5
-# The overhead per operation is fitted to allgathers of at most this size, whose time consists mainly of latencies.
-_MAX_OVERHEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`). `overhead` is the number
-    of seconds per operation before its first message, for example for the negotiation of Horovod. `max_in_flight` is
-    the number of collectives that a rank executes at the same time."""
+    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`). `overhead_seconds` is the
+    time that an operation takes before its first message, for example for the negotiation of Horovod. `max_in_flight`
+    is the number of collectives that a rank executes at the same time."""
 
     alpha: float
     beta: float
     gamma: float = 0.0
-    overhead: float = 0.0
+    overhead_seconds: float = 0.0
     max_in_flight: int = 1
 
 
@@ -140,8 +138,8 @@ def hierarchical_allreduce(
 
 
 def operation_seconds(cost: Cost, num_ranks: int, size: float, network: Network) -> float:
-    """Return the overhead and the `cost` of one operation, or 0.0 for one rank."""
-    return network.overhead + cost(num_ranks, size, network) if num_ranks > 1 else 0.0
+    """Return the duration of one operation: its overhead plus its `cost`. The duration is 0.0 for one rank."""
+    return network.overhead_seconds + cost(num_ranks, size, network) if num_ranks > 1 else 0.0
 
 
 ALGORITHMS: dict[str, Cost] = {
@@ -176,7 +174,7 @@ def _surplus_cost(num_ranks: int, size: float, network: Network) -> float:
 
 @dataclass(frozen=True)
 class FittedPoint:
-    """The measured and the predicted time of an allreduce of `size` bytes."""
+    """The measured and the predicted time of an operation on `size` bytes."""
 
     size: int
     measured: float
@@ -207,68 +205,61 @@ class Calibration:
 
 
 def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
-    """Fit a network to the collectives that a `bench collectives` result contains for `name`. `cost` is the cost of
-    the allreduces.
+    """Fit a network to the collectives that a `bench collectives` result contains for `name`. `cost` is the cost of an
+    allreduce.
 
-    Gradients and synchronizations of weights have no consistency check, so its duration is subtracted from each time.
-    Operations that take less than twice as long as the check are ignored, because ranks exchange small tensors together
-    with the check. If fewer than two sizes of allreduces remain, the measured times are used unchanged.
+    The fit uses the collectives of gradients if the result contains them, and otherwise the public allreduces, which
+    include a consistency check. It minimizes squared relative errors, so that large messages do not dominate.
+    Allreduces whose time differs by a factor of more than 1.5 from the time of the best network through the largest
+    message are ignored, together with the allgathers of the same size: for example, small messages are faster than the
+    bandwidth if the network permits bursts.
 
-    The fit minimizes squared relative errors, so that large messages do not dominate. Allreduces whose time differs by
-    a factor of more than 1.5 from the time of the best network through the largest message are ignored: for example,
-    small messages are faster than the bandwidth if the network permits bursts. All parameters are >= 0. beta includes
-    the cost of the reduction, because the measurements do not separate the two. The overhead per operation is 0 unless
-    the result contains allgathers of at most 64 KB: these send half as many messages as a ring allreduce with the same
-    overhead. Raises ReportError for fewer than two sizes of allreduces.
+    All parameters are >= 0. beta includes the cost of the reduction, because the measurements do not separate the two.
+    The overhead per operation is 0 without allgathers, and for algorithms whose allreduce sends as many messages as an
+    allgather, because only operations with different numbers of messages separate it from alpha. Raises ReportError for
+    fewer than two sizes of allreduces.
     """
-    check = check_seconds(result, name)
-    seconds_by_size = _median_seconds(result, name, "allreduce")
-    without_check = _subtract_check(seconds_by_size, check)
-    allgathers: dict[int, float] = {}
-    if len(without_check) >= 2:
-        seconds_by_size = without_check
-        allgathers = _subtract_check(_median_seconds(result, name, "allgather"), check)
-    if len(seconds_by_size) < 2:
+    rows = [row for row in result.get("gradients", ()) if row_name(row) == name]
+    if not rows:
+        rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
+    num_ranks = result["ranks"]
+    allreduces = {row["bytes"]: quartiles(row["seconds"])[1] for row in rows if row["operation"] == "allreduce"}
+    if len(allreduces) < 2:
         raise ReportError(
-            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(seconds_by_size)}. "
-            "Measure with: unitrain bench collectives --operations allreduce,allgather --json FILE"
+            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(allreduces)}. "
+            "Measure with: unitrain bench collectives --operations allreduce --json FILE"
         )
-    num_ranks, sizes = result["ranks"], list(seconds_by_size)
-    measured = np.array(list(seconds_by_size.values()))
-    relative = _coefficients(cost, num_ranks, sizes) / measured[:, None]  # relative @ parameters: predicted / measured
+    sizes = list(allreduces)
+    measured_seconds = np.array(list(allreduces.values()))
+    # relative @ (alpha, beta, overhead) is predicted / measured
+    relative = _coefficients(cost, num_ranks, sizes) / measured_seconds[:, None]
     consistent = _mask_of_consistent_points(relative[:, :2], sizes.index(max(sizes)))
-    small = [size for size in allgathers if size <= _MAX_OVERHEAD_BYTES]
-    if small:
-        small_seconds = np.array([allgathers[size] for size in small])
-        extra = _coefficients(ring_allgather, num_ranks, small) / small_seconds[:, None]
-        parameters = _positive_least_squares(np.concatenate([relative[consistent], extra]))
-    else:
-        parameters = _positive_least_squares(relative[consistent][:, :2])
-    alpha, beta, *overhead = map(float, parameters)
-    row = next(row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce")
-    network = Network(
-        alpha=alpha, beta=beta, overhead=overhead[0] if overhead else 0.0, max_in_flight=row.get("max_in_flight", 1)
-    )
+    consistent_sizes = {size for size, is_consistent in zip(sizes, consistent, strict=True) if is_consistent}
+    allgathers = {
+        row["bytes"]: quartiles(row["seconds"])[1]
+        for row in rows
+        if row["operation"] == "allgather" and row["bytes"] in consistent_sizes
+    }
+    fitted, num_parameters = relative[consistent], 2
+    if allgathers:
+        coefficients = _coefficients(ring_allgather, num_ranks, list(allgathers))
+        both = np.concatenate([fitted, coefficients / np.array(list(allgathers.values()))[:, None]])
+        if np.linalg.matrix_rank(both) == both.shape[1]:
+            fitted, num_parameters = both, 3
+    alpha, beta, overhead = [*map(float, _positive_least_squares(fitted[:, :num_parameters])), 0.0][:3]
+    network = Network(alpha=alpha, beta=beta, overhead_seconds=overhead, max_in_flight=rows[0].get("max_in_flight", 1))
     points = [
-        FittedPoint(size, seconds, operation_seconds(cost, num_ranks, size, network))
+        FittedPoint(size, seconds, operation_seconds(operation_cost, num_ranks, size, network))
+        for operation_cost, seconds_by_size in ((cost, allreduces), (ring_allgather, allgathers))
         for size, seconds in seconds_by_size.items()
     ]
     return Calibration(network, points)
 
 
-def _median_seconds(result: dict[str, Any], name: str, operation: str) -> dict[int, float]:
-    rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == operation]
-    return {row["bytes"]: quartiles(row["seconds"])[1] for row in rows}
-
-
-def _subtract_check(seconds_by_size: dict[int, float], check: float) -> dict[int, float]:
-    return {size: seconds - check for size, seconds in seconds_by_size.items() if seconds >= 2 * check}
-
-
 def _coefficients(cost: Cost, num_ranks: int, sizes: list[int]) -> np.ndarray[Any, Any]:
-    """Return the coefficients of alpha, beta and the overhead per size: costs are linear in the three parameters, so
-    these are the costs with one parameter of 1 and the others 0."""
-    units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1), Network(alpha=0, beta=0, overhead=1)]
+    """Return the coefficients of alpha, beta and the overhead, [sizes, 3]. Costs are linear in these parameters, so a
+    coefficient is the cost with this parameter 1 and the others 0."""
+    units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1), Network(alpha=0, beta=0, overhead_seconds=1)]
     return np.array([[operation_seconds(cost, num_ranks, size, unit) for unit in units] for size in sizes])
 
 

@@ -99,7 +99,7 @@ def predict_step(
 
     The allreduce of a bucket starts when the backward pass has filled the bucket and fewer than `max_in_flight`
     allreduces are in progress. Of allreduces that are in progress at the same time, the bytes are transferred one after
-    another, while their latencies, `allreduce(0)`, overlap. The optimizer waits for the last bucket.
+    another, while the durations of empty allreduces, `allreduce(0)`, overlap. The optimizer waits for the last bucket.
 
     With `second_collective`, reducing a bucket of n bytes takes another collective of `second_collective(n)` seconds,
     which starts after the backward pass and after the first collectives of all buckets.
@@ -148,7 +148,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLayout:
-    """The number of ranks per host and the network within a host, for the hierarchical algorithm."""
+    """The number of ranks per host and the network within a host, which has no overhead per operation."""
 
     ranks_per_host: int
     network: Network
@@ -172,7 +172,7 @@ def fit_networks(
     result: dict[str, Any] | None, known_network: Network | None, cost_by_algorithm: Mapping[str, Cost]
 ) -> dict[tuple[str, str], FittedNetwork]:
     """Return the network per (name, algorithm): `known_network`, or, for each name in `result`, a network that is
-    fitted to the allreduces with this name.
+    fitted to the measurements with this name.
 
     `cost_by_algorithm` contains the requested algorithms. The hierarchical algorithm is fitted as a ring, because it
     uses a ring between hosts.
@@ -234,7 +234,7 @@ def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list
             "algorithm": algorithm,
             "alpha": network.alpha,
             "beta": network.beta,
-            "overhead": network.overhead,
+            "overhead_seconds": network.overhead_seconds,
             "max_in_flight": network.max_in_flight,
             "median_error": None if fitted is None else fitted.median_error,
             "max_error": None if fitted is None else fitted.max_error,

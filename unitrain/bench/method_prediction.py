@@ -204,7 +204,7 @@ def _synchronization_seconds(model: Model, num_ranks: int, network: Network, con
     sent = _bytes_per_synchronization(model, num_ranks, config.compression) / config.fragments / buckets
     operations = 1 if config.compression == "none" else 2
     transfer_seconds = ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
-    return buckets * (operations * network.overhead + transfer_seconds)
+    return buckets * (operations * network.overhead_seconds + transfer_seconds)
 
 
 def _bytes_per_synchronization(model: Model, num_ranks: int, compression: OuterCompression) -> float:

@@ -46,8 +46,8 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
         is_header_valid, is_row_valid = _is_positive_number(result.get("parameters")), _is_training_row
     else:
         is_header_valid, is_row_valid = is_positive_integer(result.get("ranks")), _is_collective_row
-        checks = result.get("checks", [])  # results of earlier versions have none
-        is_header_valid &= isinstance(checks, list) and all(map(_is_measurement, checks))
+        gradients = result.get("gradients", [])  # results of earlier versions have none
+        is_header_valid &= isinstance(gradients, list) and all(map(_is_collective_row, gradients))
     if not is_header_valid or not all(map(is_row_valid, result["rows"])):
         raise ReportError(
             f"'{path}' is not a complete result of unitrain bench {result['kind']}: a measurement is missing or is not "
@@ -96,12 +96,6 @@ def row_name(row: dict[str, Any]) -> str:
     """Return the backend and transport of a row, such as "horovod mpi", and the setting of a training row."""
     name = row["backend"] if row["transport"] == "none" else f"{row['backend']} {row['transport']}"
     return f"{name}, {row['setting']}" if row.get("setting") else str(name)
-
-
-def check_seconds(result: dict[str, Any], name: str) -> float:
-    """Return the duration of the consistency check of a collective of the backend and transport `name`, or 0.0 if the
-    result does not contain it."""
-    return next((quartiles(row["seconds"])[1] for row in result.get("checks", ()) if row_name(row) == name), 0.0)
 
 
 def row_names(result: dict[str, Any]) -> list[str]:

@@ -13,7 +13,13 @@ import torch
 
 from unitrain import __version__
 from unitrain.bench import collectives, training
-from unitrain.bench.collectives import CHECK, CHECK_BYTES, LOWER_BOUNDS, round_up_bytes
+from unitrain.bench.collectives import (
+    GRADIENT_ALLGATHER,
+    GRADIENT_COLLECTIVES,
+    LOWER_BOUNDS,
+    MAX_GRADIENT_ALLGATHER_BYTES,
+    round_up_bytes,
+)
 from unitrain.bench.rank_sets import RankSet
 from unitrain.bench.results import PHASES
 from unitrain.bench.training import TrainTurnResult
@@ -35,9 +41,18 @@ def measure_collectives(
 
     The warm-up round is not recorded; it determines the number of calls per turn. The result is plain data: "rows" with
     the slowest rank's seconds per call in each round, and the same for the lower bounds ("floors"), measured on the
-    first set, and for the consistency check of a collective ("checks").
+    first set. If `operations` contains "allreduce", the collectives with which gradients are reduced are also measured
+    ("gradients").
     """
     ranks = rank_sets[0].info.ranks
+    cases = [(operation, size) for operation in operations for size in sizes]
+    gradient_cases = [
+        (operation, size)
+        for operation in GRADIENT_COLLECTIVES
+        for size in sizes
+        if "allreduce" in operations and (operation != GRADIENT_ALLGATHER or size <= MAX_GRADIENT_ALLGATHER_BYTES)
+    ]
+    lower_bounds = [(name, size) for name in LOWER_BOUNDS for size in sizes]
     seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
     calls_by_case: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
@@ -46,20 +61,33 @@ def measure_collectives(
         for round_index, index in rounds:
             rank_set = rank_sets[index]
             with rank_set.activate():
-                # On GPUs, the check overlaps with the previous transfer.
-                checks = (CHECK,) if rank_set.info.device == "cpu" else ()
-                for operation in (*operations, *checks, *(LOWER_BOUNDS if index == 0 else ())):
-                    for size in [CHECK_BYTES] if operation == CHECK else sizes:
-                        key = (index, operation, size)
-                        turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
-                        rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
-                        if any(turn.seconds is None for turn in turns):
-                            continue
-                        slowest = max(turn.seconds for turn in turns)
-                        if round_index:
-                            seconds_by_case.setdefault(key, []).append(slowest)
-                        else:
-                            calls_by_case[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
+                for operation, size in [*cases, *gradient_cases, *(lower_bounds if index == 0 else ())]:
+                    key = (index, operation, size)
+                    turns = rank_set.run(collectives.take_turn, operation, size, calls_by_case.get(key, 1))
+                    rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
+                    if any(turn.seconds is None for turn in turns):
+                        continue
+                    slowest = max(turn.seconds for turn in turns)
+                    if round_index:
+                        seconds_by_case.setdefault(key, []).append(slowest)
+                    else:
+                        calls_by_case[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
+
+    def find_rows(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        return [
+            {
+                "backend": rank_set.info.backend,
+                "transport": rank_set.info.transport,
+                "max_in_flight": rank_set.info.max_in_flight,
+                "operation": GRADIENT_COLLECTIVES.get(operation, operation),
+                "bytes": round_up_bytes(size, ranks),
+                "seconds": round_seconds,
+            }
+            for index, rank_set in enumerate(rank_sets)
+            for operation, size in cases
+            if (round_seconds := seconds_by_case.get((index, operation, size)))
+        ]
+
     return {
         "kind": "collectives",
         "unitrain": __version__,
@@ -67,33 +95,11 @@ def measure_collectives(
         "ranks": ranks,
         "num_nodes": rank_sets[0].info.num_nodes,
         "device": rank_sets[0].info.device,
-        "rows": [
-            {
-                "backend": rank_sets[index].info.backend,
-                "transport": rank_sets[index].info.transport,
-                "max_in_flight": rank_sets[index].info.max_in_flight,
-                "operation": operation,
-                "bytes": round_up_bytes(size, ranks),
-                "seconds": round_seconds,
-            }
-            for index in range(len(rank_sets))
-            for operation in operations
-            for size in sizes
-            if (round_seconds := seconds_by_case.get((index, operation, size)))
-        ],
-        "checks": [
-            {
-                "backend": rank_sets[index].info.backend,
-                "transport": rank_sets[index].info.transport,
-                "seconds": seconds_by_case[index, CHECK, CHECK_BYTES],
-            }
-            for index in range(len(rank_sets))
-            if (index, CHECK, CHECK_BYTES) in seconds_by_case
-        ],
+        "rows": find_rows(cases),
+        "gradients": find_rows(gradient_cases),
         "floors": [
             {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": round_seconds}
-            for name in LOWER_BOUNDS
-            for size in sizes
+            for name, size in lower_bounds
             if (round_seconds := seconds_by_case.get((0, name, size)))
         ],
     }

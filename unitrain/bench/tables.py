@@ -183,9 +183,11 @@ def table_notes(result: dict[str, Any]) -> list[str]:
         line = (
             f"{fit['name']} {fit['algorithm']}".strip() + f": {format_seconds(fit['alpha'])} per message, {bandwidth}"
         )
+        if fit["overhead_seconds"]:
+            line += f", {format_seconds(fit['overhead_seconds'])} per operation"
         if fit["max_error"] is not None:
             line += (
-                f", fitted to {len(fit['points'])} allreduces: median error {fit['median_error']:.0%}, "
+                f", fitted to {len(fit['points'])} measurements: median error {fit['median_error']:.0%}, "
                 f"largest error {fit['max_error']:.0%}"
             )
         notes.append(line)

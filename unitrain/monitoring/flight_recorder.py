@@ -80,8 +80,8 @@ class CollectiveCall:
 
 class GradientPhase(NamedTuple):
     """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
-    "gradient reducescatter", "outer gradient", "pipeline step" or "pipeline forward". Backward passes, bucket
-    rebuilds and runs of a pipeline are numbered separately for each model, so phases of different models may be
+    "gradient reducescatter", "outer gradient", "pipeline step", "pipeline forward" or "benchmark". Backward passes,
+    bucket rebuilds and runs of a pipeline are numbered separately for each model, so phases of different models may be
     equal."""
 
     kind: str
