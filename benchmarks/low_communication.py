@@ -58,8 +58,8 @@ SCRIPT = str(HERE / "low_communication_training.py")
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 # Headers of Ethernet, IPv4 and TCP with time stamps, and the payload of a segment with an MTU of 1,500 bytes.
 HEADER_BYTES, SEGMENT_BYTES = 66, 1448
-# A network interface counts segments that are sent together (generic segmentation offload) as one packet.
-OFFLOAD_BYTES = 64 << 10
+# Maximum size of a packet with generic segmentation offload. A network interface counts it as one packet.
+MAX_OFFLOADED_BYTES = 64 << 10
 
 
 def parse_results(output: str) -> Any:
@@ -107,12 +107,12 @@ def predicted_seconds(
     return predict_method(method.predicted_method, model, RANKS, network, local_steps=local_steps).seconds
 
 
-def expected_bytes(method: Method, num_parameters: int, segment_bytes: int, other_bytes: float) -> float | None:
+def expected_bytes(method: Method, num_parameters: int, packet_bytes: int, idle_bytes: float) -> float | None:
     """Return the number of bytes that a rank sends per step, or None for PowerSGD, and without communication.
 
-    The payload is sent in segments of `segment_bytes` bytes. The receiver acknowledges every second segment, as RFC
-    1122 requires, so the rank also sends half a header per segment that it receives. `other_bytes` is the traffic per
-    step without communication of gradients and weights.
+    The payload is sent in packets of `packet_bytes` bytes. A rank is assumed to receive as many bytes as it sends, and
+    to acknowledge every second packet in a packet of its own, which RFC 1122 recommends; acknowledgements that are sent
+    together with data make the measured number smaller. `idle_bytes` is the traffic of a step without communication.
     """
     if not method.communicates:
         return None
@@ -123,15 +123,15 @@ def expected_bytes(method: Method, num_parameters: int, segment_bytes: int, othe
         payload = bytes_per_synchronization(num_parameters, RANKS, "none", 4 if method.compression == "none" else 2)
     else:
         return None
-    return payload * (1 + 1.5 * HEADER_BYTES / segment_bytes) + other_bytes
+    return payload * (1 + 1.5 * HEADER_BYTES / packet_bytes) + idle_bytes
 
 
-def counted_segment_bytes(network: str) -> int:
-    """Return the payload of a packet that the network interface counts. Packets on a network with a delay, and those
-    that are larger than the burst of the bandwidth limit, are divided into segments before they are counted."""
-    if " ms" in network or burst_bytes(network) < OFFLOAD_BYTES:
+def counted_packet_bytes(network_name: str) -> int:
+    """Return the payload of one packet as the network interface counts it. On a network with a delay, segmentation
+    offload is disabled; the bandwidth limit divides packets that are larger than its burst."""
+    if " ms" in network_name or burst_bytes(network_name) < MAX_OFFLOADED_BYTES:
         return SEGMENT_BYTES
-    return OFFLOAD_BYTES
+    return MAX_OFFLOADED_BYTES
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -241,9 +241,10 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
         "## Times",
         "",
         "One rank on each of two hosts. Medians over turns of each method; in brackets the range. Bytes are those that "
-        "the first host sent over its network interface. The expected number consists of the gradients or weights, "
-        "TCP headers, acknowledgements, and the traffic without communication. The predicted time is that of `unitrain "
-        "bench predict --methods`, "
+        "the first host sent over its network interface. The expected number is the sum of the gradients or weights, "
+        "their Ethernet, IP and TCP headers, acknowledgements, and the bytes of a step without communication. "
+        "Consistency checks and Horovod's negotiation are not included. The predicted time is that of `unitrain bench "
+        "predict --methods`, "
         "with the time without communication and a network that is fitted to collectives between the hosts. The last "
         f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
         "training (see above), including the synchronous steps at the beginning.",
@@ -282,15 +283,15 @@ def cell_rows(key: str, cell: dict[str, Any], losses: dict[str, Any], settings: 
     num_parameters = count_parameters(cell_workload(cell))
     seconds = {name: statistics.median(found["seconds"]) for name, found in cell["methods"].items()}
     network, local_steps = Network(**cell["network"]), cell["local_steps"]
-    segment_bytes = counted_segment_bytes(network_name)
-    other_bytes = statistics.median(cell["methods"][ALONE]["bytes"])
+    packet_bytes = counted_packet_bytes(network_name)
+    idle_bytes = statistics.median(cell["methods"][ALONE]["bytes"])
     rows = []
     for name, method in methods(local_steps).items():
         if name not in cell["methods"]:
             continue
         found = cell["methods"][name]
         sent = statistics.median(found["bytes"])
-        expected = expected_bytes(method, num_parameters, segment_bytes, other_bytes)
+        expected = expected_bytes(method, num_parameters, packet_bytes, idle_bytes)
         predicted = predicted_seconds(method, num_parameters, seconds[ALONE], network, local_steps)
         steps = steps_to_target(losses, name, target) if name in losses else None
         warmup = min(warmup_steps, steps or 0) if method.local_sgd is not None else 0

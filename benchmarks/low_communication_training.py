@@ -30,8 +30,9 @@ ALONE = "without communication"
 SYNCHRONOUS = "synchronous"
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.6  # of DiLoCo: the best of the tested values, see docs/guides/low_communication.md
 # Methods without local steps first train for `FIRST_STEPS` steps, because DDP changes its buckets after the first step,
-# and Horovod sends more messages to start the first 16 operations of a size. Each turn then begins with `WARMUP_STEPS`
-# steps that are not measured, and measures a multiple of `MIN_STEPS` steps.
+# and Horovod sends more messages to start the first 16 operations of a size. Methods with local steps first complete
+# these operations. Each turn of a method without local steps then begins with `WARMUP_STEPS` steps that are not
+# measured, and measures a multiple of `MIN_STEPS` steps.
 FIRST_STEPS, WARMUP_STEPS, MIN_STEPS = 20, 4, 4
 
 
@@ -235,7 +236,7 @@ def measure_speeds(
         else:
             warmup = unit = local_steps
             for _ in range(backend.num_slow_operations * local_steps):
-                training.after_step()  # synchronizes as training does, without computation
+                training.after_step()  # without computation, which saves time
             training.run(local_steps)
         _, per_step = measure_steps(backend, training, unit)
         turns[name] = training, warmup, unit * backend.broadcast_object(math.ceil(seconds / (per_step * unit)))

@@ -264,7 +264,7 @@ def views_with_conjugate_and_negative_bits_equal_materialized_tensors(backend: B
 
         start = torch.randn(4, 3, dtype=torch.complex128, generator=seeded_generator(7))
         model = nn.ParameterList([materialize(start.conj()), materialize(start.clone().conj().imag)])
-        # On GPUs, the operations on lists of tensors reject lazy views.
+        # On GPUs, torch's foreach operations reject tensors with the negative bit.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         local_sgd = LocalSGD(model, optimizer, backend, settings)
         for gradient in gradients:
