@@ -15,9 +15,11 @@ from torch.testing import assert_close
 
 import unitrain
 from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
+from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
 from unitrain.testing.models import build, seeded_generator
@@ -459,3 +461,22 @@ def fake_backend_returns_the_results_of_this_backend(backend: Backend) -> None:
     assert fake.broadcast_object(backend.rank, 0) == backend.broadcast_object(backend.rank, 0)
     fake.barrier()
     assert [operation for operation, _ in fake.calls] == ["allgather_object", "broadcast_object", "barrier"]
+
+
+@contract
+def default_group_has_all_ranks(backend: Backend) -> None:
+    """Its mean and its allgather may be in progress at the same time."""
+    if not isinstance(backend, SupportsPointToPoint):
+        return
+    group = backend.default_group()
+    assert (group.ranks, group.index) == (tuple(range(backend.size)), backend.rank)
+    rows = [torch.arange(5.0) * (rank + 1) for rank in range(backend.size)]
+    for number in range(2):
+        phase = GradientPhase("benchmark", number)
+        group.monitor.record(phase)
+        own = rows[backend.rank]
+        waits = [group.start_mean(own, phase), group.start_allgather(own.unsqueeze(0), phase)]
+        mean, gathered = (wait() for wait in waits)
+        assert_close(mean, torch.stack(rows).mean(dim=0))
+        assert torch.equal(gathered, torch.stack(rows))
+        assert torch.equal(own, torch.arange(5.0) * (backend.rank + 1))
