@@ -86,8 +86,9 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnRe
 
 
 def _count_warm_ups(backend: Backend, operation: str, size: int) -> int:
-    # The public allreduce and the allreduce of gradients execute the same operation of the library.
-    case = ("allreduce" if operation == GRADIENT_ALLREDUCE else operation, size)
+    # Of large tensors, the public allreduce executes the same operation of the library as the allreduce of gradients.
+    is_same_operation = operation == GRADIENT_ALLREDUCE and size > MAX_GRADIENT_ALLGATHER_BYTES
+    case = ("allreduce" if is_same_operation else operation, size)
     measured = _measured_cases.setdefault(backend, set())
     is_first = case not in measured
     measured.add(case)
