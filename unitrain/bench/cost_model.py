@@ -25,7 +25,7 @@ from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 # Points whose time differs by a larger factor from the time of the best candidate network are excluded from the fit.
-_MAX_DEVIATION = 1.5
+_MAX_DEVIATION = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
 
     The fit uses the collectives of gradients if the result contains them, and otherwise the public allreduces, which
     include a consistency check. It minimizes squared relative errors, so that large messages do not dominate.
-    Allreduces whose time differs by a factor of more than 1.5 from the time of the best network through the largest
+    Allreduces whose time differs by a factor of more than 1.25 from the time of the best network through the largest
     message are ignored, together with the allgathers of the same size: for example, small messages are faster than the
     bandwidth if the network permits bursts.
 
