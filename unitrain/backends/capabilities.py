@@ -110,7 +110,8 @@ class SupportsPointToPoint(ABC):
 
     @abstractmethod
     def default_group(self) -> Subgroup:
-        """Return the group of all ranks that reduces gradients. Its collectives have no consistency check."""
+        """Return the group of all ranks that reduces gradients, without communication. Its collectives have no
+        consistency check."""
 
 
 class SupportsShardedParameters(ABC):
