@@ -249,9 +249,10 @@ def test_trainer_equals_simulated_ranks(launch_results: LaunchResults, case: str
             wanted.load_state_dict({**wanted.state_dict(), **dict(simulation.outer.named_buffers())})
         for result in results_of_size(launch_results, size):
             found = result["fits"][case]
-            torch.testing.assert_close(found["model"], flat_state(expected), rtol=0, atol=1e-9)
+            # AdamW amplifies the rounding errors of gradients that are zero in exact arithmetic.
+            torch.testing.assert_close(found["model"], flat_state(expected), rtol=0, atol=1e-8)
             if "ema_decay" in CASES[case]:
-                torch.testing.assert_close(found["average"], flat_state(wanted), rtol=0, atol=1e-9)
+                torch.testing.assert_close(found["average"], flat_state(wanted), rtol=0, atol=1e-8)
             loss = validation_loss(wanted, tokens=CASES[case].get("tokens", False))
             assert found["results"]["val_loss"] == pytest.approx(loss, abs=1e-9)
 
