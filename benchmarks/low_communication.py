@@ -244,10 +244,9 @@ def speed_lines(cells: dict[str, Any], losses: dict[str, Any], settings: dict[st
         "the first host sent over its network interface. The expected number is the sum of the gradients or weights, "
         "their Ethernet, IP and TCP headers, acknowledgements, and the bytes of a step without communication. "
         "Consistency checks and Horovod's negotiation are not included. The predicted time is that of `unitrain bench "
-        "predict --methods`, "
-        "with the time without communication and a network that is fitted to collectives between the hosts. The last "
-        f"column is the time of the steps until the loss is at most {target:g} times the final loss of synchronous "
-        "training (see above), including the synchronous steps at the beginning.",
+        "predict --methods`, with the time without communication and a network that is fitted to collectives between "
+        f"the hosts. The last column is the time of the steps until the loss is at most {target:g} times the final "
+        "loss of synchronous training (see above), including the synchronous steps at the beginning.",
         "",
     ]
     for workload in sorted({cell_workload(cell) for cell in cells.values()}, key=count_parameters):
