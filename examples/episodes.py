@@ -71,9 +71,9 @@ def imitation_loss(scores: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tenso
     -log p(any good move), and the number of boards."""
     moves, is_good = target
     if is_good.dim() == 3:  # boards, where several moves may be good
-        return -(scores.softmax(-1) * is_good).sum(-1).log().sum(), torch.tensor(float(len(is_good)))
+        return -(scores.softmax(-1) * is_good).sum(-1).log().sum(), torch.tensor(len(is_good))
     chosen = scores.log_softmax(-1).gather(-1, moves[..., None])[..., 0]
-    return -(chosen * is_good).sum(), is_good.sum()
+    return -(chosen * is_good).sum(), is_good.sum().long()
 
 
 def is_good_move(scores: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:

@@ -46,6 +46,7 @@ _EXPORTS = {
     "LocalSGD": "unitrain.optim.local_sgd",
     "Logger": "unitrain.loggers.logger",
     "LoggerError": "unitrain.errors",
+    "Loss": "unitrain.optim.loss_weighting",
     "MLflowLogger": "unitrain.loggers.mlflow",
     "MeanMetric": "unitrain.metrics.means",
     "MetricError": "unitrain.errors",
@@ -123,6 +124,7 @@ __all__ = [
     "LocalSGDConfig",
     "Logger",
     "LoggerError",
+    "Loss",
     "MLflowLogger",
     "MeanMetric",
     "MemorySnapshot",
@@ -242,6 +244,7 @@ if TYPE_CHECKING:
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.optim.local_sgd import LocalSGD
+    from unitrain.optim.loss_weighting import Loss
     from unitrain.optim.model_loss import ModelLoss
     from unitrain.prediction_writer import PredictionWriter
     from unitrain.progress.training_progress import TrainingProgress

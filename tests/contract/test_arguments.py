@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import unitrain
-from unitrain import TrainConfig, Trainer
+from unitrain import Loss, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError, UnitrainError
 from unitrain.testing import RankGroup
@@ -271,9 +271,14 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "got -3. Let loss_fn",
     ),
     "nan tokens": (
-        lambda p: p.fit(summed_loss(float("nan"))),
+        lambda p: p.fit(lambda output, target: Loss(*summed_loss(float("nan"))(output, target))),
         "in a summed loss must be finite and above 0, or 0",
         "got nan. Let loss_fn",
+    ),
+    "loss with an accuracy": (
+        lambda p: p.fit(lambda output, target: (metric(output, target), (output > target).float().mean())),
+        "loss_fn returned a pair with the second item",
+        "return the loss alone",
     ),
     "boolean number of tokens": (
         lambda p: p.fit(summed_loss(True)),

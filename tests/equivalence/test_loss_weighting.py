@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import ModelError
-from unitrain.optim.loss_weighting import read_loss
+from unitrain.optim.loss_weighting import Loss, read_loss
 from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
@@ -84,7 +85,7 @@ class AddsFirstLayer(Callback):
 
 
 def test_tokens_may_be_counted_in_the_same_tensor_for_each_batch() -> None:
-    data, counter = sequences(), torch.zeros((), dtype=torch.float64)
+    data, counter = sequences(), torch.zeros((), dtype=torch.int64)
 
     def sum_and_counter(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         total, count = sum_and_count(output, target)
@@ -158,6 +159,11 @@ def test_step_without_tokens_does_not_change_parameters() -> None:
     [
         ((torch.tensor(1.0), torch.ones(4)), r"^The number of tokens in a summed loss must be one number, got"),
         ((torch.tensor(1.0), "4"), r"must be one number, got an object of class str\. Let loss_fn return"),
+        ((torch.tensor(1.0), 0.85), r"second item 0\.85, but the second item must be an integer.*unitrain\.Loss\("),
+        ((torch.tensor(1.0), 4.0), r"second item 4\.0, but"),
+        ((torch.tensor(1.0), torch.tensor(0.5, dtype=torch.float64)), r"second item 0\.5 \(dtype float64\), but"),
+        ((torch.tensor(1.0), torch.tensor(True)), r"second item True \(dtype bool\), but"),
+        (namedtuple("Result", "loss accuracy")(torch.tensor(1.0), 1.0), r"second item 1\.0, but"),
         ((torch.tensor(1.0), 2, 3), r"^The loss must be one number, got an object of class tuple\. Let loss_fn return"),
         (1.5, r"^The loss must be one number, got an object of class float\."),
     ],
@@ -165,6 +171,38 @@ def test_step_without_tokens_does_not_change_parameters() -> None:
 def test_invalid_losses_are_rejected(returned: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_loss(returned)
+
+
+def test_pair_of_loss_and_accuracy_is_rejected_in_training_and_evaluation() -> None:
+    data = sequences()
+    for read_only in (False, True):
+        trainer = make_trainer(network(), lambda output, target: (output.square().mean(), output.mean()), batch_size=4)
+        with pytest.raises(ModelError, match=r"must be an integer: the number of tokens .* return the loss alone"):
+            trainer.evaluate(data) if read_only else trainer.fit(data)
+
+
+def test_loss_with_class_weights_equals_weighted_mean_of_torch() -> None:
+    inputs, targets = sequences().tensors
+    targets[:, 0] = 2
+    class_weights = torch.tensor([0.5, 1.25, 0.1])
+
+    def weighted(output: Tensor, target: Tensor, reduction: str = "sum") -> Tensor:
+        return nn.functional.cross_entropy(
+            output.flatten(0, 1), target.flatten(), class_weights, ignore_index=IGNORED, reduction=reduction
+        )
+
+    def sum_and_weight(output: Tensor, target: Tensor) -> Loss:
+        return Loss(weighted(output, target), class_weights[target[target != IGNORED]].sum())
+
+    found, by_hand = network(), network()
+    settings: dict[str, Any] = {"batch_size": 2, "gradient_accumulation_steps": 5, "max_epochs": 3}
+    make_trainer(found, sum_and_weight, **settings).fit(TensorDataset(inputs, targets))
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        weighted(by_hand(inputs), targets, "mean").backward()
+        optimizer.step()
+    torch.testing.assert_close(found.weight, by_hand.weight, rtol=0, atol=1e-6)
 
 
 def test_many_tokens_fit_into_half_precision() -> None:

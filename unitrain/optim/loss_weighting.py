@@ -21,9 +21,6 @@ from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import foreach_mul_, local_shard
 
 Count = Tensor | float
-# A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
-LossOutput = Tensor | tuple[Tensor, Count]
-
 
 # With logical ranks, counts that are not integers, such as sums of class weights, are rounded to multiples of this
 # number. Sums below 2**29 are then exact in float64, so they do not depend on the number of processes.
@@ -39,7 +36,11 @@ class LossKind(Enum):
 
 
 class Loss(NamedTuple):
-    """The loss of one batch: the mean over its samples if `tokens` is None, otherwise the sum over `tokens` tokens."""
+    """The loss of one batch: the mean over its samples if `tokens` is None, otherwise the sum over `tokens` tokens.
+
+    A loss function may return it. `tokens` may be any finite number of at least 0 by which the sum is to be divided,
+    such as the sum of the class weights of the targets.
+    """
 
     value: Tensor
     tokens: Count | None
@@ -48,6 +49,10 @@ class Loss(NamedTuple):
     def kind(self) -> LossKind:
         """Whether the loss is a mean or a sum."""
         return LossKind.MEAN if self.tokens is None else LossKind.SUM
+
+
+# A loss function returns the mean over the batch, or the sum and an integer number of tokens, or a Loss.
+LossOutput = Tensor | tuple[Tensor, Tensor | int] | Loss
 
 
 def check_one_loss_kind(kinds: Collection[LossKind]) -> None:
@@ -63,7 +68,8 @@ def read_loss(output: LossOutput) -> Loss:
     """Convert the output of a loss function to a Loss.
 
     Raises ModelError unless the loss is one floating-point number, and the number of tokens is finite and above 0, or 0
-    if the sum is 0. The value of a number of tokens on a GPU is not checked.
+    if the sum is 0. In a pair that is not a Loss, the number of tokens must be an integer, because a pair is also a
+    common way to return a loss and a metric. The value of a number of tokens on a GPU is not checked.
     """
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
@@ -78,6 +84,13 @@ def read_loss(output: LossOutput) -> Loss:
             else f"an object of class {type(tokens).__name__}"
         )
         raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_FIX}")
+    if not (tokens is None or isinstance(output, Loss) or _is_integer(tokens)):
+        raise ModelError(
+            f"loss_fn returned a pair with the second item {_describe_number(tokens)}, but the second item must be an "
+            "integer: the number of tokens by which the sum of the losses is divided. If it is a metric, such as the "
+            "accuracy, return the loss alone, and use Trainer(metrics=...). If the losses are to be divided by it, "
+            "return unitrain.Loss(loss_sum, count)."
+        )
     if not value.is_floating_point():
         dtype = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {dtype}. {_FIX}")
@@ -96,6 +109,20 @@ def read_loss(output: LossOutput) -> Loss:
                 f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_FIX}"
             )
     return Loss(value, tokens)
+
+
+def _is_integer(number: Count) -> bool:
+    """Return whether `number` has an integer type. Does not read the value of a tensor."""
+    if isinstance(number, Tensor):
+        return not (number.is_floating_point() or number.is_complex() or number.dtype is torch.bool)
+    return isinstance(number, int)
+
+
+def _describe_number(number: Count) -> str:
+    if not isinstance(number, Tensor):
+        return repr(number)
+    dtype = str(number.dtype).removeprefix("torch.")
+    return f"{number.item()} (dtype {dtype})" if number.device.type == "cpu" else f"of dtype {dtype}"
 
 
 def read_training_loss(output: LossOutput) -> Loss:
