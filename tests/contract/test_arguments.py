@@ -277,8 +277,8 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "loss with an accuracy": (
         lambda p: p.fit(lambda output, target: (metric(output, target), (output > target).float().mean())),
-        "loss_fn returned a pair with the second item",
-        "return the loss alone",
+        "The second item of the pair that loss_fn returned must be an integer",
+        "let loss_fn return the loss alone",
     ),
     "boolean number of tokens": (
         lambda p: p.fit(summed_loss(True)),

@@ -86,9 +86,9 @@ def read_loss(output: LossOutput) -> Loss:
         raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_FIX}")
     if not (tokens is None or isinstance(output, Loss) or _is_integer(tokens)):
         raise ModelError(
-            f"loss_fn returned a pair with the second item {_describe_number(tokens)}, but the second item must be an "
-            "integer: the number of tokens by which the sum of the losses is divided. If it is a metric, such as the "
-            "accuracy, return the loss alone, and use Trainer(metrics=...). If the losses are to be divided by it, "
+            f"The second item of the pair that loss_fn returned must be an integer, the number of tokens by which the "
+            f"sum of the losses is divided, got {_describe_number(tokens)}. If it is a metric, such as the accuracy, "
+            "let loss_fn return the loss alone, and use Trainer(metrics=...). If the losses are to be divided by it, "
             "return unitrain.Loss(loss_sum, count)."
         )
     if not value.is_floating_point():
