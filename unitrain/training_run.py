@@ -269,8 +269,8 @@ class TrainingRun:
         return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}
 
     def _gather_data_state(self) -> dict[str, Any]:
-        """Return {"data": state} with the gathered state of a stateful dataset, or {} if there is no state to save. All
-        ranks must call this method."""
+        """Return {"data": state} with the gathered state of the data, or {} if there is no state to save. All ranks
+        must call this method."""
         epoch, position = self.progress.epoch, self.progress.position
         data = self._data
         if data is None or not (data.is_stateful and position):
@@ -327,6 +327,9 @@ class TrainingRun:
             path = (self.progress.step, self._backend.rank)
             randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.SeedPurpose.RANK, *path))
         self._rng_states, self._is_seeded = None, True
+        if self._data is not None:  # an earlier `fit` of this run
+            state = self._data.state_to_save(self.data_state, self.progress.epoch, self.progress.position)
+            self._saved_data_state = state or self._saved_data_state
         data.resume_from(self._saved_data_state)
         self._data, self.data_state, self._history_error = data, None, None
         self._store_batch_size(data)

@@ -266,7 +266,8 @@ def fingerprint(item: Any) -> int:
         if isinstance(leaf, np.ndarray | np.generic):
             content = leaf.tobytes()
         else:
-            content = repr(leaf).encode() if isinstance(leaf, bool | int | float | str | bytes) else b""
+            # The separator makes the numbers 1, 23 and 12, 3 different.
+            content = f"{leaf!r} ".encode() if isinstance(leaf, bool | int | float | str | bytes) else b""
         crc = zlib.crc32(content, crc)
     return crc
 

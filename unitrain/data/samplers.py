@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from itertools import accumulate as running_sums
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.batch import fingerprint
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
 # Maximum number of elements (keys or batches) that a sampler may yield in an epoch. All of them are drawn at once, so
 # infinite samplers must be detected.
 MAX_DRAWN_KEYS = 50_000_000
+# Samplers and generators are found in lists, tuples and mappings of at most this number of items.
+_MAX_ITEMS_WITH_SAMPLERS = 1000
 
 
 def find_custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
@@ -28,7 +32,8 @@ def find_custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     If the batch size of `loader` is None, a default sampler is also returned. Raises DataError for a sampler that
     shards the data, such as a DistributedSampler.
     """
-    sampler: Iterable[Any] = loader.sampler if loader.batch_size is not None else loader.batch_sampler or loader.sampler
+    has_batch_sampler = loader.batch_size is None and loader.batch_sampler is not None
+    sampler: Any = loader.batch_sampler if has_batch_sampler else loader.sampler
     for part in _nested_samplers(sampler):
         if isinstance(part, DistributedSampler) or hasattr(part, "num_replicas"):
             raise DataError(
@@ -78,6 +83,10 @@ class DrawnOrder(NamedTuple):
     order: Tensor | list[Any]
     bounds: list[int] | None
 
+    def digest(self) -> int:
+        """Return a hash of the keys in their order, for any division into batches."""
+        return fingerprint(self.order)
+
 
 def draw_order(
     sampler: Iterable[Any], communicator: Communicator, *, yields_batches: bool, seed: int, epoch: int
@@ -85,7 +94,7 @@ def draw_order(
     """Return, on every rank, the order that `sampler` yields on rank 0 in `epoch`. All ranks must call this function.
 
     With `yields_batches`, `sampler` is a batch_sampler. The order depends only on seed and epoch if the sampler uses
-    the global generators of torch, numpy or Python, or has a torch.Generator attribute or a `set_epoch` method. Raises
+    the global generators of torch, numpy or Python, generators in its attributes, or a `set_epoch` method. Raises
     DataError on every rank if the sampler fails, does not end or yields nothing.
     """
 
@@ -97,14 +106,33 @@ def draw_order(
 
 
 def seed_epoch(source: Iterable[Any], *, seed: int, epoch: int) -> None:
-    """Call the `set_epoch` methods of `source` (a dataset or sampler) and of its nested samplers, and seed their
-    torch.Generator attributes."""
+    """Call the `set_epoch` methods of `source` (a dataset or sampler) and of its nested samplers, and seed the random
+    number generators in their attributes: those of torch and numpy, and random.Random.
+
+    The first generator, in the order of the attributes and torch's generators first, receives `seed`. Each other one
+    receives a seed derived from it, so that the numbers of several generators are independent.
+    """
+    generators: dict[int, Any] = {}
     for part in _nested_samplers(source):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-        for value in getattr(part, "__dict__", {}).values():
-            if isinstance(value, torch.Generator):
-                value.manual_seed(seed)
+        generators |= {id(value): value for value in _attributes(part) if isinstance(value, _GENERATOR_TYPES)}
+    ordered = sorted(generators.values(), key=lambda generator: not isinstance(generator, torch.Generator))
+    for index, generator in enumerate(ordered):
+        _seed_generator(generator, derive_seed(seed, SeedPurpose.SAMPLER, index) if index else seed)
+
+
+_GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _seed_generator(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bit_generator: Any = generator.bit_generator
+        bit_generator.state = type(bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)  # random.Random accepts any integer, RandomState only 32 bits
 
 
 def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: int) -> DrawnOrder:
@@ -144,11 +172,24 @@ def _to_order(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers in its attributes, at any depth, such as `BatchSampler.sampler`."""
+    """Yield `sampler` and the samplers in its attributes, at any depth, such as `BatchSampler.sampler`. Attributes are
+    read after the object that has them was yielded."""
     waiting, seen = [sampler], set()
     while waiting:
-        part = waiting.pop()
+        part = waiting.pop(0)
         if id(part) not in seen:
             seen.add(id(part))
             yield part
-            waiting += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Sampler)]
+            waiting += [value for value in _attributes(part) if isinstance(value, Sampler)]
+
+
+def _attributes(part: Any) -> Iterator[Any]:
+    """Yield the values of the attributes of `part`. The items of lists, tuples and mappings are yielded instead of
+    them."""
+    for value in list(getattr(part, "__dict__", {}).values()):
+        items = value.values() if isinstance(value, Mapping) else value
+        # A long list contains the data of the sampler.
+        if isinstance(items, list | tuple | ValuesView) and len(items) <= _MAX_ITEMS_WITH_SAMPLERS:
+            yield from items
+        else:
+            yield value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import chain, islice, tee
 from operator import itemgetter
@@ -26,9 +26,10 @@ from unitrain.data.order import (
     micro_batches_of_batch_sampler,
     micro_batches_of_samples,
 )
-from unitrain.data.samplers import draw_order
+from unitrain.data.samplers import DrawnOrder, draw_order
+from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
-from unitrain.errors import DataError
+from unitrain.errors import CheckpointError, DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
 # Number of micro-batches planned at a time.
@@ -94,6 +95,8 @@ class TrainingShard(TrainingData):
                 )
             self._find_epoch_end(source.length)
         self._epoch_end = 0
+        # The epoch in which the sampler drew an order last, and the digest of this order.
+        self._drawn: tuple[int, int] | None = None
         # Ranks may have different collate_fns.
         if any(communicator.allgather_object(source.may_drop_samples)) and self._logical_ranks is None:
             self._aligner = StepAligner(
@@ -217,6 +220,27 @@ class TrainingShard(TrainingData):
                     )
                 yield batch, micro_batch
 
+    @property
+    def is_stateful(self) -> bool:
+        """Whether a sampler determines the order, whose digest is then saved."""
+        return self._source.sampler is not None
+
+    def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return `state_to_save`, which is the same on all ranks."""
+        return self.state_to_save(state, epoch, position)
+
+    def state_to_save(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return the digest of the order that the sampler drew in `epoch`; None without a sampler."""
+        if self._drawn is None or self._drawn[0] != epoch or not position:
+            return None
+        return {"epoch": epoch, "position": position, "order digest": self._drawn[1]}
+
+    def resume_from(self, state: Mapping[str, Any] | None) -> None:
+        """Let `micro_batches` raise CheckpointError on every rank if it continues within the epoch of `state`, and the
+        sampler draws a different order."""
+        if state is not None and "order digest" in state:
+            self._drawn = state["epoch"], state["order digest"]
+
     def close_and_check_epoch_end(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
         return position >= self._epoch_end or (self._aligner is not None and self._aligner.has_ended)
@@ -231,13 +255,14 @@ class TrainingShard(TrainingData):
         if source.sampler is None:
             order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
         else:
-            order, bounds = draw_order(
+            order, bounds = drawn = draw_order(
                 source.sampler,
                 self._communicator,
                 yields_batches=source.batch_size is None,
                 seed=self._seed,
                 epoch=epoch,
             )
+            self._check_order(drawn, epoch, start)
         self._epoch_end = (
             self._find_epoch_end(len(order)) if bounds is None else self._find_sampler_epoch_end(bounds, start)
         )
@@ -246,6 +271,25 @@ class TrainingShard(TrainingData):
         plans = [self._plan_rank(rank, bounds, start) for rank in self._logical_ranks]
         merge = interleave_logical_ranks if self._interleaves_logical_ranks else merge_logical_ranks
         return order, merge(self._logical_ranks, plans)
+
+    def _check_order(self, drawn: DrawnOrder, epoch: int, start: int) -> None:
+        """Store the digest of the order that the sampler has drawn for `epoch`. Raise CheckpointError if the epoch
+        began with another order and continues at position `start`, or if no batch of a batch_sampler starts there."""
+        digest, problem = drawn.digest(), None
+        if start and self._drawn is not None and self._drawn[0] == epoch and self._drawn[1] != digest:
+            problem = (
+                "yields a different order of this epoch: samples would be repeated or lost. Let the order depend only "
+                "on the random generators in attributes of the sampler, which unitrain seeds in each epoch, or on the "
+                "argument of a method set_epoch(epoch)."
+            )
+        elif drawn.bounds is not None and drawn.bounds[bisect_left(drawn.bounds, start) :][:1] != [start]:
+            problem = "yields batches of which none starts there: samples would be lost. Use the same batch sizes."
+        if problem is not None:
+            raise CheckpointError(
+                f"The run is {start} samples into epoch {epoch + 1}, but {self._sampler_name} now {problem} Or "
+                "continue from a checkpoint at the end of an epoch."
+            )
+        self._drawn = epoch, digest
 
     def _plan_rank(self, rank: int, bounds: list[int] | None, start: int) -> Iterator[MicroBatch]:
         """Return the micro-batches of a rank or logical rank from position `start` to the end of the epoch."""

@@ -183,7 +183,7 @@ class TrainingData(ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the data is a stateful iterable dataset. The same on all ranks."""
+        """Whether `gather_state` may return a state. The same on all ranks."""
         return False
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
@@ -191,8 +191,8 @@ class TrainingData(ABC):
         return None
 
     def state_to_save(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the part of this rank's `state` that a checkpoint contains. `state` is the state after the step that
-        ends at `position`.
+        """Return the part of the data's state that a checkpoint contains: for a stateful dataset, a part of this rank's
+        `state`, the state after the step that ends at `position`; for a sampler, a digest of its order.
 
         Does not communicate. Return None if the data is not stateful, or if its state at this position is unknown.
         """
