@@ -33,7 +33,7 @@ def find_custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     shards the data, such as a DistributedSampler.
     """
     has_batch_sampler = loader.batch_size is None and loader.batch_sampler is not None
-    sampler: Any = loader.batch_sampler if has_batch_sampler else loader.sampler
+    sampler: Iterable[Any] = loader.batch_sampler if has_batch_sampler else loader.sampler  # type: ignore[assignment]
     for part in _nested_samplers(sampler):
         if isinstance(part, DistributedSampler) or hasattr(part, "num_replicas"):
             raise DataError(
