@@ -553,9 +553,10 @@ class ReducerDDP(DistributedDataParallel):
         """Raise RuntimeError if the last backward pass did not complete all buckets."""
         self.reducer._check_reducer_finalized()
 
-    def rebuild_buckets(self) -> None:
-        """Reassign the gradients to buckets in the order of the first backward pass, as DDP's forward does."""
-        self.reducer._rebuild_buckets()
+    def rebuild_buckets(self) -> bool:
+        """Reassign the gradients to buckets in the order of the first backward pass, as DDP's forward does. Return
+        whether they were reassigned."""
+        return self.reducer._rebuild_buckets()
 
     def prepare_reducer(self, reached: list[Tensor]) -> None:
         """Prepare the reducer for a backward pass. Parameters outside the graph of `reached` count as unused."""

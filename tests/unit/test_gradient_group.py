@@ -78,7 +78,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
 def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     group, monitor = SimulatedNccl(), SimulatedMonitor()
-    reducer_group = ReducerGroup(group, monitor, None, waits_on_stream=True)  # type: ignore[arg-type]
+    reducer_group = ReducerGroup(group, 0, monitor, None, waits_on_stream=True)  # type: ignore[arg-type]
     found = []
 
     def end_of_backward() -> None:  # as in a timed step, in which the host waits here for the reduced gradients
@@ -114,6 +114,7 @@ class MonitorOfFailedJob(SimulatedMonitor):
 def test_allreduce_that_cannot_start_raises_the_error_of_the_failed_rank(defers_allreduces: bool) -> None:
     reducer_group = ReducerGroup(
         FailingGroup(),
+        0,
         MonitorOfFailedJob(),  # type: ignore[arg-type]
         None,
         waits_on_stream=False,
@@ -150,7 +151,7 @@ def timeout_of_second_group(backend: Backend) -> float:
     """Return the transport timeout (in seconds) of the process group for models with unused parameters."""
     backend._waits_on_stream = True  # type: ignore[attr-defined]  # as with NCCL
     backend.distributed_model(torch.nn.Linear(2, 2), find_unused_parameters=True)
-    group: Any = backend._unused_parameters_group  # type: ignore[attr-defined]
+    group: Any = backend._model_groups._groups[-1].process_group  # type: ignore[attr-defined]
     timeout: float = group._get_backend(backend.device).options._timeout.total_seconds()
     return timeout
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -44,6 +45,7 @@ from unitrain.backends.gradients.hierarchical_group import (
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import register_step_check
 from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
+from unitrain.backends.gradients.model_groups import ModelGroup, ModelGroups
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.message_exchange import MessageExchange
@@ -110,8 +112,8 @@ class ProcessGroupBackend(
         self._rank_groups: WeakSet[Subgroup] = WeakSet()
         self._parameter_collective_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
-        self._unused_parameters_group: Any = None
-        self._hierarchical_groups: dict[bool, HierarchicalGroup] = {}  # by find_unused_parameters
+        self._model_numbers = count()  # equal on all ranks, because all ranks distribute the same models
+        self._model_groups = ModelGroups(self, default_process_group(), self._create_model_group)
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
@@ -189,15 +191,18 @@ class ProcessGroupBackend(
         )
         checks.check_same_model(self, model)
         checks.forbid_embedding_renorm(model)
+        # A rank that skips a parameter starts the buckets at other times relative to collectives of the user.
+        group = self._model_groups.acquire(may_be_default=not find_unused_parameters)
+        model_number = next(self._model_numbers)
         check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
         broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
         buffer_broadcaster = broadcaster if broadcaster.is_needed else None
         if shard == "parameters":
-            return self._shard_model(model, shard_blocks, buffer_broadcaster, check_bucket)
+            return self._shard_model(model, shard_blocks, buffer_broadcaster, check_bucket, group, model_number)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if logical_ranks is not None:
             reducer_group = ReducerGroup(
-                default_process_group(), self._monitor, check_bucket, waits_on_stream=self._waits_on_stream
+                group.process_group, model_number, self._monitor, check_bucket, waits_on_stream=self._waits_on_stream
             )
             with_logical_ranks = create_logical_ranks_model(
                 model,
@@ -208,27 +213,20 @@ class ProcessGroupBackend(
                 buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
             )
-            self._models.add(with_logical_ranks)
+            self._add_model(with_logical_ranks, group)
             return with_logical_ranks
-        if find_unused_parameters and self._unused_parameters_group is None:
-            # Ranks that use different parameters start to reduce their buckets at different times relative to
-            # collectives inside the backward pass. In a single group, a bucket could be matched with such a collective.
-            self._unused_parameters_group = dist.new_group(timeout=self._rendezvous.timeout)
-            if self._waits_on_stream:
-                timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
-                set_transport_timeout(self._unused_parameters_group, self.device, timeout)
-        group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
         uses_hierarchical_group = hierarchical and shard != "gradients" and compressor == "none"
         hierarchical_group = (
-            self._get_or_create_hierarchical_group(find_unused_parameters) if uses_hierarchical_group else None
+            group.get_hierarchical_group(self._create_hierarchical_group) if uses_hierarchical_group else None
         )
         reducer_group = ReducerGroup(
-            hierarchical_group or group or default_process_group(),
+            hierarchical_group or group.process_group,
+            model_number,
             self._monitor,
             check_bucket,
             waits_on_stream=self._waits_on_stream,
-            defers_allreduces=group is not None and self._needs_group_order,
+            defers_allreduces=find_unused_parameters and self._needs_group_order,
         )
         distributed: DistributedModel | ShardedGradientModel
         if shard == "gradients" and self.size > 1:
@@ -241,7 +239,7 @@ class ProcessGroupBackend(
                 buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
                 transfer_settings=TransferSettings(
-                    group or default_process_group(),
+                    group.process_group,
                     first_mebibytes * 2**20,
                     other_mebibytes * 2**20,
                     half_dtype=DTYPE_BY_COMPRESSION.get(str(compressor)),
@@ -255,32 +253,36 @@ class ProcessGroupBackend(
                 self._rendezvous,
                 find_unused_parameters=find_unused_parameters,
                 compressor=compressor,
-                group=group,
+                group=group.process_group,
                 buffer_broadcaster=buffer_broadcaster,
                 reducer_group=reducer_group,
             )
             distributed.sharding_mode = shard
-        self._models.add(distributed)
+        self._add_model(distributed, group)
         return distributed
 
-    def _get_or_create_hierarchical_group(self, find_unused_parameters: bool) -> HierarchicalGroup | None:
-        """Return the group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
-        ranks must call this method. The first call with each value of `find_unused_parameters` creates a separate
-        group.
+    def _add_model(self, distributed: nn.Module, group: ModelGroup) -> None:
+        group.assign(distributed)
+        self._models.add(distributed)
 
-        In one backward pass through two models, ranks may start the buckets of a model with `find_unused_parameters`
-        earlier or later than the buckets of a model without it, so the two models use different groups.
-        """
-        if find_unused_parameters not in self._hierarchical_groups and 1 < self.num_nodes < self.size:
-            positions = self._rendezvous.node_positions
-            ranks_by_host = [
-                [rank for rank, position in enumerate(positions) if position.node_rank == node_rank]
-                for node_rank in range(self.num_nodes)
-            ]
-            self._hierarchical_groups[find_unused_parameters] = HierarchicalGroup(
-                default_process_group(), ranks_by_host, self.create_rank_groups
-            )
-        return self._hierarchical_groups.get(find_unused_parameters)
+    def _create_model_group(self) -> dist.ProcessGroup:
+        """Return a new group of all ranks, which must all call this method."""
+        group: dist.ProcessGroup = dist.new_group(timeout=self._rendezvous.timeout)  # type: ignore[assignment]
+        if self._waits_on_stream:
+            set_transport_timeout(group, self.device, self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN)
+        return group
+
+    def _create_hierarchical_group(self, process_group: dist.ProcessGroup) -> HierarchicalGroup | None:
+        """Return a group for hierarchical allreduces, or None if there is only one host, or one rank per host. All
+        ranks must call this method."""
+        if not 1 < self.num_nodes < self.size:
+            return None
+        positions = self._rendezvous.node_positions
+        ranks_by_host = [
+            [rank for rank, position in enumerate(positions) if position.node_rank == node_rank]
+            for node_rank in range(self.num_nodes)
+        ]
+        return HierarchicalGroup(process_group, ranks_by_host, self.create_rank_groups)
 
     def _shard_model(
         self,
@@ -288,12 +290,16 @@ class ProcessGroupBackend(
         blocks: Sequence[type[nn.Module] | str] | int,
         buffer_broadcaster: ForwardBufferBroadcaster | None,
         check: Callable[[Tensor], object] | None,
+        group: ModelGroup,
+        model_number: int,
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
 
-        sharded_parameters = self._shard_parameters(model, blocks, check)
-        distributed = ShardedModel(sharded_parameters, self._rendezvous, self._monitor, buffer_broadcaster)
-        self._models.add(distributed)
+        sharded_parameters = self._shard_parameters(model, blocks, check, group.process_group)
+        distributed = ShardedModel(
+            sharded_parameters, self._rendezvous, self._monitor, buffer_broadcaster, model_number
+        )
+        self._add_model(distributed, group)
         return distributed
 
     def _shard_parameters(
@@ -301,6 +307,7 @@ class ProcessGroupBackend(
         model: nn.Module,
         blocks: Sequence[type[nn.Module] | str] | int,
         check: Callable[[Tensor], object] | None,
+        process_group: dist.ProcessGroup,
     ) -> ShardedParameters:
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -310,6 +317,7 @@ class ProcessGroupBackend(
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
         collectives = ParameterCollectives(
+            process_group,
             self._monitor,
             waits_on_stream=self._waits_on_stream,
             counts_by_name=self._parameter_collective_counts,
@@ -320,7 +328,10 @@ class ProcessGroupBackend(
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         distributed: Any = unwrap_compiled(model)
         original: ShardedParameters = distributed.sharded_parameters
-        distributed.add_copy(self._shard_parameters(copy, original.block_choice, original.collectives.check))
+        collectives = original.collectives
+        distributed.add_copy(
+            self._shard_parameters(copy, original.block_choice, collectives.check, collectives.process_group)
+        )
 
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.get(self.unwrap(model))
@@ -419,11 +430,10 @@ class ProcessGroupBackend(
         # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
-        while self._hierarchical_groups:
-            self._hierarchical_groups.popitem()[1].leave()
+        self._model_groups.leave()
         for group in self._rank_groups:
             group.leave()
-        self._unused_parameters_group = self._mesh = None
+        self._mesh = None
         self._check_consistency.leave_group()
         if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()

@@ -4,6 +4,7 @@ reference         reference implementation: one allreduce per gradient after the
 wrapped_model     base class of the modules that reduce the gradients of a model
 ddp_wrapper       the fast path: a subclass of DistributedDataParallel
 reducer_group     the process group of DDP's reducer
+model_groups      the process group of each model
 hierarchical_group  allreduce within each host, then between the hosts
 end_of_backward   the stages at the end of a backward pass, and their order
 unused_parameters check of the first backward pass for parameters without a gradient

@@ -114,7 +114,8 @@ class _BucketCompression:
         if bucket.is_last():
             for index in [index for index in self._scratch if index > bucket.index()]:
                 del self._scratch[index]  # of an earlier reducer with more buckets, before parameters were frozen
-            end_of_backward.add(BackwardStage.COMPRESS, self._finish)
+            model_number = self._get_reducer_group().model_number
+            end_of_backward.add(BackwardStage.COMPRESS, self._finish, model_number)
         return in_flight.future
 
     @torch.no_grad()

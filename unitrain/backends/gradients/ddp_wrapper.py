@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -59,8 +58,6 @@ BUCKET_VIEW = Tunable("UNITRAIN_BUCKET_VIEW", "gradients are views of the bucket
 # `hook(state, bucket)` returns a future with the reduced buffer of the bucket.
 CommHook = Callable[[Any, dist.GradBucket], Any]
 
-_model_numbers = count()
-
 
 @dataclass(slots=True)
 class _PendingForwards:
@@ -97,7 +94,7 @@ class _MonitoredHook:
         future = self._hook(state, bucket)
         self._futures.append(future)
         if bucket.is_last():
-            end_of_backward.add(BackwardStage.COMPRESS, self._wait)
+            end_of_backward.add(BackwardStage.COMPRESS, self._wait, self._get_reducer_group().model_number)
         return future
 
     def _wait(self) -> None:
@@ -121,7 +118,7 @@ class _MonitoredHook:
 class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
-    The reducer uses `reducer_group`, which communicates through `group`, by default the default group.
+    The reducer uses `reducer_group`, which communicates through `group`, the model's process group.
     `buffer_broadcaster` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike
     DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
@@ -141,7 +138,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         compressor: Compressor,
         reducer_group: ReducerGroup,
         buffer_broadcaster: ForwardBufferBroadcaster | None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup,
     ) -> None:
         # DDP broadcasts parameters and buffers, but cannot write to expanded views, so the backend broadcasts these
         # views.
@@ -161,11 +158,12 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._all_parameters = list(model.parameters())
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
+        self._rebuilds_buckets = not find_unused_parameters  # at the end of the next backward pass
         self._has_left_group = False
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model))
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         reducer_group.on_reduced = self._gradient_tracker.mark_reduced
-        self._rendezvous, self._key, self._num_freeze_changes = rendezvous, f"model/{next(_model_numbers)}", 0
+        self._rendezvous, self._key, self._num_freeze_changes = rendezvous, f"model/{reducer_group.model_number}", 0
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
             # The names are exchanged through the store, because collectives of this backward pass are in flight on
@@ -175,6 +173,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 model,
                 partial(gather_unused, rendezvous, self._key),
                 lambda: self.require_backward_grad_sync and not self._has_left_group,
+                model_number=reducer_group.model_number,
             )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -309,6 +308,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._last_requires_grad = requires_grad
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()
+        self._rebuilds_buckets = not self.find_unused_parameters
         if self.find_unused_parameters:
             self._mark_parameters_used()
 
@@ -345,6 +345,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if not (reducing or self.require_backward_grad_sync):
             return
         self._reducer_group.expect_backward()
+        if self._rebuilds_buckets:
+            end_of_backward.add(
+                BackwardStage.REBUILD_BUCKETS, self._rebuild_after_backward, self._reducer_group.model_number
+            )
         if prepared == 0:
             self.rebuild_buckets()
         if self.find_unused_parameters and not forwards == prepared == 1:
@@ -352,6 +356,14 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 self.prepare_reducer(reached)
         elif prepared == 0:
             self.prepare_reducer([])
+
+    @disable_compile
+    def _rebuild_after_backward(self) -> None:
+        try:
+            self.check_reducer_finished()
+        except RuntimeError:  # parameters are unused; the next forward pass or step raises the error
+            return
+        self._rebuilds_buckets = not self.rebuild_buckets()
 
     def _trainable_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]

@@ -27,8 +27,9 @@ _OPAQUE_TYPES = (
 
 
 class BackwardStage(IntEnum):
-    """The stages at the end of a backward pass, which run in increasing order. Functions in a stage run in the order in
-    which they were added.
+    """The stages at the end of a backward pass, which run in increasing order. Functions in a stage run in the order of
+    the numbers of their models, which is the same on all ranks although the ranks may reach the models in different
+    orders. Functions of one model run in the order in which they were added.
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so the buckets that contain them cannot complete before this stage.
@@ -44,6 +45,8 @@ class BackwardStage(IntEnum):
     After MARK_REDUCED, DDP copies the reduced buckets into the gradients, unless the gradients are views of the
     buckets.
 
+    REBUILD_BUCKETS: after the first backward pass, broadcast the order of the gradients in the buckets. DDP would do so
+        in the next forward pass, where ranks that call the models in different orders would wait for each other.
     RAISE_ERRORS: raise ModelError for unused parameters; with sharded gradients, also exchange their names. It is last
         because other ranks depend on this rank in all previous stages.
     """
@@ -53,7 +56,8 @@ class BackwardStage(IntEnum):
     COMPRESS = 3
     WAIT_FOR_WORK_OBJECTS = 4
     MARK_REDUCED = 5
-    RAISE_ERRORS = 6
+    REBUILD_BUCKETS = 6
+    RAISE_ERRORS = 7
 
 
 class EndOfBackwardCallbacks:
@@ -67,9 +71,9 @@ class EndOfBackwardCallbacks:
         # Autograd holds the only strong reference to a sequence, and drops it if the backward pass raises an exception.
         self._sequences: WeakValueDictionary[int, _StageSequence] = WeakValueDictionary()
 
-    def add(self, stage: BackwardStage, function: Callable[[], None]) -> None:
+    def add(self, stage: BackwardStage, function: Callable[[], None], model_number: int = 0) -> None:
         """Call `function` in `stage` at the end of the current backward pass, which may already be executing these
-        stages.
+        stages. `model_number` is the number of the model on whose behalf the function communicates.
 
         The first call in a backward pass must precede the last bucket, after which DDP queues its callback.
         """
@@ -78,7 +82,7 @@ class EndOfBackwardCallbacks:
         if sequence is None or sequence.has_run:
             sequence = self._sequences[backward] = _StageSequence()
             queue_backward_callback(sequence.run)
-        sequence.add(stage, function)
+        sequence.add(stage, model_number, function)
 
 
 class _StageSequence:
@@ -86,23 +90,23 @@ class _StageSequence:
 
     def __init__(self) -> None:
         self.has_run = False
-        self._pending: list[tuple[BackwardStage, int, Callable[[], None]]] = []
+        self._pending: list[tuple[BackwardStage, int, int, Callable[[], None]]] = []
         self._insertion_index = itertools.count()
 
-    def add(self, stage: BackwardStage, function: Callable[[], None]) -> None:
-        heapq.heappush(self._pending, (stage, next(self._insertion_index), function))
+    def add(self, stage: BackwardStage, model_number: int, function: Callable[[], None]) -> None:
+        heapq.heappush(self._pending, (stage, model_number, next(self._insertion_index), function))
 
     def run(self) -> None:
-        """Call the functions of all stages before RAISE_ERRORS, including functions that are added meanwhile."""
-        while self._pending and self._pending[0][0] < BackwardStage.RAISE_ERRORS:
-            heapq.heappop(self._pending)[2]()
+        """Call the functions of all stages up to MARK_REDUCED, including functions that are added meanwhile."""
+        while self._pending and self._pending[0][0] <= BackwardStage.MARK_REDUCED:
+            heapq.heappop(self._pending)[-1]()
         self.has_run = True
         if self._pending:
-            queue_backward_callback(self._raise_errors)  # after the callback of DDP
+            queue_backward_callback(self._run_last_stages)  # after the callback of DDP
 
-    def _raise_errors(self) -> None:
+    def _run_last_stages(self) -> None:
         while self._pending:
-            heapq.heappop(self._pending)[2]()
+            heapq.heappop(self._pending)[-1]()
 
 
 end_of_backward = EndOfBackwardCallbacks()

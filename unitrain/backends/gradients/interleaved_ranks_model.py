@@ -178,7 +178,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         self._last_backward = backward
         if self._reducer_group is not None:
             self._reducer_group.expect_backward()
-        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
+        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce, self._model_number)
 
     @torch.no_grad()
     def _reduce(self) -> None:

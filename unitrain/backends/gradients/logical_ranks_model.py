@@ -67,6 +67,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._logical_ranks = logical_ranks
         self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
         self._buffer_broadcaster, self._reducer_group = buffer_broadcaster, reducer_group
+        self._model_number = 0 if reducer_group is None else reducer_group.model_number
         self._requires_sync, self._has_left_group = True, False
         self._all_parameters = list(model.parameters())
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), has_logical_ranks=True)
@@ -203,7 +204,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             ]
             all_ranks_have_run = len({*self._gradients_by_rank, self._active_rank}) == len(self._local_logical_ranks)
             self._reduction.begin(other_gradients, all_ranks_have_run=all_ranks_have_run)
-            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
+            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce, self._model_number)
 
     def _is_any_parameter_reached(self) -> bool:
         """Return whether the current backward pass accumulates gradients, unlike torch.autograd.grad."""

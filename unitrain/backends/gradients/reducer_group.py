@@ -32,12 +32,14 @@ class ReducerGroup(dist.ProcessGroup):
     If the host waits, a timeout raises CollectiveTimeoutError.
 
     Args:
+        group: the group in which the model communicates.
+        model_number: the number of the model in the backend, which is the same on all ranks.
         check_bucket: called with every bucket before its collective, or None.
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        defers_allreduces: whether the allreduces of a backward pass start at its end. Set it if `group` is not the
-            default group: the user's collectives inside a backward pass then use another NCCL communicator, and two
-            communicators can deadlock if ranks use them in different orders.
+        defers_allreduces: whether the allreduces of a backward pass start at its end, in the order of the models'
+            numbers. Set it if ranks may start them in different orders relative to collectives in another NCCL
+            communicator, because two communicators can then deadlock.
 
     The attribute `on_reduced` is called at the end of each backward pass that reduces gradients.
     """
@@ -45,6 +47,7 @@ class ReducerGroup(dist.ProcessGroup):
     def __init__(
         self,
         group: dist.ProcessGroup,
+        model_number: int,
         monitor: FailureMonitor,
         check_bucket: Callable[[Tensor], object] | None,
         *,
@@ -53,6 +56,7 @@ class ReducerGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._monitor, self._check_bucket = group, monitor, check_bucket
+        self.model_number = model_number
         self.waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
         self._deferred_works: list[_DeferredWork] = []
         self._phase = GradientPhase("backward", 0)
@@ -87,7 +91,7 @@ class ReducerGroup(dist.ProcessGroup):
         backward = current_backward()
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
-            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._wait_for_buckets)
+            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._wait_for_buckets, self.model_number)
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._mark_reduced)
         if self._check_bucket is not None:
             self._check_bucket(bucket)

@@ -28,6 +28,7 @@ def register_first_backward_check(
     allgather: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
     *,
+    model_number: int = 0,
     reduces_zeros: bool = True,
 ) -> Callable[[], None]:
     """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
@@ -40,6 +41,7 @@ def register_first_backward_check(
             backward pass are in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
             checked.
+        model_number: the number of the model, in the order of which several models gather their names.
         reduces_zeros: whether to reduce zeros for unused parameters after their names have been gathered. False if
             `wrapped` itself completes the reduction at the end of a backward pass. The names are then gathered after
             the reduction, because other ranks may wait for the gradients before their backward passes end.
@@ -77,7 +79,7 @@ def register_first_backward_check(
         if is_active and backward != checked_backward and reduces_gradients():
             checked_backward = backward
             stage = BackwardStage.FIND_UNUSED_PARAMETERS if reduces_zeros else BackwardStage.RAISE_ERRORS
-            end_of_backward.add(stage, on_end_of_backward)
+            end_of_backward.add(stage, on_end_of_backward, model_number)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
@@ -27,8 +26,6 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.torch_compat import current_backward, disable_compile, unwrap_compiled
-
-_model_numbers = count()
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: False)
         self._rendezvous, self._num_freeze_changes = rendezvous, 0
-        self._key = f"sharded_gradients/{next(_model_numbers)}"
+        self._key = f"model/{reducer_group.model_number}"
         self.reducer = GradientReducer(
             dict(model.named_parameters()),
             communicator,
@@ -94,6 +91,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 model,
                 partial(gather_unused, rendezvous, self._key),
                 lambda: self._requires_sync and not self._has_left_group,
+                model_number=reducer_group.model_number,
                 reduces_zeros=False,
             )
 

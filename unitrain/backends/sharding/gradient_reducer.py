@@ -295,7 +295,8 @@ class GradientReducer:
                 else len(reached.intersection(bucket.parameter_indices))
             )
         self._reducer_group.expect_backward()
-        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward)
+        model_number = self._reducer_group.model_number
+        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward, model_number)
         if reached and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 

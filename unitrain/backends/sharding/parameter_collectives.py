@@ -25,9 +25,10 @@ GATHER, REDUCE = "parameter allgather", "gradient reducescatter"
 
 
 class ParameterCollectives:
-    """The collectives of all blocks of one model, in the default process group.
+    """The collectives of all blocks of one model.
 
     Args:
+        process_group: the process group of the model.
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
         counts_by_name: the numbers of GATHER and REDUCE collectives that all models of the backend have started. Error
@@ -40,13 +41,15 @@ class ParameterCollectives:
 
     def __init__(
         self,
+        process_group: dist.ProcessGroup,
         monitor: FailureMonitor,
         *,
         waits_on_stream: bool,
         counts_by_name: Counter[str],
         check: Callable[[Tensor], object] | None = None,
     ) -> None:
-        self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
+        self.process_group, self._monitor = process_group, monitor
+        self._waits_on_stream, self.check = waits_on_stream, check
         self._counts_by_name = counts_by_name
         self.gathered_blocks: list[int] = []
         self.on_gather: Callable[[int], object] | None = None
@@ -65,28 +68,34 @@ class ParameterCollectives:
         """Start to gather every rank's `local_tensor`, [elements], into `output`, [ranks * elements]. `local_tensor`
         must be the view of this rank's elements of `output`. Return None if the current stream waits for the result.
         """
-        phase, size = self._begin_collective(GATHER, local_tensor), dist.get_world_size()
+        phase, group = self._begin_collective(GATHER, local_tensor), self.process_group
+        size = group.size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
             parts = output.view(torch.uint8).view(size, -1)
             return self._start_monitored(
-                phase, lambda: [dist.broadcast(part, root, async_op=True) for root, part in enumerate(parts)]
+                phase,
+                lambda: [dist.broadcast(part, root, group=group, async_op=True) for root, part in enumerate(parts)],
             )
-        return self._start_monitored(phase, lambda: [dist.all_gather_single(output, local_tensor, async_op=True)])
+        return self._start_monitored(
+            phase, lambda: [dist.all_gather_single(output, local_tensor, group=group, async_op=True)]
+        )
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
         """Sum `complete`, [ranks * elements], over ranks, and write this rank's shard to `output`, [elements].
 
         `complete` may be overwritten. On GPUs, the current stream waits for the result.
         """
-        phase = self._begin_collective(REDUCE, complete)
+        phase, group = self._begin_collective(REDUCE, complete), self.process_group
         if complete.device.type == "cpu":
-            work = self._start_monitored(phase, lambda: [dist.all_reduce(complete, async_op=True)])
+            work = self._start_monitored(phase, lambda: [dist.all_reduce(complete, group=group, async_op=True)])
         else:
-            work = self._start_monitored(phase, lambda: [dist.reduce_scatter_single(output, complete, async_op=True)])
+            work = self._start_monitored(
+                phase, lambda: [dist.reduce_scatter_single(output, complete, group=group, async_op=True)]
+            )
         if work is not None:
             work.wait()
         if complete.device.type == "cpu":
-            output.copy_(complete.view(dist.get_world_size(), -1)[dist.get_rank()])
+            output.copy_(complete.view(group.size(), -1)[group.rank()])
 
     def _begin_collective(self, name: str, tensor: Tensor) -> GradientPhase:
         phase = GradientPhase(name, self._counts_by_name[name])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -53,8 +52,6 @@ from unitrain.torch_compat import (
     tree_map_only,
     unwrap_compiled,
 )
-
-_model_numbers = count()
 
 
 class ShardedParameters:
@@ -221,6 +218,7 @@ class ShardedModel(nn.Module, WrappedModel):
         rendezvous: Rendezvous,
         monitor: FailureMonitor,
         buffer_broadcaster: ForwardBufferBroadcaster | None,
+        model_number: int,
     ) -> None:
         super().__init__()
         model = sharded_parameters.model
@@ -233,7 +231,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: self._is_accumulating)
-        self._key, self._num_freeze_changes = f"sharded_parameters/{next(_model_numbers)}", 0
+        self._model_number, self._key, self._num_freeze_changes = model_number, f"model/{model_number}", 0
         self._used_names: set[str] | None = set()  # None after the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
@@ -340,7 +338,9 @@ class ShardedModel(nn.Module, WrappedModel):
         if not self._is_accumulating:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
             if self._used_names is not None:
-                end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._check_first_backward)
+                end_of_backward.add(
+                    BackwardStage.FIND_UNUSED_PARAMETERS, self._check_first_backward, self._model_number
+                )
 
     def _register_usage_hooks(self) -> None:
         """Register hooks that record the names of the parameters that receive a gradient.
