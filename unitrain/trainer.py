@@ -15,14 +15,14 @@ from unitrain import trainer_arguments, trainer_model
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_same_settings
 from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
-from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
+from unitrain.backends.logical_ranks import check_logical_ranks
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config
 from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.loading import Data
-from unitrain.data.order import MicroBatch, begin_micro_batch
+from unitrain.data.order import MicroBatch, current_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings, TrainingData
@@ -257,17 +257,14 @@ class Trainer(LoggingMethods):
             if self._learning_rate_factor is not None:
                 self._reporter.show_message(str(self._learning_rate_factor))
             with self._callbacks.call_at_fit_end(self):
-                try:
-                    self._callbacks.call("on_fit_start", self)
-                    self._synchronize()
-                    while not self.is_finished:
-                        results = self._train_epoch(shard, validation)
-                    if self._local_sgd is not None and not stopping.is_preempted:
-                        self._local_sgd.synchronize()
-                    with self._run_metrics.measure("checkpoint"):
-                        self.checkpointer.wait()
-                finally:
-                    set_current_logical_rank(None)
+                self._callbacks.call("on_fit_start", self)
+                self._synchronize()
+                while not self.is_finished:
+                    results = self._train_epoch(shard, validation)
+                if self._local_sgd is not None and not stopping.is_preempted:
+                    self._local_sgd.synchronize()
+                with self._run_metrics.measure("checkpoint"):
+                    self.checkpointer.wait()
             self.backend.barrier()  # so that no rank returns if a hook has failed on another rank
             if stopping.is_preempted:
                 raise Preempted(stopping.reason)
@@ -436,8 +433,16 @@ class Trainer(LoggingMethods):
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
         # With logical ranks, only the buffers of logical rank 0 are kept, and logical rank 0 never has a dummy batch.
         is_excluded = is_dummy and self.config.logical_ranks is None
-        begin_micro_batch(self.config.seed, self.progress.epoch, micro_batch, self.config.logical_ranks)
+        current = current_micro_batch(
+            self.backend,
+            batch,
+            micro_batch,
+            seed=self.config.seed,
+            epoch=self.progress.epoch,
+            logical_ranks=self.config.logical_ranks,
+        )
         with (
+            current,
             exclude_from_statistics(self.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step or self._local_sgd is not None else self.backend.no_sync(self.model),
         ):

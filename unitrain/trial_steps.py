@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 from unitrain import trainer_arguments
 from unitrain.backends.compression_setting import PowerSGD, resolve_compression
 from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
-from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.loading import Data
-from unitrain.data.order import MicroBatch, begin_micro_batch
+from unitrain.data.order import MicroBatch, current_micro_batch
 from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError
@@ -125,8 +124,7 @@ class TrialSteps:
         """Run the forward and backward pass of a micro-batch on this rank only, without communication. The loss is not
         weighted."""
         trainer = self.trainer
-        begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
-        with trainer.backend.no_sync(trainer.model):
+        with self._current(batch, micro_batch, trainer.progress.epoch), trainer.backend.no_sync(trainer.model):
             model = trainer.backend.unwrap(trainer.model)
             with trainer.step_components.precision.autocast():
                 loss = read_training_loss(trainer.loss_fn(*trainer.step_components.forward(model, batch)))
@@ -137,8 +135,8 @@ class TrialSteps:
         trainer, config = self.trainer, self.trainer.config
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
         is_excluded = is_dummy and config.logical_ranks is None
-        begin_micro_batch(config.seed, epoch, micro_batch, config.logical_ranks)
         with (
+            self._current(batch, micro_batch, epoch),
             exclude_from_statistics(trainer.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step else trainer.backend.no_sync(trainer.model),
         ):
@@ -158,6 +156,12 @@ class TrialSteps:
             else:
                 weight = torch.as_tensor(loss.tokens, device=value.device).double()
             self._sums += torch.stack([value, weight])
+
+    def _current(self, batch: Any, micro_batch: MicroBatch, epoch: int) -> AbstractContextManager[None]:
+        config = self.trainer.config
+        return current_micro_batch(
+            self.trainer.backend, batch, micro_batch, seed=config.seed, epoch=epoch, logical_ranks=config.logical_ranks
+        )
 
     def update(self, step: int, micro_batch: MicroBatch) -> None:
         """Update the parameters at the end of the step of `micro_batch`, after `step` completed steps."""
@@ -195,7 +199,6 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
             trainer.model.train()
             yield
     finally:
-        set_current_logical_rank(None)
         model.zero_grad(set_to_none=True)
         trainer.step_components.precision.discard_step()
         for module, name, buffer in buffers:  # a forward pass may have assigned another tensor to the buffer

@@ -314,6 +314,73 @@ def check_dummy_batches(backend: Backend) -> None:
         assert_near(model.running_mean, torch.full((4,), 0.05 * (backend.size - 1), dtype=torch.float64), 1e-12)
 
 
+class Encoder(nn.Module):
+    """A model that transforms its inputs before the synchronized layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=1.0).double()
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        result: Tensor = self.norm(inputs["x"] * 2 + 1)
+        return result
+
+
+def check_several_loaders(backend: Backend) -> None:
+    """A dummy batch of one loader does not affect the statistics of the samples of other loaders."""
+    lengths = [2 * backend.size, 1, 2 * backend.size]  # only rank 0 has a sample of the second loader
+    samples = [
+        torch.randn(length, 2, 3, generator=torch.Generator().manual_seed(length)).double() for length in lengths
+    ]
+    samples[2] += 50
+    model: Any = unitrain.sync_batch_norm(Encoder(), backend)
+    orders: list[list[int]] = [list(order) for order in itertools.permutations(range(3))]
+    for order in orders:
+        loaders = [
+            unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples[index]), backend, batch_size=2)
+            for index in order
+        ]
+        for step, batches in enumerate(zip(*loaders, strict=True)):
+            assert step == 0
+            for index, (x,) in zip(order, batches, strict=True):
+                model({"x": x[:]})  # a view has the same memory
+                wanted = (samples[index] * 2 + 1).mean((0, 2))
+                assert_near(model.norm.running_mean, wanted, 1e-12, order, index)
+                model(inputs={"x": x})
+                assert_near(model.norm.running_mean, wanted, 1e-12, order, index)
+            if backend.rank > 0:  # the sum belongs to no batch, and one batch of this rank is a dummy batch
+                for inputs in (batches[0][0] + 1, [b for (b,) in batches]):
+                    with pytest.raises(ModelError, match=r"current batches are .*a dummy batch.*drop_last=True"):
+                        model({"x": inputs} if isinstance(inputs, Tensor) else {"x": inputs[0], "others": inputs})
+    # The batches of one loader determine whether a rank counts, also for inputs that the rank has generated.
+    loader = unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples[1]), backend, batch_size=2)
+    for (x,) in loader:
+        model({"x": torch.full_like(x, 1.0 + backend.rank)})
+        assert_near(model.norm.running_mean, torch.full((2,), 3.0, dtype=torch.float64), 1e-12)
+
+
+def check_large_means(backend: Backend) -> None:
+    """The statistics of float64 inputs keep their precision if the mean is much larger than the standard deviation."""
+    part = own_slice(backend)
+    for mean, (name, count) in itertools.product((1e8, -1e12), (("plain", 7), ("1d", 3000), ("1d flat", 7))):
+        end = count if backend.rank == backend.size - 1 else 50 * backend.rank + 50
+        counts = part if count == 7 else slice(50 * backend.rank, end)
+        centered = (create_samples(name, 0, count) * 1024).round() / 1024
+        expected: Any = create_layer(name)
+        mine: Any = unitrain.sync_batch_norm(copy.deepcopy(expected), backend)
+        found = []
+        for layer, shift, samples in ((mine, mean, counts), (expected, 0.0, slice(None))):
+            x = (centered + shift)[samples].requires_grad_()
+            y = layer(x)
+            (y * loss_weights(centered)[samples]).sum().backward()
+            found.append((y.detach(), x.grad, layer.running_var, layer.running_mean - 0.1 * shift))
+        tolerance = 1e-14 * abs(mean)
+        for one, other in zip(found[0][:2], found[1][:2], strict=True):
+            assert_near(one, other[counts], 20 * tolerance, mean, name)
+        for one, other in zip(found[0][2:], found[1][2:], strict=True):
+            assert_near(one, other, 20 * tolerance, mean, name)
+
+
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
@@ -322,7 +389,16 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize(
     "check",
-    [check_layers, check_autocast, check_uses, check_deep, check_excluded_rank, check_dummy_batches],
+    [
+        check_layers,
+        check_autocast,
+        check_uses,
+        check_deep,
+        check_excluded_rank,
+        check_dummy_batches,
+        check_several_loaders,
+        check_large_means,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(

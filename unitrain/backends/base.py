@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.compression_setting import Compression
+from unitrain.backends.current_batches import CurrentBatches
 from unitrain.backends.lifecycle import Lifecycle
 from unitrain.bootstrap.environment import RankInfo
 
@@ -69,6 +71,11 @@ class Communicator(ABC):
     rank: int
     size: int
     device: torch.device
+
+    @cached_property
+    def current_batches(self) -> CurrentBatches:
+        """The current batches of the loaders that are iterated over with this communicator."""
+        return CurrentBatches()
 
     @abstractmethod
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:

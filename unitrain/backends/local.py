@@ -31,6 +31,7 @@ from unitrain.backends.gradients.logical_ranks_model import (
 )
 from unitrain.backends.gradients.unused_parameters import register_first_backward_check
 from unitrain.backends.lifecycle import is_successful_exit
+from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
@@ -211,6 +212,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             return optimizer
         checks.check_matching_shard(self._sharding_modes.get(self.unwrap(model)), shard)
         if (tracker := self._gradient_trackers.get(self.unwrap(model))) is not None:
+            register_step_check(optimizer, lambda _: check_no_logical_rank(self))
             register_step_check(optimizer, tracker.check)
         return optimizer
 

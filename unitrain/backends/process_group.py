@@ -48,6 +48,7 @@ from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_
 from unitrain.backends.gradients.model_groups import ModelGroup, ModelGroups
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.optimizer_loading import load_optimizer_state
@@ -365,6 +366,7 @@ class ProcessGroupBackend(
         )
         checks.check_same_parameter_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
+            register_step_check(optimizer, lambda _: check_no_logical_rank(self))
             register_step_check(optimizer, distributed.check_reduced)
         if shard == "parameters":
             from unitrain.backends.sharding.optimizer_shards import shard_optimizer

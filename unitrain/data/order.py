@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unitrain.backends.logical_ranks import LogicalRank, set_current_logical_rank
+from unitrain.backends.base import Communicator
+from unitrain.backends.current_batches import CurrentBatch, LogicalRank
 from unitrain.config import Uneven
 from unitrain.data.stream_state import StreamState
 from unitrain.randomness import seed_micro_batch
@@ -117,14 +119,21 @@ def micro_batches_of_batch_sampler(
             yield MicroBatch(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
 
 
-def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ranks: int | None) -> None:
-    """With logical ranks, set the logical rank of the next forward pass, and seed its random numbers. `seed` is the
-    seed of the run. Without logical ranks, do nothing.
+@contextmanager
+def current_micro_batch(
+    communicator: Communicator, batch: Any, micro_batch: MicroBatch, *, seed: int, epoch: int, logical_ranks: int | None
+) -> Iterator[None]:
+    """Context manager for the forward and backward pass of `batch`, which is then one of the current batches.
+
+    With logical ranks, also seed the random numbers of its logical rank. `seed` is the seed of the run.
     """
+    logical_rank = None
     if logical_ranks is not None and micro_batch.logical_rank is not None:
-        is_dummy = not micro_batch.samples
-        set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks, is_dummy))
+        logical_rank = LogicalRank(micro_batch.logical_rank, logical_ranks)
         seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.index_in_step)
+    current = CurrentBatch(not micro_batch.samples, logical_rank, batch)
+    with communicator.current_batches.enter(current):
+        yield
 
 
 def merge_logical_ranks(

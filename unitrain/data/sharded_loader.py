@@ -11,13 +11,12 @@ from torch.utils.data import DataLoader
 from unitrain import validation
 from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.lifecycle import Lifecycle
-from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.loading import Data, check_is_dataset
-from unitrain.data.order import begin_micro_batch
+from unitrain.data.order import current_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import open_training_data
@@ -25,7 +24,6 @@ from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import ShardSettings, TrainingData, describe_order_fix
 from unitrain.data.workers import close_at_exit
 from unitrain.errors import CheckpointError, ConfigError
-from unitrain.modules.sync_batch_norm import set_current_batch
 
 _CLASS_NAME = "ShardedLoader"
 
@@ -45,7 +43,8 @@ class ShardedLoader:
     rank. All ranks yield the same number of batches, for any length of the data. Multiply the mean loss of a batch by
     `loss_weight`, so that the gradient averaged over ranks is the gradient of the mean loss over the samples of all
     ranks. A rank without samples for a batch yields a dummy batch with loss weight 0, which `sync_batch_norm` layers
-    ignore.
+    ignore. If several loaders are iterated over at the same time, these layers need to know to which batch the inputs
+    of their model belong: pass the tensors that the loader yielded to the model.
 
     Use `shuffle=False` for evaluation: the loader then yields every sample once, in order and without dummy batches.
     The number of batches may differ between ranks and may be 0. Iterating then calls no collectives.
@@ -239,12 +238,16 @@ class ShardedLoader:
                 self._ends_step = micro_batch.ends_step
                 if micro_batch.ends_step:
                     self._position, self._data_state = micro_batch.step_end, micro_batch.data_state
-                set_current_batch(is_dummy=not micro_batch.samples)
-                begin_micro_batch(self._seed, self._epoch, micro_batch, self._logical_ranks)
-                yield batch
+                with current_micro_batch(
+                    self._backend,
+                    batch,
+                    micro_batch,
+                    seed=self._seed,
+                    epoch=self._epoch,
+                    logical_ranks=self._logical_ranks,
+                ):
+                    yield batch
         finally:
-            set_current_batch(is_dummy=False)
-            set_current_logical_rank(None)
             self._shard.end_epoch()
         self._set_position(self._epoch + 1, 0)
 

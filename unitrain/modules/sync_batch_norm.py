@@ -6,7 +6,7 @@ Each layer calls one allreduce in the forward pass and one in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.logical_ranks import current_logical_rank, sum_over_logical_ranks
+from unitrain.backends.current_batches import CurrentBatch
+from unitrain.backends.logical_ranks import TRAINER_REQUIRED_MESSAGE
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
 from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
@@ -53,22 +54,10 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
         plain_class: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
         layer.__class__ = create_replacing_class(SyncedForward, plain_class)
         layer.shared_statistics, layer.layer_number = statistics, layer_number
+    if layers:
+        model.register_forward_pre_hook(statistics.begin_forward, with_kwargs=True)
+        model.register_forward_hook(statistics.end_forward, always_call=True)
     return model
-
-
-class _CurrentBatch:
-    """Whether the last batch yielded by a ShardedLoader in this process is a dummy batch."""
-
-    is_dummy = False
-
-
-def set_current_batch(*, is_dummy: bool) -> None:
-    """Set whether all synchronized layers exclude this rank's current batch from their statistics.
-
-    ShardedLoader calls this function for each batch, because a ShardedLoader has no reference to the model, which
-    `exclude_from_statistics` requires.
-    """
-    _CurrentBatch.is_dummy = is_dummy
 
 
 @contextmanager
@@ -109,12 +98,16 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
 class SharedStatistics:
     """State shared by all synchronized layers of a model: the communicator, and whether local samples are excluded.
 
+    Local samples are excluded by `exclude_from_statistics`, and if the inputs of the model are a dummy batch.
     Copies of the model also share it. An unpickled model has no communicator and normalizes over local samples.
     """
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
+        # Set by the model while its logical ranks take turns.
+        self.sum_over_logical_ranks: Callable[[Tensor], Tensor] | None = None
+        self._inputs: list[Any] = []  # the arguments of each forward pass of the model that is in progress
         self._cached_layer_numbers: dict[tuple[int, torch.device], Tensor] = {}
         # The latest count of each layer, and its cached tensor.
         self._cached_counts_and_layer_numbers: dict[int, tuple[int, Tensor]] = {}
@@ -122,37 +115,60 @@ class SharedStatistics:
     @property
     def includes_local_samples(self) -> bool:
         """Whether the samples of this rank, or of the current logical rank, are included."""
-        current = current_logical_rank()
-        return not (self.is_excluded or _CurrentBatch.is_dummy or (current is not None and current.is_dummy))
+        current = self._current_batch()
+        return not (self.is_excluded or (current is not None and current.is_dummy))
 
     @property
     def is_local(self) -> bool:
         """Whether statistics are local, because there is a single rank or no communicator."""
-        return self.communicator is None or self._num_ranks() == 1
+        return self.communicator is None or self._rank_and_size()[1] == 1
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all ranks or, with logical ranks, over all logical ranks, which must all call
         it."""
         assert self.communicator is not None
-        if current_logical_rank() is not None:
-            return sum_over_logical_ranks(tensor)
-        return self.communicator.allreduce(tensor, "sum")
+        current = self._current_batch()
+        if current is None or current.logical_rank is None:
+            return self.communicator.allreduce(tensor, "sum")
+        if self.sum_over_logical_ranks is None:
+            raise ModelError(
+                "A layer that sync_batch_norm has synchronized was called with logical_ranks outside of the Trainer. "
+                f"{TRAINER_REQUIRED_MESSAGE}"
+            )
+        return self.sum_over_logical_ranks(tensor)
 
-    def _num_ranks(self) -> int:
-        """Return the number of ranks or, with logical ranks, of logical ranks."""
+    @disable_compile
+    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: store its inputs, which identify the current batch."""
+        self._inputs.append((args, kwargs))
+
+    @disable_compile
+    def end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the model, which also runs after an exception."""
+        if self._inputs:
+            self._inputs.pop()
+
+    def _current_batch(self) -> CurrentBatch | None:
         assert self.communicator is not None
-        current = current_logical_rank()
-        return self.communicator.size if current is None else current.count
+        return self.communicator.current_batches.find(self._inputs[-1] if self._inputs else None)
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        """Return the index and the number of ranks or, with logical ranks, of logical ranks."""
+        assert self.communicator is not None
+        current = self._current_batch()
+        if current is None or current.logical_rank is None:
+            return self.communicator.rank, self.communicator.size
+        return current.logical_rank.index, current.logical_rank.count
 
     def reduce(
-        self, sums: list[Tensor], count: int, layer_number: int, *, check: bool
+        self, sums: list[Tensor], count: int, layer_number: int, *, is_centered: bool, check: bool
     ) -> tuple[Tensor, Tensor, Tensor | float]:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
-        `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
-        channel in layer `layer_number`. The number of values is a float on CPUs, and a tensor on GPUs. Raises
-        CollectiveMismatchError on every rank if ranks call different layers, and ModelError if there are fewer than two
-        values per channel. On GPUs, these errors are only detected with `check`, which synchronizes with the device.
+        `sums` are the results of `_local_sums` for `count` values per channel in layer `layer_number`. The number of
+        values is a float on CPUs, and a tensor on GPUs. Raises CollectiveMismatchError on every rank if ranks call
+        different layers, and ModelError if there are fewer than two values per channel. On GPUs, these errors are only
+        detected with `check`, which synchronizes with the device.
         """
         if not self.includes_local_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
@@ -164,8 +180,17 @@ class SharedStatistics:
             constants = [self._count_and_layer_number_on_cpu(count, layer_number)]
         else:
             constants = [sums[0].new_full((1,), count), self._layer_number_on_device(layer_number, sums[0].device)]
-        total = self.sum_over_ranks(torch.cat([*sums, *constants]))
-        moments, tail = total[: 2 * channels], total[2 * channels :]
+        local = torch.cat([*sums, *constants])
+        rows: Tensor | None = None
+        if is_centered:
+            rank, size = self._rank_and_size()
+            rows = local.new_zeros(size, len(local))
+            rows[rank] = local
+            rows = self.sum_over_ranks(rows)  # an allgather, because all other ranks add 0
+            total = rows.sum(0)
+        else:
+            total = self.sum_over_ranks(local)
+        tail = total[2 * channels :]
         num_values: Tensor | float
         if is_on_cpu:
             numbers = tail.tolist()
@@ -175,8 +200,12 @@ class SharedStatistics:
             num_values = tail[0]
             if check:
                 self._check_layer_and_count(layer_number, *tail.tolist())
-        mean, second_moment = (moments / num_values).view(2, channels).unbind()
-        return mean, (second_moment - mean.square()).clamp_min_(0), num_values
+        mean, second_moment = (total[: 2 * channels] / num_values).view(2, channels).unbind()
+        if rows is None:
+            return mean, (second_moment - mean.square()).clamp_min_(0), num_values
+        counts = rows[:, 2 * channels, None]
+        differences = rows[:, :channels] / counts.clamp_min(1) - mean  # between the means of each rank and of all ranks
+        return mean, second_moment + (differences.square() * counts).sum(0) / num_values, num_values
 
     def _count_and_layer_number_on_cpu(self, count: int, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
@@ -197,7 +226,7 @@ class SharedStatistics:
         self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
     ) -> None:
         name = self.names[layer_number]
-        if layer_number_square_sum * self._num_ranks() != layer_number_sum**2:
+        if layer_number_square_sum * self._rank_and_size()[1] != layer_number_sum**2:
             raise CollectiveMismatchError(
                 f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
                 "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
@@ -272,12 +301,18 @@ def _check_layer(name: str, layer: BatchNormBase) -> None:
 def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
-        sums, count = _local_sums(x)
+        # The mean of the squares minus the square of the mean loses the digits that both have in common. In float64,
+        # enough digits remain for inputs of lower precision, but not for float64 inputs. Their squares are those of the
+        # differences from the mean of each rank, at the cost of one row per rank in the allreduce.
+        is_centered = x.dtype == torch.float64
+        sums, count = _local_sums(x, is_centered=is_centered)
         # On a GPU, the check waits for all queued kernels, so it runs only in the first forward pass and for tiny
         # batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
-        mean, variance, num_values = shared.reduce(sums, count, layer.layer_number, check=check)
+        mean, variance, num_values = shared.reduce(
+            sums, count, layer.layer_number, is_centered=is_centered, check=check
+        )
         if layer.track_running_stats:
             _update_running_statistics(layer, mean, variance, num_values)
         dtype = _computation_dtype(x)
@@ -286,13 +321,16 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     return output
 
 
-def _local_sums(x: Tensor) -> tuple[list[Tensor], int]:
-    """Return the sums of values and squares, float64 [channels] each, and the number of values per channel."""
+def _local_sums(x: Tensor, *, is_centered: bool) -> tuple[list[Tensor], int]:
+    """Return the sums of values and squares, float64 [channels] each, and the number of values per channel.
+
+    With `is_centered`, the squares are those of the differences from the mean of `x`.
+    """
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]
     if not count:
         return list(x.new_zeros(2, x.shape[1], dtype=torch.float64)), 0
-    if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS:  # fewer operations
+    if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS and not is_centered:  # fewer operations
         wide = x.double()
         return [wide.sum(dims), wide.square().sum(dims)], count
     # Differences from the mean are exact near the mean, so only the sums need float64. For large inputs this is five
@@ -301,7 +339,7 @@ def _local_sums(x: Tensor) -> tuple[list[Tensor], int]:
     rounded_mean = mean.to(_computation_dtype(x))
     squares = (x - _broadcastable(rounded_mean, x)).square_().sum(dims, dtype=torch.float64)
     squares -= count * (mean - rounded_mean).square()
-    return [mean * count, squares + mean.square() * count], count
+    return [mean * count, squares if is_centered else squares + mean.square() * count], count
 
 
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, num_values: Tensor | float) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.backends.base import Backend
+from unitrain.backends.current_batches import CurrentBatch, LogicalRank
 from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
 from unitrain.backends.local import LocalBackend
-from unitrain.backends.logical_ranks import LogicalRank, local_logical_ranks, set_current_logical_rank
+from unitrain.backends.logical_ranks import local_logical_ranks
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.randomness import seed_generators
@@ -66,12 +67,12 @@ def _distribute(model: nn.Module, backend: Backend) -> InterleavedRanksModel:
 
 
 def _run_micro_batch(
-    model: nn.Module, logical_rank: int, micro_batch_index: int, action: Callable[[nn.Module], Any]
+    backend: Backend, model: nn.Module, logical_rank: int, micro_batch_index: int, action: Callable[[nn.Module], Any]
 ) -> None:
     is_dummy = logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch_index == 1
-    set_current_logical_rank(LogicalRank(logical_rank, _LOGICAL_RANKS, is_dummy))
-    seed_generators(10 * micro_batch_index + logical_rank)
-    action(model)
+    with backend.current_batches.enter(CurrentBatch(is_dummy, LogicalRank(logical_rank, _LOGICAL_RANKS))):
+        seed_generators(10 * micro_batch_index + logical_rank)
+        action(model)
 
 
 def _backward(logical_rank: int, micro_batch_index: int, model: nn.Module) -> None:
@@ -107,6 +108,7 @@ def _run_logical_ranks(
     functions = [
         partial(
             _run_micro_batch,
+            backend,
             model,
             rank,
             micro_batch_index,
@@ -262,13 +264,10 @@ def an_exception_of_a_logical_rank_stops_the_other_logical_ranks(backend: Backen
 def synchronized_logical_ranks_reject_unsupported_uses(backend: Backend) -> None:
     model = _build_network()
     wrapped = _distribute(model, backend)
-    set_current_logical_rank(LogicalRank(0, _LOGICAL_RANKS))
-    try:
+    with backend.current_batches.enter(CurrentBatch(logical_rank=LogicalRank(0, _LOGICAL_RANKS))):
         for called in (wrapped, model):
             text = "Only the Trainer supports sync_batch_norm with logical_ranks"
             raises(ModelError, text, lambda called=called: called(batch(0).float()))
-    finally:
-        set_current_logical_rank(None)
     raises(
         ModelError,
         "torch.nn.SyncBatchNorm, which is not supported with logical_ranks",

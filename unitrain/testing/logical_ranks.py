@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.backends.base import Backend
+from unitrain.backends.current_batches import CurrentBatch, LogicalRank
 from unitrain.backends.gradients.exact_reduction import ExactReduction
-from unitrain.backends.logical_ranks import LogicalRank, local_logical_ranks, set_current_logical_rank
+from unitrain.backends.logical_ranks import local_logical_ranks
 from unitrain.errors import ConfigError, ModelError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.testing.cases import contract, may_raise_unsupported_error, raises
@@ -21,13 +21,8 @@ from unitrain.testing.models import batch, build, compute_loss
 _LOGICAL_RANKS = 5
 
 
-@contextmanager
-def _use_logical_rank(index: int) -> Iterator[None]:
-    set_current_logical_rank(LogicalRank(index, _LOGICAL_RANKS))
-    try:
-        yield
-    finally:
-        set_current_logical_rank(None)
+def _use_logical_rank(backend: Backend, index: int) -> AbstractContextManager[None]:
+    return backend.current_batches.enter(CurrentBatch(logical_rank=LogicalRank(index, _LOGICAL_RANKS)))
 
 
 class _Centered(nn.Module):
@@ -85,7 +80,7 @@ def _run_step(backend: Backend, model: nn.Module, micro_batches: range, factors:
     for rank in ranks:
         for step in micro_batches:
             is_last = (rank, step) == (ranks[-1], micro_batches[-1])
-            with _use_logical_rank(rank), nullcontext() if is_last else backend.no_sync(model):
+            with _use_logical_rank(backend, rank), nullcontext() if is_last else backend.no_sync(model):
                 _backward(model, rank, step, factors.get(rank, 1.0))
 
 

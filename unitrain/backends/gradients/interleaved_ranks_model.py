@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.current_batches import CurrentBatch
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.gradients.logical_ranks_model import LogicalRanksModel, has_synchronized_layers
-from unitrain.backends.logical_ranks import (
-    TRAINER_REQUIRED_MESSAGE,
-    LogicalRank,
-    current_logical_rank,
-    set_current_logical_rank,
-    summing_over_logical_ranks,
-)
+from unitrain.backends.logical_ranks import TRAINER_REQUIRED_MESSAGE
 from unitrain.backends.turns import Turns, layer_mismatch_error
 from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
@@ -41,9 +36,12 @@ class InterleavedRanksModel(LogicalRanksModel):
 
     def __init__(self, model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any) -> None:
         super().__init__(model, communicator, logical_ranks, **settings)
-        self._communicator = communicator
+        self._shared_statistics: set[Any] = {
+            module.shared_statistics for module in model.modules() if hasattr(module, "shared_statistics")
+        }
         self._turns: Turns[Any] = Turns(self._sum_over_logical_ranks, self._switch, communicator.device)
         self._is_running = self._reduces = False
+        self._batches_before_turns: tuple[CurrentBatch, ...] = ()
 
     @property
     def last_logical_rank(self) -> int:
@@ -55,8 +53,8 @@ class InterleavedRanksModel(LogicalRanksModel):
         # For each logical rank except the active one, whose turn it is: its buffers, in the order of
         # _modules_with_buffers.
         self._inactive_buffers: dict[int, list[dict[str, Tensor | None]]] = {}
-        # For each logical rank that has had a turn and is not active: its process-wide states.
-        self._inactive_states: dict[int, tuple[LogicalRank | None, GeneratorStates]] = {}
+        # For each logical rank that has had a turn and is not active: its current batches and generators.
+        self._inactive_states: dict[int, tuple[tuple[CurrentBatch, ...], GeneratorStates]] = {}
         self._modules_with_buffers: list[nn.Module] = []
 
     @contextmanager
@@ -81,15 +79,19 @@ class InterleavedRanksModel(LogicalRanksModel):
             self._begin_step()
         self._is_running, self._reduces = True, ends_step
         self._inactive_states.clear()
+        self._batches_before_turns = self._communicator.current_batches.entered
+        for statistics in self._shared_statistics:
+            statistics.sum_over_logical_ranks = self._turns.exchange
         try:
-            with summing_over_logical_ranks(self._turns.exchange):
-                return self._turns.run(functions)
+            return self._turns.run(functions)
         except BaseException:
             self._discard_interrupted_step()
             raise
         finally:
             self._is_running = self._reduces = False
-            set_current_logical_rank(None)
+            for statistics in self._shared_statistics:
+                statistics.sum_over_logical_ranks = None
+            self._communicator.current_batches.entered = self._batches_before_turns
 
     def _begin_step(self) -> None:
         if self._active_rank is not None:  # an exception between two micro-batches interrupted the last step
@@ -108,21 +110,21 @@ class InterleavedRanksModel(LogicalRanksModel):
     # --- turns ---
 
     def _switch(self, index: int) -> None:
-        """Store the gradients, buffers and process-wide states of the active logical rank, and install those of the
-        logical rank with index `index` among the logical ranks of this process."""
+        """Store the gradients, buffers, current batches and generators of the active logical rank, and install those
+        of the logical rank with index `index` among the logical ranks of this process."""
         rank, device = self._local_logical_ranks[index], self._communicator.device
+        current = self._communicator.current_batches
         if rank != self._active_rank:
             if self._active_rank is not None:
                 self._gradients_by_rank[self._active_rank] = self._take_gradients()
                 self._inactive_buffers[self._active_rank] = self._current_buffers()
-                self._inactive_states[self._active_rank] = current_logical_rank(), get_generator_states(device)
+                self._inactive_states[self._active_rank] = current.entered, get_generator_states(device)
             for parameter, gradient in zip(self._all_parameters, self._gradients_by_rank.pop(rank, []), strict=False):
                 parameter.grad = gradient
             self._install_buffers(rank)
-            self._active_rank = rank
-        if rank in self._inactive_states:  # otherwise the function has not started; it will set these states
-            logical_rank, generators = self._inactive_states.pop(rank)
-            set_current_logical_rank(logical_rank)
+            self._active_rank, current.entered = rank, self._batches_before_turns
+        if rank in self._inactive_states:  # otherwise the function has not started; it will seed the generators
+            current.entered, generators = self._inactive_states.pop(rank)
             set_generator_states(generators, device)
 
     def _current_buffers(self) -> list[dict[str, Tensor | None]]:
@@ -162,7 +164,7 @@ class InterleavedRanksModel(LogicalRanksModel):
     # --- forward and backward passes ---
 
     @disable_compile
-    def _before_forward(self) -> None:
+    def _before_forward(self, inputs: Any) -> None:
         if not self._is_running:
             raise ModelError(f"The model has layers that sync_batch_norm has synchronized. {TRAINER_REQUIRED_MESSAGE}")
 

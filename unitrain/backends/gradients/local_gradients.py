@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, local_shard
@@ -36,10 +35,7 @@ class LocalGradientTracker:
 
     _instances: ClassVar[WeakSet[LocalGradientTracker]] = WeakSet()
 
-    def __init__(
-        self, model: nn.Module, is_accumulating: Callable[[], bool] | None = None, *, has_logical_ranks: bool = False
-    ) -> None:
-        self._has_logical_ranks = has_logical_ranks
+    def __init__(self, model: nn.Module, is_accumulating: Callable[[], bool] | None = None) -> None:
         self._parameters = list(model.parameters())
         self._names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names_by_id)
@@ -139,11 +135,7 @@ class LocalGradientTracker:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if a parameter of `optimizer` has a local gradient that is not zero, or has a gradient and
-        belongs to no distributed model. Also raise it if the last batch belongs to a logical rank, but the model was
-        distributed without `logical_ranks`.
-        """
-        if not self._has_logical_ranks:
-            check_no_logical_rank()
+        belongs to no distributed model."""
         if not all(self._parameter_ids.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
             self._check_unknown_parameters(optimizer)
         if self._local_ids:

@@ -20,7 +20,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradientTracker, register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
-from unitrain.backends.logical_ranks import check_logical_ranks, current_logical_rank, local_logical_ranks
+from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
 from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ConfigError, ModelError
@@ -62,7 +62,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         reducer_group: ReducerGroup | None,
     ) -> None:
         super().__init__()
-        self.module = model
+        self.module, self._communicator = model, communicator
         broadcast_in_parts(communicator, [*model.parameters(), *model.buffers()])
         self._logical_ranks = logical_ranks
         self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
@@ -70,7 +70,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._model_number = 0 if reducer_group is None else reducer_group.model_number
         self._requires_sync, self._has_left_group = True, False
         self._all_parameters = list(model.parameters())
-        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), has_logical_ranks=True)
+        self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model))
         self._reduction = ExactReduction(
             [name for name, _ in model.named_parameters()],
             self._all_parameters,
@@ -120,7 +120,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        self._before_forward()
+        self._before_forward((inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         self._after_forward(output)
         return output
@@ -140,8 +140,9 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._gradient_tracker.check(optimizer)
 
     @disable_compile
-    def _before_forward(self) -> None:
-        current = current_logical_rank()
+    def _before_forward(self, inputs: Any) -> None:
+        batch = self._communicator.current_batches.find(inputs)
+        current = None if batch is None else batch.logical_rank
         if current is None or current.count != self._logical_ranks:
             description = "no logical rank" if current is None else f"one of {current.count} logical ranks"
             raise ModelError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, Communicator, ReduceOp
+from unitrain.backends.current_batches import CurrentBatches
 from unitrain.backends.lifecycle import Lifecycle
 
 
@@ -28,6 +29,10 @@ class Replicas(Lifecycle, Communicator):
         self._backend, self._stages, self.replicas_per_rank = backend, stages, replicas_per_rank
         self.rank, self.size = backend.rank // stages, backend.size // stages
         self.device = backend.device
+
+    @property
+    def current_batches(self) -> CurrentBatches:
+        return self._backend.current_batches
 
     @contextmanager
     def on_rank_zero(self) -> Iterator[bool]:
