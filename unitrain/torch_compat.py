@@ -349,6 +349,22 @@ def make_wrapper_tensor(subclass: type[Tensor], tensor: Tensor) -> Any:
     return make(subclass, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def call_after_loss_scaling(record: Callable[[Any, Tensor], object]) -> None:
+    """Call `record(scaled, scale)` in this process whenever a torch.amp.GradScaler has multiplied losses by `scale`;
+    `scaled` is a tensor or an iterable. Checked with torch 2.14."""
+    scaler_class: Any = torch.amp.GradScaler
+    original = scaler_class.scale
+
+    @functools.wraps(original)
+    def recorded(scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if scaler.is_enabled():
+            record(scaled, scaler._scale)
+        return scaled
+
+    scaler_class.scale = recorded
+
+
 # --- modules and torch.compile ---
 
 # Exclude a function from torch.compile (graph break). torch.compiler.disable has the same effect, but imports

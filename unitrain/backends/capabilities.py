@@ -43,7 +43,9 @@ class CompressionState(ABC):
 
     `get_loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. The loss
     scale must be equal on every rank. The state is stored unscaled, because the loss scale may change before the next
-    reduction.
+    reduction. By default, the scale is that of the torch.amp.GradScaler whose `scale` method has scaled the loss.
+    Replace the function if gradients contain another factor that changes between steps and is removed after the
+    backward pass, such as a number of tokens.
     """
 
     get_loss_scale: Callable[[], Tensor | None]

@@ -331,6 +331,39 @@ def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
 
 @contract
 @may_raise_unsupported_error
+def powersgd_error_follows_a_grad_scaler(backend: Backend) -> None:
+    """The scale changes in each step. It does not affect later backward passes without a scale, even if the scaled pass
+    raises an exception."""
+    model, twin = build(), build()
+    wrapped, _ = distribute_with_compression_state(backend, model, LOW_RANK)
+    reference_wrapped, _ = distribute_with_compression_state(backend, twin, LOW_RANK)
+    for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
+        scaler = torch.amp.GradScaler(backend.device.type, init_scale=scale)
+        model.zero_grad()
+        scaler.scale(compute_loss(wrapped(batch(backend.rank, step)))).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= scale
+        raises(ZeroDivisionError, "", scaler.scale(_FailingBackward.apply(torch.ones((), requires_grad=True))).backward)
+        twin.zero_grad()
+        backward(reference_wrapped, backend.rank, step)
+        assert_gradients(model, gradients(twin), 1e-12)
+
+
+class _FailingBackward(torch.autograd.Function):
+    """The identity, with a backward pass that raises ZeroDivisionError."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+@contract
+@may_raise_unsupported_error
 def powersgd_resumes_from_its_state(backend: Backend) -> None:
     for settings in (LOW_RANK, PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=False)):
         model, resumed = build(), build()

@@ -9,9 +9,11 @@ a step with an overflow does not change the state.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.capabilities import CompressionState
 from unitrain.backends.compression_setting import PowerSGD
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.errors import CheckpointError
+from unitrain.torch_compat import call_after_loss_scaling, current_backward
 
 Wait = Callable[[], object]
 # Starts an in-place allreduce (sum) of a tensor, and returns its wait function.
@@ -59,7 +63,8 @@ class PowerSGDCompressor(CompressionState):
     max_gathered_bytes = 4 << 30
 
     def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
-        self.get_loss_scale: Callable[[], Tensor | None] = lambda: None
+        _install_scale_recording()
+        self.get_loss_scale: Callable[[], Tensor | None] = _grad_scaler_scale
         self._settings, self._communicator = settings, communicator
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_compressed(p)}
@@ -330,6 +335,44 @@ class PowerSGDCompressor(CompressionState):
                 f"The checkpoint has a PowerSGD {description} of {name!r} with shape {shape}, but this model needs "
                 f"{list(needed_shape)}. Use the same model as the run that wrote it."
             )
+
+
+class _ScaledBackward:
+    """A running backward pass of a loss that a GradScaler has multiplied by `scale`. The callbacks of the pass hold the
+    only strong reference, so that the object does not outlive a pass that raises an exception."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def end(self) -> None:
+        """Do nothing. As a callback at the end of the pass, this method keeps the object alive until then."""
+
+
+_scaled_backwards: WeakValueDictionary[int, _ScaledBackward] = WeakValueDictionary()
+
+
+@functools.cache
+def _install_scale_recording() -> None:
+    call_after_loss_scaling(_record_scale)
+
+
+def _record_scale(scaled: Any, scale: Tensor) -> None:
+    def begin_backward(_: Tensor) -> None:
+        backward = current_backward()
+        if backward not in _scaled_backwards:
+            _scaled_backwards[backward] = scaled_backward = _ScaledBackward(scale)
+            end_of_backward.add(BackwardStage.RAISE_ERRORS, scaled_backward.end)
+
+    for tensor in tensors_requiring_grad(scaled):
+        tensor.register_hook(begin_backward)
+
+
+def _grad_scaler_scale() -> Tensor | None:
+    """Return the scale by which a torch.amp.GradScaler has multiplied the loss of the current backward pass, or of the
+    pass in which it is nested; None without a GradScaler."""
+    started = [backward for backward in list(_scaled_backwards) if backward <= current_backward()]
+    scaled_backward = _scaled_backwards.get(max(started)) if started else None
+    return None if scaled_backward is None else scaled_backward.scale
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
