@@ -24,6 +24,7 @@ from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.forward import Forward
 from unitrain.optim.loss_weighting import LossKind, LossOutput, check_one_loss_kind, read_loss
+from unitrain.optim.model_loss import agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.prediction import Outputs
 from unitrain.prediction_writer import PredictionFiles, PredictionWriter
@@ -66,12 +67,13 @@ class Evaluation:
         Raises DataError on every rank if there are no samples.
         """
         device = self._communicator.device
-        losses = create_means(("loss",), device, exact=self._exact)
-        local_samples = current_part = 0
         loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
-            nonlocal local_samples, current_part
+            nonlocal losses, local_samples
+            losses = create_means(("loss",), device, exact=self._exact)
+            local_samples = current_part = 0
+            loss_kinds.clear()
             self._metrics.reset()
             for batch, (samples, position) in self._batches(shard, shard):
                 if (part := bisect(shard.part_starts, position)) != current_part:
@@ -88,8 +90,11 @@ class Evaluation:
                 self._metrics.update(output, target, samples)
             self._metrics.flush()
 
+        losses, local_samples = create_means(("loss",), device, exact=self._exact), 0
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_shard)
+            if agree_on_shifted_labels(self._loss_fn, self._communicator):
+                call_on_all_ranks(self._communicator, evaluate_shard)
         if self._communicator.size > 1:
             on_rank = torch.tensor([kind in loss_kinds for kind in LossKind], dtype=torch.int32, device="cpu")
             on_any_rank = self._communicator.allreduce(on_rank, "max")

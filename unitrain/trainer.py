@@ -36,7 +36,7 @@ from unitrain.optim.forward import Forward, ForwardFunction
 from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_checksum
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
-from unitrain.optim.model_loss import ModelLoss
+from unitrain.optim.model_loss import ModelLoss, agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, wrap_scheduler_function
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
@@ -447,7 +447,10 @@ class Trainer(LoggingMethods):
             nullcontext() if ends_step or self._local_sgd is not None else self.backend.no_sync(self.model),
         ):
             with self._precision.autocast():
-                loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
+                output, target = self._forward(self.model, batch)
+                loss = read_training_loss(self.loss_fn(output, target))
+                if agree_on_shifted_labels(self.loss_fn, self.backend, self.progress.step):
+                    loss = read_training_loss(self.loss_fn(output, target))
             weighted = self._loss_weighting.weight_loss(loss, micro_batch)
             if self.config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)  # otherwise a dummy batch would create zero gradients

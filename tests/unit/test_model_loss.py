@@ -376,6 +376,53 @@ def test_labels_of_causal_language_models_are_counted_with_the_shift_of_the_mode
         torch.testing.assert_close(total, expected)
 
 
+class UnshiftedLanguageModel(nn.Module):
+    """A language model that returns a CausalLMOutput, and does not shift the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Embedding(5, 5)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        output = CausalLMOutput(None, torch.empty(0))
+        output.logits = self.layer(input_ids)  # type: ignore[attr-defined]
+        output.loss = cross_entropy(output.logits.flatten(0, 1), labels.flatten())  # type: ignore[attr-defined]
+        return output
+
+
+class FirstLabels(Dataset[dict[str, Tensor]]):
+    """Rows of which every second one, which rank 1 of two ranks receives, has a label at the first position only."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = (torch.arange(6) * (index + 2)) % 5
+        labels = row.roll(1)
+        if index % 2:
+            labels[1:] = -100
+        return {"input_ids": row, "labels": labels}
+
+
+def evaluate_and_train(backend: Any) -> list[Any]:
+    results: list[Any] = []
+    for evaluates_first in (True, False):
+        model = UnshiftedLanguageModel()
+        trainer = build_trainer(model, backend=backend, batch_size=None, global_batch_size=4, shuffle=False)
+        if evaluates_first:
+            results.append(trainer.evaluate(FirstLabels()))
+        results += [trainer.fit(FirstLabels()), trainer.evaluate(FirstLabels()), model.layer.weight.tolist()]
+    return results
+
+
+def test_ranks_agree_on_the_shift_of_the_labels() -> None:
+    """The batches of rank 1 do not show the shift, and have labels that are counted only without a shift."""
+    expected = evaluate_and_train(LOCAL)
+    for results in run_ranks(evaluate_and_train, 2):
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_labels_are_assumed_to_be_shifted_if_the_loss_is_not_the_cross_entropy() -> None:
     labels = torch.randint(0, 7, (2, 5))
     output = CausalLMOutput(torch.tensor(70.0), torch.empty(0))

@@ -208,12 +208,12 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         distributed = unwrap_compiled(model)
         if isinstance(distributed, LogicalRanksModel):
             check_logical_ranks_optimizer(distributed, shard)
-            register_step_check(optimizer, distributed.check_reduced)
+            register_step_check(optimizer, distributed.check_reduced, self)
             return optimizer
         checks.check_matching_shard(self._sharding_modes.get(self.unwrap(model)), shard)
         if (tracker := self._gradient_trackers.get(self.unwrap(model))) is not None:
             register_step_check(optimizer, lambda _: check_no_logical_rank(self))
-            register_step_check(optimizer, tracker.check)
+            register_step_check(optimizer, tracker.check, self)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -367,7 +367,7 @@ class ProcessGroupBackend(
         checks.check_same_parameter_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
             register_step_check(optimizer, lambda _: check_no_logical_rank(self))
-            register_step_check(optimizer, distributed.check_reduced)
+            register_step_check(optimizer, distributed.check_reduced, self)
         if shard == "parameters":
             from unitrain.backends.sharding.optimizer_shards import shard_optimizer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from unitrain import validation
+from unitrain.backends.base import Communicator
 from unitrain.errors import ModelError
 from unitrain.optim.loss_weighting import LossOutput
 
@@ -24,6 +24,7 @@ _POSITIONS_PER_CHUNK = 256
 # smaller difference is at most this fraction of the larger difference.
 _MAX_ERROR_RATIO = 0.1
 _MAX_COMPARISONS = 3  # after this number of inconclusive batches, labels are assumed to be shifted
+_MAX_EXCHANGES = 3  # after this number of exchanges without a conclusive batch, the assumption is final
 _ADD_LOSS_FN = (
     "Let the model return its loss, as the models of transformers do for batches with 'labels', or pass a loss "
     "function: Trainer(model, optimizer, loss_fn=lambda output, batch: ...)."
@@ -44,9 +45,9 @@ class ModelLoss:
     With "auto", the name of the output's class in transformers determines `average` and `shift_labels`: language models
     and token classification have a mean over tokens if the labels are integers of two or more dimensions. A few causal
     language models, such as BartForCausalLM, do not shift the labels; to find them, the losses of the first batches are
-    compared with the cross-entropy of the logits. With other labels, or none, the mean is over samples. For integer
-    labels of two or more dimensions and an output of another class, "auto" raises ModelError, unless `shift_labels` is
-    set: the mean is then over tokens.
+    compared with the cross-entropy of the logits. The Trainer makes this decision once for all ranks. With other
+    labels, or none, the mean is over samples. For integer labels of two or more dimensions and an output of another
+    class, "auto" raises ModelError, unless `shift_labels` is set: the mean is then over tokens.
 
     Raises ConfigError for invalid arguments, and ModelError for an output without a loss. With "tokens", also raises
     ModelError for a batch without labels, and if `shift_labels` is None and does not follow from the class.
@@ -67,9 +68,12 @@ class ModelLoss:
             validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
         self._average, self._labels_key, self._ignore_index = average, labels, ignore_index
         self._shift_labels = shift_labels
-        # By class of the output: whether labels are shifted, and the number of batches in which this was checked.
-        self._is_shifted_by_class: dict[str, bool] = {}
-        self._num_comparisons_by_class: Counter[str] = Counter()
+        # Whether causal language models shift the labels: as found on this rank, and as agreed by all ranks.
+        self._is_shifted_here: bool | None = None
+        self._is_shifted: bool | None = None
+        self._num_comparisons = self._num_exchanges = 0
+        self._last_exchange_step: int | None = None
+        self._used_shifts: set[bool] = set()  # since the last exchange
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
         """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
@@ -120,13 +124,45 @@ class ModelLoss:
 
     def _shifts_labels(self, output: Any, labels: Tensor, loss: Tensor) -> bool:
         """Return whether a causal language model shifts the labels itself, which nearly all do."""
-        name = type(output).__name__
-        if name not in self._is_shifted_by_class and self._num_comparisons_by_class[name] < _MAX_COMPARISONS:
-            self._num_comparisons_by_class[name] += 1
-            found = _compare_with_cross_entropy(getattr(output, "logits", None), labels, loss, self._ignore_index)
-            if found is not None:
-                self._is_shifted_by_class[name] = found
-        return self._is_shifted_by_class.get(name, True)
+        if not self._needs_agreement:
+            return self._is_shifted is not False
+        if self._is_shifted_here is None and self._num_comparisons < _MAX_COMPARISONS:
+            self._num_comparisons += 1
+            logits = getattr(output, "logits", None)
+            self._is_shifted_here = _compare_with_cross_entropy(logits, labels, loss, self._ignore_index)
+        is_shifted = self._is_shifted_here is not False
+        self._used_shifts.add(is_shifted)
+        return is_shifted
+
+    @property
+    def _needs_agreement(self) -> bool:
+        is_undecided = self._is_shifted is None and self._num_exchanges < _MAX_EXCHANGES
+        return is_undecided and self._shift_labels is None and self._average != "samples"
+
+    def agree(self, communicator: Communicator, step: int | None) -> bool:
+        """Decide on all ranks alike whether causal language models shift the labels, from the batches of all ranks.
+        Return whether any rank has computed a loss since the last call that contradicts the decision.
+
+        All ranks must call this method, at the same step. It exchanges the findings of the ranks at most once per
+        step, and stops after a decision or `_MAX_EXCHANGES` exchanges.
+        """
+        if not self._needs_agreement or (step is not None and step == self._last_exchange_step):
+            return False
+        self._last_exchange_step, self._num_comparisons = step, 0
+        self._num_exchanges += 1
+        own = [self._is_shifted_here is True, self._is_shifted_here is False, *(x in self._used_shifts for x in (1, 0))]
+        counts = communicator.allreduce(torch.tensor(own, dtype=torch.int64, device="cpu"), "sum").tolist()
+        num_shifted, num_unshifted, num_used_shifted, num_used_unshifted = counts
+        self._used_shifts.clear()
+        if num_shifted or num_unshifted:
+            self._is_shifted = num_shifted >= num_unshifted
+        return bool(num_used_shifted if self._is_shifted is False else num_used_unshifted)
+
+
+def agree_on_shifted_labels(loss_fn: Any, communicator: Communicator, step: int | None = None) -> bool:
+    """Call `loss_fn.agree` if `loss_fn` is a ModelLoss. Return whether the losses since the last call must be computed
+    again. All ranks must call this function."""
+    return isinstance(loss_fn, ModelLoss) and loss_fn.agree(communicator, step)
 
 
 class _CountedLabels(NamedTuple):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -257,18 +260,63 @@ def sharded_state_of_muon_trains_as_replicated_state(backend: Backend) -> None:
 
 
 @contract
-def closure_uses_global_gradients(backend: Backend) -> None:
-    """LBFGS calls its closure several times per step; every rank must make the same number of calls."""
+def closure_uses_global_gradients_and_values(backend: Backend) -> None:
+    """LBFGS calls its closure several times per step. The values of the closure determine the steps of the line search,
+    so LBFGS must receive the mean of the ranks' values, whatever their type."""
+    samples = torch.cat([batch(rank) for rank in range(backend.size)])
+    for convert in (torch.Tensor.detach, torch.Tensor.item, torch.Tensor.float, lambda loss: loss.reshape(1)):
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model)
+        settings: dict[str, Any] = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+        optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), **settings), wrapped)
+        reference = torch.optim.LBFGS(twin.parameters(), **settings)
+
+        def closure(
+            model: nn.Module, optimizer: torch.optim.Optimizer, samples: torch.Tensor, convert: Callable[..., Any]
+        ) -> Any:
+            optimizer.zero_grad()
+            loss = compute_loss(model(samples))
+            loss.backward()
+            return convert(loss)
+
+        for _ in range(3):
+            value = optimizer.step(partial(closure, wrapped, optimizer, batch(backend.rank), convert))
+            expected = reference.step(partial(closure, twin, reference, samples, torch.Tensor.detach))
+            # The line search amplifies rounding errors, in particular those of a float32 value.
+            tolerance = 1e-2 if convert is torch.Tensor.float else 1e-4
+            assert abs(float(value) - float(expected)) < tolerance
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+        torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=0, atol=tolerance)
+
+
+class _ClosureOptimizer(torch.optim.SGD):
+    """An optimizer that is not part of torch, and multiplies its step by the value of the closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            value = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] * (1.0 if value is None else float(value)))
+        return value
+
+
+@contract
+def closure_values_that_are_not_numbers_raise(backend: Backend) -> None:
     model = build()
     wrapped = backend.distributed_model(model)
-    optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), wrapped)
+    optimizer = backend.distributed_optimizer(_ClosureOptimizer(model.parameters(), lr=0.1), wrapped)
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = compute_loss(wrapped(batch(backend.rank)))
-        loss.backward()
-        return backend.allreduce(loss.detach())
+    def step(value: Any) -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            compute_loss(wrapped(batch(backend.rank))).backward()
+            return value
 
-    for _ in range(3):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        return optimizer.step(closure)
+
+    assert step(None) is None
+    assert step(backend.rank) == sum(range(backend.size)) / backend.size
     assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+    for value in ((1.0, 2.0), torch.ones(2), None if backend.rank else "loss"):
+        raises(ModelError, "The closure of an optimizer step returned", partial(step, value))

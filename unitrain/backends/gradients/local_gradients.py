@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, local_shard
+from unitrain.validation import describe_value
 
 _MAX_SHOWN = 5
 
@@ -176,15 +179,27 @@ class LocalGradientTracker:
             )
 
 
-def register_step_check(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
+def register_step_check(
+    optimizer: torch.optim.Optimizer,
+    check: Callable[[torch.optim.Optimizer], None],
+    communicator: Communicator | None = None,
+) -> None:
     """Register a hook that calls `check` in each step of `optimizer` before parameters are updated. If the step has a
-    closure, the hook calls `check` after each call of the closure."""
-    optimizer.register_step_pre_hook(step_pre_hook(check))
+    closure, the hook calls `check` after each call of the closure.
+
+    With a `communicator`, if the optimizer may base decisions on the value of the closure, such as the number of calls
+    in a line search of LBFGS, the closure returns the mean over ranks, so that all ranks make the same decisions.
+    """
+    uses_value = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+    average = partial(_mean_of_closure_values, communicator) if communicator is not None and uses_value else None
+    optimizer.register_step_pre_hook(step_pre_hook(check, average))
 
 
-def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
+def step_pre_hook(
+    check: Callable[[torch.optim.Optimizer], None], convert_value: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
     """Return a step pre-hook that calls `check`. If the step has a closure, the hook calls `check` after each call of
-    the closure."""
+    the closure, and the closure returns the result of `convert_value` for its value."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,15 +209,38 @@ def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..
             return None
 
         def closure_with_check() -> Any:
-            loss = closure()
+            value = closure()
             check(optimizer)
-            return loss
+            return value if convert_value is None else convert_value(value)
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure_with_check}
         return (args[0], closure_with_check, *args[2:]), kwargs
 
     return before_step  # type: ignore[no-any-return]
+
+
+def _mean_of_closure_values(communicator: Communicator, value: Any) -> Any:
+    """Return the mean over ranks of `value`, a number or a tensor with one element, in the type of `value`. The result
+    is None if the value is None on every rank. Raises ModelError on every rank for other values."""
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    is_number = is_number or (isinstance(value, int | float) and not isinstance(value, bool))
+    number = torch.zeros((), dtype=torch.float64, device=communicator.device)
+    if is_number:
+        number = torch.as_tensor(value, device=communicator.device).detach().reshape(()).double()
+    kinds = torch.tensor([float(is_number), float(value is None)], dtype=torch.float64, device=communicator.device)
+    # One collective per call. The float64 mean of equal numbers is exact, apart from the rounding of the division.
+    total, num_numbers, num_missing = communicator.allreduce(torch.stack([number, *kinds]), "sum").unbind()
+    if num_missing == communicator.size:
+        return None
+    if num_numbers != communicator.size:
+        raise ModelError(
+            f"The closure of an optimizer step returned {describe_value(value)} on rank {communicator.rank}, but the "
+            "optimizer may base decisions on this value, so the ranks exchange it. Return the loss on every rank: a "
+            "number, or a tensor with one element."
+        )
+    mean = total / communicator.size
+    return mean.to(value.device, value.dtype).reshape(value.shape) if isinstance(value, Tensor) else mean.item()
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
