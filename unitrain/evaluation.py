@@ -67,6 +67,7 @@ class Evaluation:
         Raises DataError on every rank if there are no samples.
         """
         device = self._communicator.device
+        losses, local_samples = create_means(("loss",), device, exact=self._exact), 0
         loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
@@ -90,7 +91,6 @@ class Evaluation:
                 self._metrics.update(output, target, samples)
             self._metrics.flush()
 
-        losses, local_samples = create_means(("loss",), device, exact=self._exact), 0
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_shard)
             if agree_on_shifted_labels(self._loss_fn, self._communicator):

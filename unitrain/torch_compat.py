@@ -457,6 +457,12 @@ def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
         return False
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` are in its storage, unlike those of a wrapper subclass. Checked with
+    torch 2.14."""
+    return torch._C._has_storage(tensor) and tensor.data_ptr() != 0
+
+
 def _unwrap_traced(tensor: Any) -> Any:
     """Return the tensor inside the wrappers of torch.func and of AOTAutograd."""
     functorch = torch._C._functorch

@@ -207,6 +207,25 @@ def test_tied_and_strided_parameters_are_restored(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_parameters_that_share_memory_are_restored(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 2)
+            self.second.weight.data = self.first.weight.data
+            self.third.weight.data = self.first.weight.data[:2]
+            self.transposed = nn.Parameter(self.first.weight.data.t())
+            self.register_buffer("row", self.first.weight.data[1])
+
+    saved, loaded = Shared(), Shared()
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.5)
+    save(tmp_path, 1, saved, {"scheduler": None, "optimizer": optimizer.state_dict()})
+    checkpointer.load_checkpoint(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    assert_same(dict(saved.state_dict()), dict(loaded.state_dict()))
+    assert loaded.transposed.data_ptr() == loaded.first.weight.data_ptr()
+
+
 class Complex(nn.Module):
     """A module with complex parameters and buffers: tied, strided, scalar and empty."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 from weakref import WeakSet
 
@@ -21,7 +21,7 @@ from unitrain.backends.compression_setting import Compression, PowerSGD, resolve
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.stage_runner import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
-from unitrain.backends.tensors import as_bytes
+from unitrain.backends.tensors import as_bytes, find_shared_memory
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
 from unitrain.monitoring.rank_status import format_ranks
@@ -224,7 +224,7 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or broadcast its weights with backend.broadcast."
         )
-    tensors = dict(_named_tensors(model))
+    tensors = dict(named_tensors(model))
     check_no_meta_tensors(model)
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
@@ -286,9 +286,20 @@ def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float
                 )
 
 
+def check_no_shared_memory(tensors: Mapping[str, Tensor], feature: str) -> None:
+    """Raise ModelError if two different `tensors` have elements in the same memory. `feature` treats them as separate
+    tensors, so that updates of one would be lost or would not reach the other."""
+    if (names := find_shared_memory(tensors)) is not None:
+        raise ModelError(
+            f"{names[0]!r} and {names[1]!r} are different tensors that share memory, for example after an assignment "
+            f"to .data, which {feature} does not support. Use one nn.Parameter for both, module.weight = other.weight, "
+            f"give each its own memory with .clone(), or leave {feature} out."
+        )
+
+
 def check_no_meta_tensors(model: nn.Module) -> None:
     """Raise ModelError if a parameter or buffer is on device meta."""
-    if meta := [name for name, tensor in _named_tensors(model) if tensor.is_meta]:
+    if meta := [name for name, tensor in named_tensors(model) if tensor.is_meta]:
         raise ModelError(
             f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
             "model.to_empty(device=backend.device), then initialize or load the weights."
@@ -353,7 +364,7 @@ def check_same_settings(communicator: Communicator, method: str, **settings: obj
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     """Raise ModelError on every rank if the names, shapes, dtypes or order of the parameters and buffers differ between
     ranks, or if the strides or requires_grad of the parameters differ. All ranks must call this function."""
-    tensors = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
+    tensors = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in named_tensors(model)}
     parameters = dict(model.named_parameters())
     strides = {name: _stride_of(parameter) for name, parameter in parameters.items()}
     requires_grad = [parameter.requires_grad for parameter in parameters.values()]
@@ -493,7 +504,8 @@ def check_same_trainable_parameters(names: Sequence[str], requires_grad_by_rank:
             )
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of `model` with their names."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 

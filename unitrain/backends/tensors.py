@@ -9,10 +9,13 @@ the numbers. NaN has the largest key in a maximum, and the smallest key in a min
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from unitrain.torch_compat import has_memory
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -49,6 +52,40 @@ def is_expanded(tensor: Tensor) -> bool:
     """Return whether `tensor` is an expanded view, in which elements share memory. torch raises an error for writes to
     such a view."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def find_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return the names of two `tensors` that have elements in the same memory, or None.
+
+    Different tensors may share memory as views or slices of one tensor, or by an assignment to `.data`. A tensor that
+    occurs under several names counts once. Tensors without storage are not compared.
+    """
+    ranges: list[tuple[str, int, int, str]] = []
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta and has_memory(tensor):
+            start = tensor.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
+    preceding: list[tuple[str, int, int, str]] = []  # whose ranges may overlap with the next range
+    for device, start, stop, name in sorted(ranges):
+        preceding = [other for other in preceding if other[0] == device and other[2] > start]
+        for other in preceding:
+            if _share_elements(tensors[other[3]], tensors[name], max(stop, other[2])):
+                return other[3], name
+        preceding.append((device, start, stop, name))
+    return None
+
+
+def _share_elements(first: Tensor, second: Tensor, stop: int) -> bool:
+    """Return whether two tensors have elements in the same memory, although neither contains all elements of its range
+    of addresses, such as two halves of the columns of a matrix. `first` has the lower address, and `stop` is the
+    highest address of both."""
+    distance, size = second.data_ptr() - first.data_ptr(), first.element_size()
+    if second.element_size() != size or distance % size or is_expanded(first):
+        return True
+    is_used = torch.zeros((stop - first.data_ptr()) // size, dtype=torch.bool, device="cpu")
+    is_used.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(is_used.as_strided(second.shape, second.stride(), distance // size).any())
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:

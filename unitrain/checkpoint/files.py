@@ -370,16 +370,15 @@ class _Weights:
 
 
 def _copy_partial_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` with copies of all views whose storage is not completely covered by a tensor in `state`.
+    """Return `state` with copies of all tensors that are not contiguous or do not cover their storage.
 
-    safetensors rejects such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Identical views share
-    one copy, so that tied parameters are stored once.
+    safetensors rejects slices, expanded views, the weights of an LSTM on a GPU, and tensors that share the memory of
+    others in another layout. Identical views share one copy, so that tied parameters are stored once.
     """
-    covered = {_storage_of(value) for value in state.values() if _covers_storage(value)}
     copies: dict[Any, Tensor] = {}
     separate = {}
     for name, value in state.items():
-        if not value.numel() or _storage_of(value) in covered:
+        if not value.numel() or _covers_storage(value):
             separate[name] = value
             continue
         view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -389,13 +388,9 @@ def _copy_partial_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def _storage_of(value: Tensor) -> tuple[torch.device, int]:
-    return value.device, value.untyped_storage().data_ptr()
-
-
 def _covers_storage(value: Tensor) -> bool:
     storage = value.untyped_storage()
-    return value.data_ptr() == storage.data_ptr() and value.nbytes == storage.nbytes()
+    return value.is_contiguous() and value.data_ptr() == storage.data_ptr() and value.nbytes == storage.nbytes()
 
 
 def complex_names(path: Path) -> list[str]:

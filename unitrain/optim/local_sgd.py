@@ -81,6 +81,7 @@ class LocalSGD:
             checks.check_unwrapped_model("LocalSGD(model)", model)
             checks.check_trainable_model(model, "none", backend.device)
             checks.check_optimizer_of_model(optimizer, model)
+            checks.check_no_shared_memory(dict(checks.named_tensors(model)), "local SGD")
             return settings
 
         self.settings = call_on_all_ranks(backend, check)

@@ -34,6 +34,7 @@ from unitrain.testing import (
     sharded_parameter_errors,
     sharded_parameters,
     sharding,
+    shared_memory,
     synchronization,
 )
 from unitrain.testing.cases import CASES
@@ -58,6 +59,7 @@ __all__ = [
     "sharded_parameter_errors",
     "sharded_parameters",
     "sharding",
+    "shared_memory",
     "synchronization",
 ]  # importing them fills CASES
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.blocks import BlockChoice, find_blocks, find_large_blocks, find_repeated_blocks
+from unitrain.backends.checks import check_no_shared_memory, named_tensors
 from unitrain.backends.compression_setting import Compression
 from unitrain.errors import ConfigError, ModelError
 from unitrain.torch_compat import has_gradient_hooks, is_compiled
@@ -58,6 +59,7 @@ def check_sharded_parameters(
             f"torch.compile out, {_ALTERNATIVE}."
         )
     _check_parameters(model)
+    check_no_shared_memory(dict(named_tensors(model)), 'shard="parameters"')
     chosen = choose_blocks(model, blocks)
     for name, module in [*chosen.items(), (type(model).__name__, model)]:
         _check_dtypes(name, module)

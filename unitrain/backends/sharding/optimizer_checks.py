@@ -22,9 +22,9 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
 
     Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model and for an optimizer
     that is already sharded with another setting. With `shard="state"` and "gradients", also raises ModelError for
-    LBFGS, whose update of one parameter depends on others, for a parameter with gaps in its memory, and for an
-    optimizer whose state dict methods do not call the registered hooks. With `shard="parameters"`, raises ModelError
-    unless the optimizer is an elementwise optimizer of torch.optim.
+    LBFGS, whose update of one parameter depends on others, for parameters that share memory or have gaps in their
+    memory, and for an optimizer whose state dict methods do not call the registered hooks. With `shard="parameters"`,
+    raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
@@ -51,6 +51,9 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
                 "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
                 "nn.Parameter(tensor.contiguous())."
             )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    checks.check_no_shared_memory({names[parameter]: parameter for parameter in updated}, f'shard="{shard}"')
     if state is None:
         _check_state_dict_methods(optimizer)
 
