@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.sharding.forward_passes import align_forward_passes
+from unitrain.backends.sharding.forward_passes import align_forward_passes, has_aligned_forward_passes
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.batch import BatchInfo
 from unitrain.data.evaluation_shard import EvaluationShard
@@ -28,6 +28,7 @@ from unitrain.optim.model_loss import agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.prediction import Outputs
 from unitrain.prediction_writer import PredictionFiles, PredictionWriter
+from unitrain.progress.stopping import LoopInterruption
 from unitrain.randomness import preserve_generators
 
 LossFunction = Callable[[Any, Any], LossOutput]
@@ -61,8 +62,9 @@ class Evaluation:
         """The names of the results."""
         return ("loss", *self._metrics.names)
 
-    def evaluate(self, shard: EvaluationShard) -> dict[str, float]:
-        """Return the mean of the loss and of every metric over all samples, the same on every rank.
+    def evaluate(self, shard: EvaluationShard, interruption: LoopInterruption | None = None) -> dict[str, float]:
+        """Return the mean of the loss and of every metric over all samples, the same on every rank. Return an empty
+        dictionary on every rank if `interruption` ended the evaluation.
 
         Raises DataError on every rank if there are no samples.
         """
@@ -76,7 +78,7 @@ class Evaluation:
             local_samples = current_part = 0
             loss_kinds.clear()
             self._metrics.reset()
-            for batch, (samples, position) in self._batches(shard, shard):
+            for batch, (samples, position) in self._batches(shard, shard, interruption):
                 if (part := bisect(shard.part_starts, position)) != current_part:
                     self._metrics.begin_logical_rank()
                     current_part = part
@@ -89,12 +91,23 @@ class Evaluation:
                     loss_kinds.add(loss.kind)
                     check_one_loss_kind(loss_kinds)
                 self._metrics.update(output, target, samples)
+                if interruption is not None and interruption.check():
+                    return
             self._metrics.flush()
 
+        def evaluate_interruptibly() -> None:
+            if interruption is None:
+                evaluate_shard()
+            else:
+                interruption.run(evaluate_shard, is_aligned=has_aligned_forward_passes(self._model))
+
         with self._evaluating():
-            call_on_all_ranks(self._communicator, evaluate_shard)
-            if agree_on_shifted_labels(self._loss_fn, self._communicator):
-                call_on_all_ranks(self._communicator, evaluate_shard)
+            for _ in range(2):  # twice if the ranks have agreed to shift the labels
+                call_on_all_ranks(self._communicator, evaluate_interruptibly)
+                if interruption is not None and interruption.is_interrupted:
+                    return {}
+                if not agree_on_shifted_labels(self._loss_fn, self._communicator):
+                    break
         if self._communicator.size > 1:
             on_rank = torch.tensor([kind in loss_kinds for kind in LossKind], dtype=torch.int32, device="cpu")
             on_any_rank = self._communicator.allreduce(on_rank, "max")
@@ -138,10 +151,15 @@ class Evaluation:
             call_on_all_ranks(self._communicator, predict_shard)
 
     def _batches(
-        self, shard: EvaluationShard, batches: Iterable[tuple[Any, BatchInfo]]
+        self,
+        shard: EvaluationShard,
+        batches: Iterable[tuple[Any, BatchInfo]],
+        interruption: LoopInterruption | None = None,
     ) -> Iterable[tuple[Any, BatchInfo]]:
         prefetched = self._prefetcher(batches, ahead=shard.can_prefetch)
-        aligned = align_forward_passes(self._model, prefetched, self._communicator)
+        aligned = align_forward_passes(
+            self._model, prefetched, self._communicator, lambda: interruption is not None and interruption.is_requested
+        )
         return seed_batches(aligned) if shard.needs_batch_seeds else aligned
 
     @contextmanager

@@ -44,8 +44,9 @@ from unitrain.planned_steps import remaining_steps, total_scheduler_steps
 from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
-from unitrain.progress.stopping import RankSynchronizer, StopCoordinator
+from unitrain.progress.stopping import LoopInterruption, RankSynchronizer, StopCoordinator
 from unitrain.progress.timing import LoopTimer
+from unitrain.progress.training_progress import EpochEnd
 from unitrain.randomness import seed_after_step
 from unitrain.trainer_arguments import TrainerArguments, dry_run_config, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
@@ -148,6 +149,7 @@ class Trainer(LoggingMethods):
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
         self._run = TrainingRun(config, backend, self.checkpointer, stateful_objects, config_text)
         self.progress = self._run.progress
+        self._is_checkpoint_due = False
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
@@ -187,7 +189,7 @@ class Trainer(LoggingMethods):
     @property
     def is_finished(self) -> bool:
         """Whether the run has reached `max_epochs` or `max_steps`, or was stopped."""
-        return self._stopping.reason is not None or self._run.is_complete
+        return self._stopping.reason is not None or self._run.has_reached_limit
 
     @property
     def stop_reason(self) -> str | None:
@@ -259,8 +261,10 @@ class Trainer(LoggingMethods):
             with self._callbacks.call_at_fit_end(self):
                 self._callbacks.call("on_fit_start", self)
                 self._synchronize()
-                while not self.is_finished:
-                    results = self._train_epoch(shard, validation)
+                while self.stop_reason is None and not run.is_complete:
+                    if run.epoch_end is None:
+                        self._train_epoch(shard, validation)
+                    results = self._complete_epoch(validation)
                 if self._local_sgd is not None and not stopping.is_preempted:
                     self._local_sgd.synchronize()
                 with self._run_metrics.measure("checkpoint"):
@@ -312,6 +316,7 @@ class Trainer(LoggingMethods):
         trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
+        self._run.discard_results()
         if self._local_sgd is not None:
             self._local_sgd.restart()
         if self._weight_average is not None:
@@ -331,8 +336,8 @@ class Trainer(LoggingMethods):
         """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
         return self._precision.loss_scale()
 
-    def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
-        """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
+    def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> None:
+        """Train to the end of the epoch or the run, and count the epoch if it is complete."""
         config, progress = self.config, self.progress
         epoch, first_sample = progress.epoch + 1, progress.sample
         self._begin_epoch(shard)
@@ -362,11 +367,10 @@ class Trainer(LoggingMethods):
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._run.data_state = micro_batch.data_state
             self._reporter.count_step(epoch, micro_batch.step_samples)
+            self._is_checkpoint_due |= _is_multiple(progress.step, config.checkpoint_every_steps)
             self._callbacks.call("on_step_end", self)
-            if _is_multiple(progress.step, config.checkpoint_every_steps):
-                self._save({}, None)
             if _is_multiple(progress.step, config.memory_checkpoint_every_steps):
-                self._save({}, None, in_memory=True)
+                self._save(in_memory=True)
             if self._is_loss_due():
                 self._report_loss(epoch)
             elif self._stopping.is_due(progress.step):
@@ -376,8 +380,17 @@ class Trainer(LoggingMethods):
                 self._synchronize()
             if self._run.is_epoch_at_limit or progress.step == config.max_steps or self.stop_reason is not None:
                 break
-            if _is_multiple(progress.step, config.validate_every_steps):
-                self._reporter.report_validation(epoch, progress.step, self._validate_in_fit(validation))
+            validates = _is_multiple(progress.step, config.validate_every_steps)
+            # At the end of an epoch, `_complete_epoch` validates and saves.
+            if (self._is_checkpoint_due or validates) and shard.ends_epoch(progress.position):
+                continue
+            if self._is_checkpoint_due:
+                self._save()
+            if validates:
+                results = self._validate_in_fit(validation)
+                if validation and not results:  # after a preemption signal
+                    break
+                self._reporter.report_validation(epoch, progress.step, results)
         samples = progress.sample - first_sample
         # A converted checkpoint does not contain loss sums, so a run resumed from it at the end of an epoch has no
         # train_loss.
@@ -385,25 +398,50 @@ class Trainer(LoggingMethods):
         losses = {"train_loss": running_loss.reduce_epoch_mean(epoch, progress.step)} if running_loss.steps else {}
         seconds = self._timer.stop()
         self._run_metrics.begin_category("other")
+        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
+        end = EpochEnd(epoch, losses, speed)
         if self._run.end_epoch_if_complete(shard):
             running_loss.start_epoch()
-        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
+        self._run.epoch_end = end
 
-        # Little time remains after a preemption signal, so do not validate within an epoch.
-        skip_validation = self._stopping.is_preempted and progress.sample > 0
-        results = {**losses, **({} if skip_validation else self._validate_in_fit(validation))}
-        if progress.sample == 0:
-            self._epoch_scheduler.step(results)
+    def _complete_epoch(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
+        """Complete the end of an epoch, or of a run that stops within an epoch: validate, step an epoch scheduler, call
+        callbacks, save a checkpoint, and write the history. Return the results.
+
+        The trained epoch is saved before the validation, because the validation may take long and may fail. After a
+        preemption signal, the resumed run validates the epoch.
+        """
+        end, progress = self._run.epoch_end, self.progress
+        assert end is not None
+        if not end.is_validated:
+            # After a preemption signal within an epoch, the resumed run first trains the remaining steps.
+            has_ended = progress.sample == 0 or self._run.has_reached_limit
+            if validation and (has_ended or not self._stopping.is_preempted):
+                if self._is_epoch_checkpoint_due():
+                    self._save()
+                results = {} if self._stopping.is_preempted else self._validate_in_fit(validation)
+                if not results:
+                    if not self._run.is_saved:
+                        self._save()
+                    return end.results
+                end.results |= results
+            if progress.sample == 0:
+                self._epoch_scheduler.step(end.results)
+            end.is_validated = True
         goodput = self._run_metrics.goodput_seconds()
-        self._reporter.report_epoch(epoch, progress.step, results, samples / seconds, goodput)
-        self._callbacks.call("on_epoch_end", self, results)
+        self._reporter.report_epoch(end.epoch, progress.step, end.results, end.speed["samples_per_second"], goodput)
+        self._callbacks.call("on_epoch_end", self, end.results)
         self._synchronize()
         self._run.check_weights(self.backend.unwrap(self.model))
-        row = {"epoch": epoch, "step": progress.step, **results, **speed}
-        if progress.epoch % config.checkpoint_every_epochs == 0 or self.is_finished:
-            self._save(results, row)
-        self._run.record_epoch({**row, **self._timer.gather()})
-        return results
+        with self._run.completing_epoch(self._timer.gather()):
+            if self._is_epoch_checkpoint_due():
+                self._save()
+        return end.results
+
+    def _is_epoch_checkpoint_due(self) -> bool:
+        """Return whether a checkpoint is due at the end of the current epoch."""
+        is_due = self.progress.epoch % self.config.checkpoint_every_epochs == 0
+        return is_due or self._is_checkpoint_due or self.is_finished or self._run.is_saved
 
     def _begin_epoch(self, shard: TrainingData) -> None:
         """Apply the gradient-accumulation schedule to the current epoch, and compute the learning-rate factor for its
@@ -413,7 +451,7 @@ class Trainer(LoggingMethods):
 
     def _prefetched_batches(self, shard: TrainingData) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank from the current position to the end of the epoch."""
-        if self._run.is_epoch_at_limit:  # resumed from the checkpoint of the last step of an epoch
+        if self._run.is_epoch_at_limit or self._run.has_reached_limit:  # interrupted after the last step
             return ()
         return self._prefetcher(
             shard.micro_batches(self.progress.epoch, self.progress.position),
@@ -421,10 +459,12 @@ class Trainer(LoggingMethods):
             overlapped=shard.can_overlap_prefetch,
         )
 
-    def _save(self, results: dict[str, float], row: dict[str, Any] | None, *, in_memory: bool = False) -> None:
+    def _save(self, *, in_memory: bool = False) -> None:
         with self._run_metrics.measure("checkpoint"), self._weights_averaged_over_ranks():
             model = self.backend.unwrap(self.model)
-            self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
+            self._run.save(model, self.optimizer, self._scheduler, in_memory=in_memory)
+        if not in_memory:
+            self._is_checkpoint_due = False
 
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch, *, is_measured: bool = True) -> Loss:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients. Return its
@@ -481,27 +521,36 @@ class Trainer(LoggingMethods):
         """Return a context manager in which, with local SGD, the model has the mean of the ranks' weights."""
         return nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights()
 
-    def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
+    def _validate(
+        self, validation: Mapping[str, EvaluationShard], interruption: LoopInterruption | None = None
+    ) -> dict[str, float]:
+        """Return the results of `validation`; an empty dictionary if `interruption` ended it."""
         if not validation:
             return {}
+        results: dict[str, float] = {}
         with self._weights_averaged_over_ranks():
-            return {
-                prefix + name: value
-                for prefix, shard in validation.items()
-                for name, value in self._evaluation.evaluate(shard).items()
-            }
+            for prefix, shard in validation.items():
+                results_of_shard = self._evaluation.evaluate(shard, interruption)
+                if not results_of_shard:
+                    return {}
+                results |= {prefix + name: value for name, value in results_of_shard.items()}
+        return results
 
     def _validate_in_fit(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
+        """Return the results of `validation`. After a preemption signal on any rank, set `stop_reason`, and return an
+        empty dictionary."""
         with self._run_metrics.measure("validation"):
-            results = self._validate(validation)
+            results = self._validate(validation, self._stopping.loop_interruption)
         self._run_metrics.record_validation(results)
+        if validation and not results:
+            self._synchronize()
         return results
 
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         return EvaluationShard.from_config(data, self.backend, self.config, self._train_batch_size, limit_batches)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Exchange stop requests, save a checkpoint if one is due, and return the `numbers` of every rank. Raises
+        """Exchange stop requests and whether a checkpoint is due, and return the `numbers` of every rank. Raises
         ConfigError or ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
         memory, checksum = self._run_metrics.memory_bytes(), learning_rate_checksum(self.optimizer)
         rows = self._synchronizer.exchange(
@@ -511,8 +560,7 @@ class Trainer(LoggingMethods):
         check_same_learning_rates(checksums, self.progress.step)
         trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
         self._run_metrics.update_at_sync_point(self._synchronizer, memory_by_rank)
-        if is_due[0]:  # according to rank 0's clock
-            self._save({}, None)
+        self._is_checkpoint_due |= bool(is_due[0])  # according to rank 0's clock
         return [row[4:] for row in rows]
 
     def _report_loss(self, epoch: int) -> None:

@@ -6,7 +6,8 @@ import logging
 import math
 import platform
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +41,7 @@ from unitrain.progress.reproducibility_settings import (
     warn_of_differences,
     warn_of_different_processes,
 )
-from unitrain.progress.training_progress import TrainingProgress
+from unitrain.progress.training_progress import EpochEnd, TrainingProgress
 from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
@@ -63,6 +64,7 @@ class TrainingRun:
     """The state of a training run without the model and the optimizer. All ranks must call every method.
 
     Saves and restores `progress`, the RNG state and `stateful_objects` with the Checkpointer, and writes the history.
+    `epoch_end` is the end of the current epoch while it is incomplete, otherwise None.
     `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is stored in the
     output folder and in checkpoints. `description` contains class names, settings and versions, for the history and the
     loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
@@ -80,6 +82,7 @@ class TrainingRun:
         config_text: str | None = None,
     ) -> None:
         self.progress = TrainingProgress()
+        self.epoch_end: EpochEnd | None = None
         self.data_state: StreamState | None = None
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
@@ -92,7 +95,11 @@ class TrainingRun:
         self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
         self._saved_data_state: dict[str, Any] | None = None
-        self._restored_row: dict[str, Any] | None = None
+        # The results of the weights after `_completed_step` steps, at the end of an epoch or of a run that stopped
+        # within an epoch, and their row in the history.
+        self._results: dict[str, float] = {}
+        self._row: dict[str, Any] | None = None
+        self._completed_step = self._saved_step = -1
         self._is_row_from_this_run = self._is_history_rewound = False
         self._is_seeded = self._has_rounding_differences = False
         self._data: TrainingData | None = None
@@ -151,9 +158,20 @@ class TrainingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the configured number of epochs or steps is completed."""
+        """Whether the configured number of epochs or steps is trained, and the end of the last epoch is complete."""
+        is_end_complete = self.epoch_end is None and self._completed_step == self.progress.step
+        return self.has_reached_limit and (is_end_complete if self.progress.sample else self.epoch_end is None)
+
+    @property
+    def has_reached_limit(self) -> bool:
+        """Whether the configured number of epochs or steps is trained."""
         epochs, steps, progress = self._config.max_epochs, self._config.max_steps, self.progress
         return (epochs is not None and progress.epoch >= epochs) or (steps is not None and progress.step >= steps)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of the current step on disk, possibly without results."""
+        return self._saved_step == self.progress.step
 
     @property
     def is_epoch_at_limit(self) -> bool:
@@ -193,6 +211,8 @@ class TrainingRun:
                     f"with {name}={saved}, but this data has {name}={current}: samples would be repeated or skipped. "
                     f"{describe_order_fix(name, saved)} Or continue from a checkpoint at the end of an epoch."
                 )
+        if self.progress.sample and not self.has_reached_limit:
+            self.epoch_end = None  # an interrupted stop within an epoch, which continues
         self._checkpointer.lock_folder()
         try:
             self._start(data)
@@ -205,21 +225,21 @@ class TrainingRun:
         model: nn.Module,
         optimizer: Optimizer,
         scheduler: Any,
-        results: Mapping[str, float],
-        row: dict[str, Any] | None,
         *,
         in_memory: bool = False,
     ) -> None:
-        """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
+        """Save a checkpoint of the run, with the results of its weights if they are known. `model` is the user's
+        module.
 
         With `in_memory`, the checkpoint is written to the memory of this host instead of the disk. If a restarted job
-        could not read the checkpoint there, no checkpoint is written.
-
-        At the end of an epoch, `row` is the row that is appended to the history after the checkpoint is written. If the
-        run is killed in between, the resumed run appends the row that the checkpoint contains.
+        could not read the checkpoint there, no checkpoint is written. A checkpoint of the same step is replaced.
         """
         if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
+        if not in_memory:
+            self._saved_step = self.progress.step
+        is_complete = self._completed_step == self.progress.step
+        results, row = (self._results, self._row) if is_complete else ({}, None)
         # The weights were already checked at the end of an epoch. Frequent checkpoints in memory skip the check.
         if row is None and not in_memory:
             self.check_weights(model)
@@ -232,11 +252,12 @@ class TrainingRun:
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "classes": loading.class_names(optimizer, scheduler),
             "progress": self.progress.state_dict(),
+            "epoch_end": None if self.epoch_end is None else asdict(self.epoch_end),
             "seed": self._config.seed,
             "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},
             "order": self._data_order,
             **self._gather_data_state(),
-            "row": None if row is None else self._with_epoch_count(row),
+            "row": row,
             "logical_ranks": self._config.logical_ranks,
             **self._gather_random_state(),
         }
@@ -296,9 +317,29 @@ class TrainingRun:
                 "processors. They are not compared again. To disable the comparison: TrainConfig(check_weights=False)."
             )
 
-    def record_epoch(self, row: dict[str, Any]) -> None:
-        """Append the `row` of an epoch to the history."""
-        self._append(EPOCHS, row)
+    @contextmanager
+    def completing_epoch(self, phase_seconds: Mapping[str, Any]) -> Iterator[None]:
+        """Context manager that completes `epoch_end`: the block saves a checkpoint if one is due, and the row of the
+        epoch, with `phase_seconds`, is then appended to the history.
+
+        The checkpoint also contains the row. If the run is killed before the row is written, the resumed run writes it.
+        After an exception, `epoch_end` remains incomplete.
+        """
+        end = self.epoch_end
+        assert end is not None
+        row = {"epoch": end.epoch, "step": self.progress.step, **end.results, **end.speed}
+        self._results, self._row, self._completed_step = end.results, self._with_epoch_count(row), self.progress.step
+        self.epoch_end = None
+        try:
+            yield
+            self._append(EPOCHS, {**row, **phase_seconds})
+        except BaseException:
+            self.epoch_end = end
+            raise
+
+    def discard_results(self) -> None:
+        """Discard the results of the current weights. Call it when the weights have been replaced."""
+        self._results, self._row = {}, None
 
     def record_steps(self, row: dict[str, Any]) -> None:
         """Record the metrics of a logging interval.
@@ -382,7 +423,12 @@ class TrainingRun:
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
         self.progress.load_state_dict(training["progress"])
-        self._data_order, self._restored_row = training.get("order"), training.get("row")
+        end = training.get("epoch_end")
+        self.epoch_end = None if end is None else EpochEnd(**end)
+        self._data_order = training.get("order")
+        self._results, self._row = training[loading.RESULTS], training.get("row")
+        self._completed_step = -1 if self._row is None else self.progress.step
+        self._saved_step = self.progress.step
         self._saved_data_state = training.get("data")
         for name, part in self._stateful_objects.items():
             part.load_state_dict(training.get(name, {}))
@@ -398,8 +444,8 @@ class TrainingRun:
 
     def _rewind(self, history: History) -> None:
         history.rewind(self.progress.step)
-        if self._is_row_from_this_run and self._restored_row is not None:
-            history.append(EPOCHS, self._restored_row)
+        if self._is_row_from_this_run and self._row is not None:
+            history.append(EPOCHS, self._row)
 
     def _append(self, file_name: str, row: dict[str, Any]) -> None:
         def append(history: History) -> None:

@@ -309,21 +309,20 @@ def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynch
     assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
-def test_checkpoint_that_exists_is_not_reported_as_written(tmp_path: Path) -> None:
+def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     reported: list[int] = []
     writer = CheckpointWriter(
         tmp_path, LOCAL, Retention(None), asynchronous=False, on_written=lambda step, *_: reported.append(step)
     )
-    model = nn.Linear(2, 2)
-    for manifest in ({"step": 1, "epoch": 1, "sample": 2}, {"step": 1, "epoch": 1, "sample": 2}):
-        writer.save(1, model, {}, manifest)
-    assert reported == [1]
-    writer.save(1, model, {}, {"step": 1, "epoch": 2, "sample": 0})
+    path, model = files.checkpoint_path(tmp_path, 1), nn.Linear(2, 2)
+    for results in ({}, {"val_loss": 0.5}):
+        with torch.no_grad():
+            model.weight += 1
+        writer.save(1, model, {}, {"step": 1, "epoch": 1, "sample": 2, "results": results})
+        assert files.read_manifest(path)["results"] == results
+        assert files.read_tensors(path / files.MODEL)["weight"].equal(model.weight)
+        assert files.find_corruption(path) is None
     assert reported == [1, 1]
-    (files.checkpoint_path(tmp_path, 1) / files.TRAINING).write_bytes(b"")
-    writer.save(1, model, {}, {"step": 1, "epoch": 2, "sample": 0})
-    assert reported == [1, 1, 1]
-    assert files.find_corruption(files.checkpoint_path(tmp_path, 1)) is None
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])

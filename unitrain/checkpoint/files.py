@@ -229,27 +229,13 @@ def _check_format(path: Path) -> None:
         )
 
 
-def has_position(target: Path, manifest_fields: dict[str, Any]) -> bool:
-    """Return whether `target` is a checkpoint, possibly corrupt, of the training position in `manifest_fields`.
-
-    Without this check, a run that resumes from its last checkpoint and has no steps left would write it again.
-    """
-    manifest = read_manifest(target)
-    return bool(manifest) and all(
-        manifest.get(name) == manifest_fields.get(name) for name in ("step", "epoch", "sample")
-    )
-
-
-def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> bool:
-    """Write a checkpoint atomically, unless `target` already contains it (`has_position`) and is valid. Return whether
-    it was written.
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> None:
+    """Write a checkpoint atomically, and replace an existing `target`.
 
     `manifest_fields` are JSON values for the manifest, in addition to versions and digests. Raises CheckpointError for
     state that `torch.load(..., weights_only=True)` rejects. OSError and the errors of torch.save and safetensors are
     raised unchanged.
     """
-    if has_position(target, manifest_fields) and find_corruption(target) is None:
-        return False
     training = plain_state(training)
     staging_folder = target.with_name(f".{target.name}.unfinished")
     remove(staging_folder)
@@ -264,7 +250,6 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     for name in (MODEL, TRAINING, "."):
         flush(staging_folder / name)
     publish(staging_folder, target)
-    return True
 
 
 def save_object(value: Any, path: Path) -> None:
@@ -310,8 +295,8 @@ def publish(staging_folder: Path, target: Path) -> None:
     `target`.
     """
     replaced = target.with_name(f".{target.name}{_REPLACED_SUFFIX}")
-    # An existing `target` is corrupt, a dangling link, or a checkpoint that was written at the last step of an epoch
-    # before its results were known.
+    # An existing `target` is corrupt, a dangling link, or a checkpoint of the same step, such as one that was written
+    # before the results of the epoch were known.
     if os.path.lexists(target):
         if _exchange_names(staging_folder, target):
             flush(target.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 SHARDED = "sharded"
 """Key in the training state that `load` returns: the path of a sharded checkpoint."""
+RESULTS = "results"
+"""Key in the training state that `load` returns: the results of the weights, from the manifest."""
 LOCAL_SGD = "local_sgd"
 """Key in the training state: the state of local SGD."""
 
@@ -44,7 +47,11 @@ def load(
     Raises CheckpointError if the checkpoint does not match the arguments.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-    training[RUN_ID] = read_manifest(path).get(RUN_ID)
+    manifest = read_manifest(path)
+    training[RUN_ID] = manifest.get(RUN_ID)
+    training[RESULTS] = {
+        name: math.nan if value is None else value for name, value in manifest.get("results", {}).items()
+    }
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
     # A checkpoint of another program may have no scheduler state. In this case, the scheduler starts from its initial
     # state.

@@ -22,7 +22,7 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, sharded_files
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, run_on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, run_on_rank_zero
 from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.config import BestMode
@@ -207,8 +207,8 @@ class CheckpointWriter:
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
                 start_time = time.monotonic()
-                if files.write(target, *state, manifest):
-                    self._report_written(step, target, start_time)
+                files.write(target, *state, manifest)
+                self._report_written(step, target, start_time)
                 self._retention.remove_obsolete(target)
 
             self._start_writing(target, state, copy_state, write)
@@ -231,16 +231,10 @@ class CheckpointWriter:
             staging_folder.mkdir()
             return secrets.token_hex(8)
 
-        def run_and_broadcast(action: Callable[[], str | None]) -> Any:
-            task_description = f"write checkpoint '{target}'"
-            result = run_on_rank_zero(self._communicator, task_description, CHECK_WRITABLE, action)
-            return self._communicator.broadcast_object(result)
-
-        token = run_and_broadcast(lambda: None if files.has_position(target, manifest) else create_staging_folder())
-        if token is None:  # there is a checkpoint of this position, which may be corrupt
-            if find_corruption_on_all_ranks(target, self._communicator) is None:
-                return
-            token = run_and_broadcast(create_staging_folder)
+        task_description = f"write checkpoint '{target}'"
+        token: str = self._communicator.broadcast_object(
+            run_on_rank_zero(self._communicator, task_description, CHECK_WRITABLE, create_staging_folder)
+        )
         self.current_write = pending_write = _PendingWrite()
 
         def copy_state() -> tuple[StateShard, dict[str, Any]]:

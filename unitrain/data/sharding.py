@@ -241,9 +241,13 @@ class TrainingShard(TrainingData):
         if state is not None and "order digest" in state:
             self._drawn = state["epoch"], state["order digest"]
 
-    def close_and_check_epoch_end(self, position: int) -> bool:
+    def ends_epoch(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
         return position >= self._epoch_end or (self._aligner is not None and self._aligner.has_ended)
+
+    def close_and_check_epoch_end(self, position: int) -> bool:
+        """Return whether `position` is the end of the epoch."""
+        return self.ends_epoch(position)
 
     def end_epoch(self) -> None:
         pass  # the workers terminate with the iterator, to which this object has no reference

@@ -206,6 +206,11 @@ class TrainingData(ABC):
         results are the same if the items depend only on the seed and the epoch.
         """
 
+    def ends_epoch(self, position: int) -> bool:
+        """Return whether `position`, the end of the last step, is known to be the end of the epoch. Does not load
+        data."""
+        return False
+
     @abstractmethod
     def close_and_check_epoch_end(self, position: int) -> bool:
         """Close the iterator like `end_epoch`, and return whether `position`, the end of the last step, is the end of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,68 @@ from unitrain.progress.timing import LoopTimer
 _INTERVAL_SECONDS = 2.0
 
 
+class LoopInterruption:
+    """Ends a loop over batches on all ranks after any rank has received a preemption signal.
+
+    The numbers of batches of the ranks may differ. All ranks call `run`, and communicate about every two seconds.
+    `is_interrupted` states whether the last loop ended because of a signal. It is the same on every rank.
+    """
+
+    def __init__(self, communicator: Communicator, preemption: PreemptionHandler) -> None:
+        self._communicator, self._preemption = communicator, preemption
+        self._batches = self._last_exchange_batches = 0
+        self._interval_batches = 1
+        self._last_exchange_time = 0.0
+        self.is_interrupted = self._is_aligned = False
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank has received a signal."""
+        return self._preemption.received_signal is not None
+
+    def run(self, loop: Callable[[], None], *, is_aligned: bool) -> None:
+        """Call `loop`, which calls `check` after each batch, and wait until the loops of all ranks have ended.
+
+        If `is_aligned`, the ranks already communicate before each batch, and exchange `is_requested`. If `loop` raises
+        an Exception, this rank raises it after the loops of the other ranks.
+        """
+        self.is_interrupted, self._is_aligned = False, is_aligned
+        self._batches = self._last_exchange_batches = 0
+        self._last_exchange_time = time.perf_counter()
+        try:
+            loop()
+        except Exception:
+            self._wait_for_other_ranks()
+            raise
+        self._wait_for_other_ranks()
+
+    def check(self) -> bool:
+        """Count a batch, and return whether the loop ends."""
+        self._batches += 1
+        if self._communicator.size == 1:
+            self.is_interrupted = self.is_requested
+        elif not self._is_aligned and self._batches - self._last_exchange_batches >= self._interval_batches:
+            self._exchange(is_running=True)
+        return self.is_interrupted
+
+    def _wait_for_other_ranks(self) -> None:
+        while self._communicator.size > 1 and self._exchange(is_running=False):
+            pass
+
+    def _exchange(self, *, is_running: bool) -> bool:
+        """Exchange signals, and return whether the loop of any rank continues."""
+        now = time.perf_counter()
+        batches = self._batches - self._last_exchange_batches
+        seconds_per_batch = (now - self._last_exchange_time) / batches if is_running else 0.0
+        row = torch.tensor([is_running, self.is_requested, seconds_per_batch], dtype=torch.float64, device="cpu")
+        any_running, any_requested, slowest = self._communicator.allreduce(row, "max").tolist()
+        self._last_exchange_batches, self._last_exchange_time = self._batches, now
+        if any_running:
+            self._interval_batches = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
+        self.is_interrupted = bool(any_requested)
+        return bool(any_running)
+
+
 class StopCoordinator:
     """Stops a `fit` call at the same step on every rank: on request, at the time limit, or after a signal.
 
@@ -33,6 +95,7 @@ class StopCoordinator:
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
         self._communicator, self._max_seconds = communicator, max_seconds
         self._preemption = PreemptionHandler(signals)
+        self.loop_interruption = LoopInterruption(communicator, self._preemption)
         self.reason: str | None = None
         self.is_preempted = self.is_active = False
         self._requested_reason: str | None = None

@@ -1,4 +1,4 @@
-"""Progress counters of a training run, which checkpoints store so that a run resumes from the same sample."""
+"""Position of a training run, which checkpoints store so that a run resumes from the same sample."""
 
 from __future__ import annotations
 
@@ -45,3 +45,21 @@ class TrainingProgress:
         """Restore the values in `state`; missing values become 0."""
         for field in fields(self):
             setattr(self, field.name, state.get(field.name, 0))
+
+
+@dataclass
+class EpochEnd:
+    """The end of an epoch whose steps are counted in TrainingProgress: validation, the step of an epoch scheduler,
+    callbacks, checkpoint and history.
+
+    Checkpoints store it. After an interruption, the next `fit`, in this process or another one, completes it.
+    """
+
+    epoch: int
+    """The number of the epoch, starting at 1."""
+    results: dict[str, float]
+    """The training loss and, if `is_validated`, the results of the validation."""
+    speed: dict[str, float]
+    """Learning rate, seconds and samples per second, for the history."""
+    is_validated: bool = False
+    """Whether the validation and the step of an epoch scheduler are complete."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -43,23 +43,35 @@ def register_participant(model: nn.Module, participant: ForwardParticipant) -> N
     _participants[model] = ref(participant)
 
 
+def has_aligned_forward_passes(model: nn.Module) -> bool:
+    """Return whether the parameters of `model` are sharded, so that all ranks run its forward passes together."""
+    return _participants.get(model) is not None
+
+
 def align_forward_passes(
-    model: nn.Module, batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
+    model: nn.Module,
+    batches: Iterable[tuple[Any, InfoT]],
+    communicator: Communicator,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterable[tuple[Any, InfoT]]:
     """Return an iterable over the (batch, info) pairs in `batches`, whose number may differ between ranks.
     `info.samples` is the number of samples in the batch.
 
     If the parameters of `model` are sharded, all ranks call this function, and run one forward pass without gradients
     for each batch with samples. If a rank has no such batch when others have one, the iterable makes this rank take
-    part in their forward pass. A UnitrainError from `batches` is raised on all ranks.
+    part in their forward pass, and ends on all ranks when `is_interrupted` returns True on any rank. A UnitrainError
+    from `batches` is raised on all ranks.
     """
     reference = _participants.get(model)
     participant = None if reference is None else reference()
-    return batches if participant is None else _iterate_aligned(participant, batches, communicator)
+    return batches if participant is None else _iterate_aligned(participant, batches, communicator, is_interrupted)
 
 
 def _iterate_aligned(
-    participant: ForwardParticipant, batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
+    participant: ForwardParticipant,
+    batches: Iterable[tuple[Any, InfoT]],
+    communicator: Communicator,
+    is_interrupted: Callable[[], bool],
 ) -> Iterator[tuple[Any, InfoT]]:
     iterator = iter(batches)
     while True:
@@ -67,9 +79,12 @@ def _iterate_aligned(
         computes = fetched is not None and fetched[1].samples > 0
         # Before the first forward pass, a rank without a batch does not know the order of the blocks.
         needs_order = not computes and not participant.has_gather_order
-        own = torch.tensor([fetched is not None, computes, needs_order], dtype=torch.uint8, device="cpu")
-        some_rank_has_batch, some_rank_computes, is_announced = map(bool, communicator.allreduce(own, "max").tolist())
-        if not some_rank_has_batch:
+        flags = [fetched is not None, computes, needs_order, is_interrupted()]
+        own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        some_rank_has_batch, some_rank_computes, is_announced, ends = map(
+            bool, communicator.allreduce(own, "max").tolist()
+        )
+        if ends or not some_rank_has_batch:
             return
         if some_rank_computes and not computes:
             participant.take_part_in_forward(is_announced=is_announced)
