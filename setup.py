@@ -10,7 +10,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "unitrain" / "__init__.py").read_text())
 assert version, "unitrain/__init__.py states the version"
 
-examples = ["scikit-learn>=1.3", "torchvision>=0.29"]
+examples = ["scikit-learn>=1.3", "torchvision"]
 # Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 # 4.53 is the first version with the argument `instantiators` of ArgumentParser.instantiate.
@@ -34,10 +34,11 @@ peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
 # The reasons for Sphinx are in CONTRIBUTING.md.
 docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
-dev = [
-    "expecttest>=0.2", "hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6", "ruff>=0.6",
+# For the tests with other versions of Python and torch (make test-torch).
+test = [
+    "expecttest>=0.2", "hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", *horovod, *examples,
 ]  # fmt: skip
+dev = ["import-linter>=2.6", "mypy>=1.10", "ruff>=0.6"]
 
 # Address of the published repository, such as https://github.com/OWNER/unitrain. Set it when you build a release.
 repository = os.environ.get("UNITRAIN_REPOSITORY_URL")  # noqa: TID251
@@ -67,8 +68,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
@@ -81,7 +81,7 @@ setup(
     }
     if repository
     else {},
-    python_requires=">=3.11",
+    python_requires=">=3.10",
     packages=find_packages(include=["unitrain", "unitrain.*"]),
     # With this entry, an editable install adds the clone to sys.path. Otherwise, in the folder that contains the clone,
     # Python would import the clone, a folder named unitrain, as a namespace package.
@@ -94,7 +94,8 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.0",
         "safetensors>=0.4",
-        "torch>=2.14.1",
+        "torch>=2.6.0a0,<2.16",  # a0: builds of vendors, such as 2.6.0a0+ecf3bae40a
+        "typing_extensions>=4.8",
     ],
     extras_require={
         "horovod": horovod,
@@ -113,12 +114,12 @@ setup(
         "flyte": flyte,
         "peers": peers,
         "docs": docs,
+        "test": test,
         "dev": [
             *dev,
+            *test,
             *docs,
             *manifests,
-            *horovod,
-            *examples,
             *config,
             *migrate,
             *data,

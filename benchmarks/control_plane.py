@@ -23,13 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 from tables import RESULTS, save_results
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from unitrain.backends.base import StartOptions
 from unitrain.backends.checks import check_same_model

@@ -18,12 +18,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import click
 from rich.progress import track
 from step_overhead import BY_HAND
 from tables import Results, Seconds, header_lines, options, ratio, save_results
+from typing_extensions import Self
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import find_free_port

@@ -30,7 +30,7 @@ import click
 from unitrain.launchers import host_agent
 from unitrain.launchers.errors import PREEMPTED_EXIT_CODE
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
-from unitrain.launchers.spec import Command, LaunchSpec
+from unitrain.launchers.spec import Command, LaunchSpec, python_command
 
 # With these options, ssh never prompts. It accepts a new host's key, rejects a changed key, and detects a lost host
 # within 15 s.
@@ -90,7 +90,8 @@ def add_cleanup(command: Command, launcher: str, spec: LaunchSpec) -> Command:
 
 def _agent_loader(python: str) -> list[str]:
     """Return the command that reads the source of the agent from standard input and runs it."""
-    return [python, "-P", "-c", "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"]
+    code = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+    return [*python_command(python, code=code)]
 
 
 def _agent_command(host: Host, python: str) -> list[str]:
@@ -108,7 +109,7 @@ def _main_command(
     starts = range(0, len(text), _MAX_ARGUMENT_CHARACTERS)
     parts = [text[start : start + _MAX_ARGUMENT_CHARACTERS] for start in starts]
     # Not -m: runpy would warn that the package has already imported this module.
-    return (python, "-P", "-c", "from unitrain.launchers.agents import main;main()", *parts)
+    return (*python_command(python, code="from unitrain.launchers.agents import main;main()"), *parts)
 
 
 def _differing_fields(host: dict[str, object], first_host: dict[str, object]) -> dict[str, object]:

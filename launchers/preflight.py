@@ -17,7 +17,7 @@ from unitrain.launchers.elastic import SSH_MISSING
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
 from unitrain.launchers.rendezvous import master_port_fix, parse_master_port
-from unitrain.launchers.spec import CONFIG_SUFFIXES, LaunchSpec, find_module
+from unitrain.launchers.spec import CONFIG_SUFFIXES, LaunchSpec, find_module, python_command
 
 _TIMEOUT_SECONDS = 40
 _OUTPUT_PREFIX = "unitrain host probe: "
@@ -59,9 +59,10 @@ def check_hosts(spec: LaunchSpec) -> int:
 def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _ProbeResult:
     name = host.name.strip("[]")
     call = f"probe_host({_required_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
-    remote = [*SSH, "--", name, f"exec {shlex.quote(spec.python)} -P -"]
     is_local = is_this_host(host)
-    command = [spec.python, "-P", "-"] if is_local else remote
+    command = python_command(spec.python, code="import sys;exec(sys.stdin.read())")
+    if not is_local:
+        command = (*SSH, "--", name, f"exec {shlex.join(command)}")
     try:
         process = subprocess.run(
             command,

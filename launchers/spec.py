@@ -166,8 +166,16 @@ def launcher_module_command(
     if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
         name = module.rpartition(".")[2]
         raise MissingLauncherError(f"Launcher {name!r} is not installed for {python}. {fix}")
-    # -P prevents a file in the current folder from replacing a module that the launcher imports.
-    return (python, "-P", "-m", module)
+    return python_command(python, module=module)
+
+
+def python_command(python: str, *, module: str = "", code: str = "") -> tuple[str, ...]:
+    """Return the command that runs `module` or `code`, and does not import files of the current folder."""
+    if sys.version_info >= (3, 11):
+        return (python, "-P", *(("-m", module) if module else ("-c", code)))
+    if module:
+        code = f"import runpy;runpy.run_module({module!r},run_name='__main__',alter_sys=True)"
+    return (python, "-c", f"import sys;sys.path[:]=filter(None,sys.path);{code}")  # '' is the current folder
 
 
 def find_module(name: str) -> Path | None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -486,7 +486,7 @@ def _describe_start(config: TrainConfig, backend: Backend, data: TrainingData) -
     """Describe the start of a run: time, backend, data, settings and versions."""
     on_gpu = backend.device.type == "cuda"
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "backend": backend.name,
         "transport": backend.transport,
         "size": backend.size,

@@ -40,10 +40,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.compression_setting import Compression

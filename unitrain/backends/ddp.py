@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 import torch._dynamo  # before init_process_group: a later import, as in an optimizer, would keep the group alive
 import torch.distributed as dist
+from typing_extensions import Self
 
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from unitrain.errors import CollectiveMismatchError, ConfigError, Preempted
 from unitrain.monitoring.stack_inspection import call_site

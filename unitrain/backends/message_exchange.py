@@ -14,8 +14,9 @@ import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Self
 from weakref import WeakSet
+
+from typing_extensions import Self
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import interfaces

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from unitrain.backends.base import Backend, Communicator
-from unitrain.errors import UnitrainError
+from unitrain.errors import UnitrainError, add_note
 
 ResultT = TypeVar("ResultT")
 
@@ -30,7 +30,7 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
             if error is not None and rank == communicator.rank:
                 raise error  # pickling drops the cause and the traceback
             if None in errors:
-                rank_error.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
+                add_note(rank_error, f"Rank {rank} raised this error, and all ranks raise it.")
                 if isinstance(communicator, Backend):  # another communicator may number its ranks differently
                     rank_error.failed_rank = rank
             raise rank_error

@@ -435,7 +435,10 @@ def sha256(path: Path) -> str:
     if not path.is_file():  # reading a FIFO or a device would block
         raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
 
 
 def real_path(path: Path) -> Path:

@@ -333,7 +333,8 @@ def _read_overlap(
         end = min(row + rows_per_block, stops[0])
         block = torch.empty((end - row, *row_shape), dtype=dtype, device="cpu")
         files.read(chunk.file, chunk.position + (row - chunk.offsets[0]) * row_bytes, block)
-        yield block[(slice(None), *in_row)], (slice(row - offsets[0], end - offsets[0]), *in_box)
+        in_block = (slice(None), *in_row)
+        yield block[in_block], (slice(row - offsets[0], end - offsets[0]), *in_box)
 
 
 def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> dict[str, str]:

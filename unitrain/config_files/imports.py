@@ -14,7 +14,7 @@ from typing import TypeVar
 import yaml
 
 from unitrain.config_files.sources import ConfigEntry, ConfigFile, read_value
-from unitrain.errors import ConfigError, Preempted
+from unitrain.errors import ConfigError, Preempted, add_note
 
 CLASS_PATH = "class_path"
 # Top-level keys whose value may be an import path.
@@ -119,4 +119,4 @@ def _is_import_path(entry: ConfigEntry) -> bool:
 
 
 def _add_note(error: Exception, location: str, module: str) -> None:
-    error.add_note(f"{location}: the exception was raised while the module {module!r} was imported")
+    add_note(error, f"{location}: the exception was raised while the module {module!r} was imported")

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unitrain.config_files.imports import ExitError, call_without_exit
 from unitrain.config_files.parser import ParsedConfig, parse
 from unitrain.config_files.settings import build_config, check_values
+from unitrain.errors import add_note
 from unitrain.randomness import seed_generators
 
 _TOTAL_STEPS = "total_steps"
@@ -83,7 +84,7 @@ def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
     except ExitError:
         raise
     except Exception as error:
-        error.add_note(str(parsed.error([name], "the exception was raised while this object was created")))
+        add_note(error, str(parsed.error([name], "the exception was raised while this object was created")))
         raise
 
 

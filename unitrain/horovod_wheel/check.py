@@ -102,8 +102,8 @@ def inspect(
 
     `environment` is the environment of the probe, by default that of this process.
     """
-    # With -P, a folder named horovod in the working directory is not imported.
-    command = (python or sys.executable, "-P", "-c", _PROBE)
+    # A folder named horovod in the working directory, '' in sys.path, is not imported.
+    command = (python or sys.executable, "-c", f"import sys\nsys.path[:] = filter(None, sys.path)\n{_PROBE}")
     env = dict(environment) if environment is not None else None
     failure = ""
     try:

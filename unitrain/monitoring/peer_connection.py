@@ -14,8 +14,9 @@ import os
 import socket
 from contextlib import suppress
 from enum import Enum
-from typing import Self
 from weakref import WeakSet
+
+from typing_extensions import Self
 
 from unitrain.bootstrap.authentication import authenticate, job_key
 

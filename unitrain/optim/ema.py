@@ -7,11 +7,12 @@ and Valpola, Mean teachers (arXiv 1703.01780).
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from typing_extensions import Self
 
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ModelError

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from unitrain.config import LrScaling, TrainConfig
 from unitrain.errors import ConfigError

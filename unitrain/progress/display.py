@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from typing_extensions import Self
 
 from unitrain.bootstrap import environment
 from unitrain.config import ProgressStyle

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class EventLog:
         """
         if self._path is None:
             return
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         row = {"time": now, "event": event, "attempt": attempt or self.attempt, "step": step, **values}
         try:
             with self._lock:

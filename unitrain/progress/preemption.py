@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from unitrain.processes import preemption_signals
 

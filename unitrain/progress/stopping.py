@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import Preempted

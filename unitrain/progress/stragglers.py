@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median_low
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from unitrain.progress import slow_causes
 from unitrain.progress.slow_causes import RankFigures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def _read_record(folder: Path, name: str) -> RunRecord:
     except ValueError as error:
         path = folder / GOODPUT_FILE
         raise ReportError(f"'{path}' is corrupt: {error}. Remove it: rm '{path}'") from None
-    return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC), attempts)
+    return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, timezone.utc), attempts)
 
 
 def _unreadable_error(path: Path, error: OSError) -> ReportError:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from unitrain.bootstrap import environment
 from unitrain.testing.fork_server import Child, ForkServer

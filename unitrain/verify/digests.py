@@ -36,7 +36,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def _digest(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _split_rows(value: Any, count: int) -> list[bytes] | None:

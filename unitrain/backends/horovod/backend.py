@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from unitrain.backends import checks
 from unitrain.backends.base import ReduceOp, StartOptions
