@@ -1,4 +1,4 @@
-# `make demo` and `make test` also work on a fresh machine. They require Python 3.11 or later with venv, a C++ compiler
+# `make demo` and `make test` also work on a fresh machine. They require Python 3.10 or later with venv, a C++ compiler
 # and make. Horovod is built with MPI if mpicc is found.
 
 PYTHON ?= python3

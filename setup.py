@@ -10,6 +10,9 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "unitrain" / "__init__.py").read_text())
 assert version, "unitrain/__init__.py states the version"
 
+compatibility = (here / "unitrain" / "torch_compat.py").read_text()
+minimum_torch, first_untested_torch = re.findall(r'^(?:MINIMUM|FIRST_UNTESTED)_TORCH = "(.+?)"', compatibility, re.M)
+
 examples = ["scikit-learn>=1.3", "torchvision"]
 # Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
@@ -36,7 +39,8 @@ manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-valida
 docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
 # For the tests with other versions of Python and torch (make test-torch).
 test = [
-    "expecttest>=0.2", "hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", *horovod, *examples,
+    "expecttest>=0.2", "hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
+    *horovod, *examples,
 ]  # fmt: skip
 dev = ["import-linter>=2.6", "mypy>=1.10", "ruff>=0.6"]
 
@@ -94,7 +98,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.0",
         "safetensors>=0.4",
-        "torch>=2.6.0a0,<2.16",  # a0: builds of vendors, such as 2.6.0a0+ecf3bae40a
+        f"torch>={minimum_torch}.0a0,<{first_untested_torch}",  # a0: vendors' builds, such as 2.6.0a0+ecf3bae40a
         "typing_extensions>=4.8",
     ],
     extras_require={

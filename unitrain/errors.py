@@ -34,8 +34,11 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 from collections.abc import Iterable
+
+_logger = logging.getLogger(__name__)
 
 # Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h. `unitrain.launchers.errors` has a copy,
 # because it imports nothing from the other packages.
@@ -43,11 +46,11 @@ PREEMPTED_EXIT_CODE = 75
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Append a line to the traceback of `error`. In Python 3.10, which has no notes, append it to the message."""
+    """Append a line to the traceback of `error`. Python 3.10, whose tracebacks have no notes, logs the line."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
-        error.args = ("\n".join([*map(str, error.args[:1]), note]), *error.args[1:])
+        _logger.warning("%s: %s", type(error).__name__, note)
 
 
 class UnitrainError(Exception):

@@ -63,6 +63,9 @@ def init(
     validation.check_instance(
         "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
     )
+    from unitrain.torch_compat import check_torch
+
+    check_torch()
     rank_info = environment.detect()
     # An invalid variable raises an error, even if this program does not use it.
     environment.is_debug_enabled()

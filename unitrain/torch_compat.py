@@ -14,6 +14,7 @@ import functools
 import inspect
 import socket
 import subprocess
+import uuid
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,50 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data._utils import worker as _dataloader_worker
+
+from unitrain.errors import UnsupportedError
+
+# --- versions ---
+
+MINIMUM_TORCH = "2.6"  # torch.load(weights_only=True), which reads checkpoints, runs code of the file in torch 2.5
+FIRST_UNTESTED_TORCH = "2.16"  # increase it when `make test-torch` passes with a newer version; setup.py reads both
+# The first torch version with the APIs that a feature requires. The documentation shows this table.
+FIRST_TORCH = {
+    'shard="parameters"': "2.9",
+    'shard="parameters" with ranks that use different parameters': "2.13",
+    "the size of the first gradient bucket (UNITRAIN_BUCKETS_MB)": "2.12",
+    "the reduction PREMUL_SUM on Horovod's process group": "2.13",
+}
+
+
+def _parse(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def has_torch(version: str) -> bool:
+    """Return whether the installed torch is at least `version`, such as "2.9". Pre-releases of this version count."""
+    return _parse(torch.__version__) >= _parse(version)
+
+
+def check_torch() -> None:
+    """Raise UnsupportedError if the installed torch is not in the range of supported versions."""
+    if not has_torch(MINIMUM_TORCH) or has_torch(FIRST_UNTESTED_TORCH):
+        raise UnsupportedError(
+            f"torch {torch.__version__} is installed, but unitrain supports torch >= {MINIMUM_TORCH} and "
+            f"< {FIRST_UNTESTED_TORCH}. Install a supported version: pip install 'torch>={MINIMUM_TORCH},"
+            f"<{FIRST_UNTESTED_TORCH}'"
+        )
+
+
+def require_torch(feature: str) -> None:
+    """Raise UnsupportedError if the installed torch lacks an API that `feature`, a key of FIRST_TORCH, requires."""
+    if not has_torch(version := FIRST_TORCH[feature]):
+        raise UnsupportedError(
+            f"{feature} requires torch {version} or later; installed: torch {torch.__version__}. Install it with: "
+            f"pip install 'torch>={version},<{FIRST_UNTESTED_TORCH}'"
+        )
+
 
 # --- tensors ---
 
@@ -126,6 +171,10 @@ def found_non_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
 
 # --- torch.distributed ---
 
+# torch 2.13 renamed these functions.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # The base class of Work objects that are implemented in Python. Checked with torch 2.14.
 Work = dist._Work
 
@@ -206,8 +255,10 @@ def create_gloo_group(
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    location = {"interface": interface} if interface else {"hostname": address or socket.gethostname()}
-    options._devices = [gloo.create_device(**location, lazy_init=not connects)]
+    location: dict[str, Any] = {"interface": interface} if interface else {"hostname": address or socket.gethostname()}
+    if has_torch("2.8"):  # before torch 2.8, the ranks always connect
+        location["lazy_init"] = not connects
+    options._devices = [gloo.create_device(**location)]
     options._timeout, options._threads = timeout, 1
     return gloo(store, rank, size, options)
 
@@ -221,6 +272,31 @@ def register_inflight_work(outputs: Any, work: dist.Work) -> None:
         registered = bindings._create_work_from_future(work.get_future())
         for output in tree_leaves(outputs):
             bindings._register_work(output, registered)
+
+
+def open_connection(store: dist.Store) -> dist.Store:
+    """Return a store with its own connection to the process that serves `store`.
+
+    Its keys differ from those of `store` before torch 2.8, but all stores that this function returns for the same keys,
+    on any rank, have the same keys. A store without a connection is returned itself. Checked with torch 2.6 and 2.14.
+    """
+    if has_torch("2.8"):
+        return store.clone()
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, dist.TCPStore):
+        return store
+    # The prefixes of `store` cannot be read, so the ranks agree on a new one.
+    prefix = store.compare_set("connections", "", uuid.uuid4().hex).decode()
+    connection = dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, multi_tenant=True)
+    return dist.PrefixStore(prefix, connection)
+
+
+def serving_options(descriptor: int | None) -> dict[str, Any]:
+    """Return the arguments with which a TCPStore serves the listening socket `descriptor`. The servers before torch 2.9
+    that use libuv do not accept a socket. Checked with torch 2.6, 2.9 and 2.14."""
+    return {"master_listen_fd": descriptor, **({} if has_torch("2.9") else {"use_libuv": False})}
 
 
 def store_host(store: dist.Store) -> str | None:

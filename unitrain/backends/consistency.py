@@ -24,6 +24,7 @@ from unitrain.backends.objects import pack, unpack
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
 from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatch
 from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.torch_compat import all_gather_single
 
 MAX_GATHERING_RANKS = 64
 # Header of a row: fingerprint, count, and the size in bytes of the tensor in the row, or -1 without a tensor.
@@ -153,7 +154,7 @@ class ConsistencyCheck:
                 return self.message_exchange.allgather(row)
         rows = bytearray(self._backend.size * len(row))
         gathered, own = (torch.frombuffer(content, dtype=torch.int64) for content in (rows, row))
-        self._wait(dist.all_gather_single(gathered, own, group=self._group, async_op=True))
+        self._wait(all_gather_single(gathered, own, group=self._group, async_op=True))
         return rows
 
     def _exchange_sums(
@@ -252,7 +253,7 @@ class ConsistencyCheck:
         """Return every rank's one-dimensional `own`, of the same length on every rank, as [ranks, length]."""
         gathered = own.new_empty(self._backend.size, own.numel())
         if own.numel():
-            self._wait(dist.all_gather_single(gathered.view(-1), own, group=self._group, async_op=True))
+            self._wait(all_gather_single(gathered.view(-1), own, group=self._group, async_op=True))
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:

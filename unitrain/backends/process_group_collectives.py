@@ -25,6 +25,7 @@ from unitrain.backends.message_exchange import MessageExchange
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
 from unitrain.backends.tensors import HALF_DTYPES, as_bytes, from_ordered_keys, needs_ordered_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.torch_compat import all_gather_single, reduce_scatter_single
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -85,7 +86,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
                 padded = torch.cat([padded, padded.new_zeros((max_rows - len(own), *row_shape))])
             gathered = padded.new_empty((self.size * max_rows, *row_shape))
             if padded.numel():
-                self._monitor.wait_for_ranks(dist.all_gather_single(gathered.view(-1), padded.view(-1), async_op=True))
+                self._monitor.wait_for_ranks(all_gather_single(gathered.view(-1), padded.view(-1), async_op=True))
             gathered = gathered.to(tensor.dtype)
         if min(rows) == max_rows:
             return gathered
@@ -109,7 +110,7 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             source = ordered_keys(source, op)
         result = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
         if result.numel():
-            self._monitor.wait_for_ranks(dist.reduce_scatter_single(result, source, _TORCH_OPS[op], async_op=True))
+            self._monitor.wait_for_ranks(reduce_scatter_single(result, source, _TORCH_OPS[op], async_op=True))
         if needs_ordered_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish_reduction(result, tensor.dtype, op)

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.torch_compat import Work
+from unitrain.torch_compat import Work, all_gather_single
 
 _TAG = 0x5E1D  # other point-to-point messages of a group have other tags. Messages with the same tag remain in order
 # Gloo stops transferring the messages between two ranks if the buffer of an unfinished message is released.
@@ -40,7 +40,8 @@ def start_allgather(output: Tensor, source: Tensor, group: dist.ProcessGroup) ->
     tensor.
     """
     if not _is_slow_in_gloo(output, group):
-        return dist.all_gather_single(output, source, group=group, async_op=True)
+        work: dist.Work | None = all_gather_single(output, source, group=group, async_op=True)
+        return work
     return _start_exchange(output.chunk(group.size()), [source] * group.size(), group)
 
 

@@ -26,6 +26,7 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.network import is_loopback, listen, local_address_for
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
+from unitrain.torch_compat import serving_options
 
 _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
@@ -381,7 +382,7 @@ def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=descriptor,
+            **serving_options(descriptor),
         )
     except (RuntimeError, OSError) as error:
         is_in_use = "EADDRINUSE" in str(error) or "ddress already in use" in str(error)

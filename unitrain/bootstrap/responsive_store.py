@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from unitrain.torch_compat import open_connection
+
 _ResultT = TypeVar("_ResultT")
 _Requests = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
@@ -69,9 +71,9 @@ class ResponsiveStore:
         """See torch.distributed.Store."""
         return self._call(lambda: self._store.add(key, amount))
 
-    def clone(self) -> dist.Store:
-        """See torch.distributed.Store."""
-        return self._call(self._store.clone)
+    def open_connection(self) -> dist.Store:
+        """See unitrain.torch_compat."""
+        return self._call(lambda: open_connection(self._store))
 
     def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
         with self._mutex:

@@ -41,7 +41,7 @@ from unitrain.bootstrap.rendezvous import report_normal_exit
 from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
 from unitrain.errors import PREEMPTED_EXIT_CODE
 from unitrain.processes import parent_death_signal_setter
-from unitrain.torch_compat import observe_ranks_of_torchrun
+from unitrain.torch_compat import observe_ranks_of_torchrun, serving_options
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
@@ -82,7 +82,7 @@ class BoundRendezvous(RendezvousHandler):
                 is_master=self._node_rank == 0,
                 timeout=self._timeout,
                 multi_tenant=True,
-                master_listen_fd=descriptor,
+                **serving_options(descriptor),
             )
         # The agent of a single node does not communicate with other agents, so it does not need the network.
         store = dist.HashStore() if self._num_nodes == 1 else dist.PrefixStore(self._run_id, self._store)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.monitoring.rank_status import Failure, RankStatus
+from unitrain.torch_compat import open_connection
 
 _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "process"
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
@@ -48,7 +49,7 @@ class FailureStore:
 
     def __init__(self, store: dist.Store, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
-        self._responsive_store = ResponsiveStore(dist.PrefixStore("failures", store).clone(), timeout_seconds)
+        self._responsive_store = ResponsiveStore(open_connection(dist.PrefixStore("failures", store)), timeout_seconds)
         self.messages = MessageStore(self._responsive_store, "failures", counters=[_REQUESTS])
         self._num_answered = 0
 

@@ -43,7 +43,9 @@ from unitrain.torch_compat import (
     disable_compile,
     exclude_from_ddp,
     gradient_hooks_disabled,
+    has_torch,
     is_reached_by_backward,
+    require_torch,
     unwrap_compiled,
 )
 
@@ -390,7 +392,11 @@ def read_bucket_settings() -> dict[str, Any]:
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
     first_mebibytes, other_mebibytes = read_bucket_mebibytes()
-    return {**settings, "bucket_cap_mb_list": [first_mebibytes, other_mebibytes]}
+    if has_torch("2.12"):
+        return {**settings, "bucket_cap_mb_list": [first_mebibytes, other_mebibytes]}
+    if first_mebibytes != 1:
+        require_torch("the size of the first gradient bucket (UNITRAIN_BUCKETS_MB)")
+    return {**settings, "bucket_cap_mb": other_mebibytes}
 
 
 def read_bucket_mebibytes() -> tuple[int, int]:

@@ -155,7 +155,7 @@ class MismatchDetector:
         # This is a second connection, because a store serves one call at a time, and another thread may be waiting in a
         # call.
         self._store_to_clone = self._store_to_clone or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
-        clone, self._store_to_clone = self._store_to_clone.clone(), None
+        clone, self._store_to_clone = self._store_to_clone.open_connection(), None
         return ResponsiveStore(dist.PrefixStore(f"mismatches.{self._generation}", clone), _STORE_TIMEOUT_SECONDS)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
 from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
+from unitrain.torch_compat import require_torch
 
 # Horovod stores element counts and offsets (for allgather, byte counts) in a C int: with 2^31 or more, it aborts or
 # writes to wrong addresses. Tensors larger than MAX_PIECE_BYTES are therefore communicated in pieces.
@@ -145,6 +146,7 @@ def _float_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None
         return Reduction(hvd_op, lambda values: ordered_keys(values, order), lambda r: from_ordered_keys(r, dtype))
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     if name == "PREMUL_SUM":
+        require_torch("the reduction PREMUL_SUM on Horovod's process group")
         return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), op.factor), lambda result: result.to(dtype))
     if dtype == wide or (dtype == torch.float16 and name == "SUM"):
         return Reduction(hvd_op)

@@ -26,7 +26,11 @@ from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.errors import DataError, ModelError
 from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.torch_compat import has_torch
 
+# Before torch 2.10, a schedule keeps the outputs until the end of the step. Torch 2.6 does not scale gradients.
+_STEP_OPTIONS: dict[str, Any] = {"return_outputs": False} if has_torch("2.10") else {}
+_SCHEDULE_OPTIONS: dict[str, Any] = {"scale_grads": False} if has_torch("2.7") else {}
 _STEP, _FORWARD = "pipeline step", "pipeline forward"
 _PHASES = (_STEP, _FORWARD)
 _MAX_DIMS = 8
@@ -59,7 +63,7 @@ class ScheduledStageRunner(StageRunner):
                 arg_mbs=self._arguments(inputs),
                 target_mbs=list(targets) if self._is_last else None,
                 losses=losses,
-                return_outputs=False,
+                **_STEP_OPTIONS,
             )
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64) if self._is_last else None
 
@@ -118,7 +122,7 @@ class ScheduledStageRunner(StageRunner):
             schedule_class = Schedule1F1B if is_1f1b else ScheduleGPipe
             self._schedules[key] = (
                 stage,
-                schedule_class(stage, len(inputs), self._loss if has_backward else None, scale_grads=False),
+                schedule_class(stage, len(inputs), self._loss if has_backward else None, **_SCHEDULE_OPTIONS),
             )
         stage, schedule = self._schedules[key]
         shapes = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from unitrain.backends.composed_collectives import MAX_BROADCASTING_RANKS, MIN_BROADCAST_BYTES
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import Work
+from unitrain.torch_compat import Work, all_gather_single, reduce_scatter_single
 
 GATHER, REDUCE = "parameter allgather", "gradient reducescatter"
 
@@ -77,7 +77,7 @@ class ParameterCollectives:
                 lambda: [dist.broadcast(part, root, group=group, async_op=True) for root, part in enumerate(parts)],
             )
         return self._start_monitored(
-            phase, lambda: [dist.all_gather_single(output, local_tensor, group=group, async_op=True)]
+            phase, lambda: [all_gather_single(output, local_tensor, group=group, async_op=True)]
         )
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
@@ -90,7 +90,7 @@ class ParameterCollectives:
             work = self._start_monitored(phase, lambda: [dist.all_reduce(complete, group=group, async_op=True)])
         else:
             work = self._start_monitored(
-                phase, lambda: [dist.reduce_scatter_single(output, complete, group=group, async_op=True)]
+                phase, lambda: [reduce_scatter_single(output, complete, group=group, async_op=True)]
             )
         if work is not None:
             work.wait()

@@ -48,7 +48,9 @@ from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
     current_backward,
     disable_compile,
+    has_torch,
     is_view,
+    require_torch,
     tree_map_only,
     unwrap_compiled,
 )
@@ -69,6 +71,7 @@ class ShardedParameters:
         mesh: DeviceMesh,
         collectives: ParameterCollectives,
     ) -> None:
+        require_torch('shard="parameters"')
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 broadcast_tensors(communicator, [tensor])
@@ -83,8 +86,8 @@ class ShardedParameters:
             block.set_force_sum_reduction_for_comms(True)
             block.set_custom_all_gather(GatherParameters(collectives, index))  # type: ignore[arg-type]
             block.set_custom_reduce_scatter(ReduceGradients(collectives))  # type: ignore[arg-type]
-        # All ranks then reduce tensors of the same size, even if they use different parameters.
-        self.root.set_reduce_scatter_unused_params(True)
+        if has_torch("2.13"):  # all ranks then reduce tensors of the same size, even if they use different parameters
+            self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
         # (weak reference to the original parameter, sharded parameter) by the id of the original parameter, to look up
         # parameters of an optimizer that was built before sharding.
