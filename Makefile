@@ -49,17 +49,18 @@ test-all: $(INSTALLED) $(HOROVOD) $(TRAINERS)
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 	$(BIN)/python -m tests.chaos --trials $(TRIALS) --first $(FIRST)
 
-# The contract and equivalence suites with another torch. The requirements of this torch are resolved first, and all
-# other packages are installed as pinned, because pip takes too long to find versions that satisfy both.
+# The contract suite and an example with other versions of torch and Python, with the newest packages that allow them.
 test-torch:
-	@test -n "$(TORCH)" || { echo "Usage: make test-torch TORCH=2.15.0"; exit 2; }
+	@test -n "$(TORCH)" || { echo "Usage: make test-torch TORCH=2.6.0 [PYTHON=python3.10]"; exit 2; }
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet torch==$(TORCH) setuptools wheel
-	grep -vE "^(torch|torchvision|triton|sympy)==" constraints.txt >$(TORCH_VENV)/requirements.txt
-	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(TORCH_VENV)/requirements.txt
-	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	echo torch==$(TORCH) >$(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-build-isolation --constraint $(TORCH_VENV)/constraints.txt \
+		--editable ".[test]"
 	$(TORCH_VENV)/bin/unitrain horovod build
-	$(TORCH_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile unitrain/testing tests/contract tests/equivalence
+	$(TORCH_VENV)/bin/unitrain launch --backend ddp -np 2 examples/digits.py --device cpu
+	$(TORCH_VENV)/bin/unitrain launch --backend horovod -np 2 examples/digits.py --device cpu
+	$(TORCH_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile unitrain/testing
 
 # PyTorch's tests of its process groups with Gloo and with Horovod, over Gloo and MPI, and Horovod's own tests. The torch
 # wheel has some of them; PYTORCH and HOROVOD_SOURCE are checkouts with the others.

@@ -46,7 +46,6 @@ FIRST_UNTESTED_TORCH = "2.16"  # increase it when `make test-torch` passes with 
 # The first torch version with the APIs that a feature requires. The documentation shows this table.
 FIRST_TORCH = {
     'shard="parameters"': "2.9",
-    'shard="parameters" with ranks that use different parameters': "2.13",
     "the size of the first gradient bucket (UNITRAIN_BUCKETS_MB)": "2.12",
     "the reduction PREMUL_SUM on Horovod's process group": "2.13",
 }

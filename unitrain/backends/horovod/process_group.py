@@ -397,7 +397,7 @@ class HorovodProcessGroup(OperationStarter):
         (tensor,) = tensors
         return self._messages.recv(tensor, None, tag)
 
-    # Names of these methods since torch 2.14.
+    # Names of these methods since torch 2.13.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
