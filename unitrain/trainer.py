@@ -40,7 +40,7 @@ from unitrain.optim.model_loss import ModelLoss, agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, wrap_scheduler_function
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
-from unitrain.planned_steps import remaining_steps, total_scheduler_steps
+from unitrain.planned_steps import SchedulePlan, remaining_steps
 from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
@@ -150,6 +150,7 @@ class Trainer(LoggingMethods):
         self._run = TrainingRun(config, backend, self.checkpointer, stateful_objects, config_text)
         self.progress = self._run.progress
         self._is_checkpoint_due = False
+        self._schedule_plan = SchedulePlan(self._scheduler, config, self.progress, backend)
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
@@ -233,10 +234,8 @@ class Trainer(LoggingMethods):
         self._begin_epoch(shard)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in data_by_prefix.items()}
-        if isinstance(self._scheduler, PlannedScheduler):
-            total_steps = total_scheduler_steps(self.config, self.progress, shard)
-            name = "max_epochs" if self.config.max_steps is None else "max_steps"
-            self._scheduler.plan(total_steps, self.backend, f"{name}={getattr(self.config, name)}")
+        if not self._run.is_complete or self.scheduler is None:
+            self._schedule_plan.begin_fit(shard)
         self._epoch_scheduler.check_monitor(self.result_names)
         self._run.start(shard)
         self._discard_partial_step()
@@ -453,11 +452,13 @@ class Trainer(LoggingMethods):
         """Return the batches of this rank from the current position to the end of the epoch."""
         if self._run.is_epoch_at_limit or self._run.has_reached_limit:  # interrupted after the last step
             return ()
-        return self._prefetcher(
-            shard.micro_batches(self.progress.epoch, self.progress.position),
-            ahead=shard.can_prefetch,
-            overlapped=shard.can_overlap_prefetch,
-        )
+        micro_batches = shard.micro_batches(self.progress.epoch, self.progress.position)
+        try:
+            self._schedule_plan.begin_epoch(shard)
+        except BaseException:
+            del micro_batches  # so that its workers terminate
+            raise
+        return self._prefetcher(micro_batches, ahead=shard.can_prefetch, overlapped=shard.can_overlap_prefetch)
 
     def _save(self, *, in_memory: bool = False) -> None:
         with self._run_metrics.measure("checkpoint"), self._weights_averaged_over_ranks():

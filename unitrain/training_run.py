@@ -17,12 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import randomness
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
 from unitrain.backends.checks import check_same_weights
 from unitrain.backends.compression_setting import PowerSGD, resolve_compression
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
 from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, CheckpointContents, Checkpointer
@@ -35,6 +37,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.local_sgd import LocalSGD
+from unitrain.optim.scheduler_settings import Settings, check_settings, read_settings, unchanged_settings
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.reproducibility_settings import (
     reproducibility_settings,
@@ -100,6 +103,7 @@ class TrainingRun:
         self._results: dict[str, float] = {}
         self._row: dict[str, Any] | None = None
         self._completed_step = self._saved_step = -1
+        self._scheduler_settings: Settings = {}  # with which a scheduler object was built
         self._is_row_from_this_run = self._is_history_rewound = False
         self._is_seeded = self._has_rounding_differences = False
         self._data: TrainingData | None = None
@@ -113,6 +117,8 @@ class TrainingRun:
         restarted after a failure, checkpoints of earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
+        if isinstance(scheduler, LRScheduler):
+            self._scheduler_settings = call_on_all_ranks(self._backend, lambda: read_settings(scheduler))
         if self._config.logical_ranks is not None:
             warn_of_different_processes(self._backend)
         resume_path = self._checkpointer.prepare()
@@ -250,6 +256,7 @@ class TrainingRun:
         training = {
             **parts,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_settings": self._unchanged_scheduler_settings(scheduler),
             "classes": loading.class_names(optimizer, scheduler),
             "progress": self.progress.state_dict(),
             "epoch_end": None if self.epoch_end is None else asdict(self.epoch_end),
@@ -280,6 +287,10 @@ class TrainingRun:
             manifest=manifest,
         )
         self._checkpointer.save(state, in_memory=in_memory)
+
+    def _unchanged_scheduler_settings(self, scheduler: Any) -> Settings:
+        is_object = isinstance(scheduler, LRScheduler)  # a PlannedScheduler saves its own settings
+        return unchanged_settings(self._scheduler_settings, scheduler) if is_object else {}
 
     def _gather_random_state(self) -> dict[str, Any]:
         """Return the RNG states of all ranks or, with logical ranks, the settings on which bit-identical results
@@ -422,6 +433,9 @@ class TrainingRun:
                     f"The run in '{path}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
+        if isinstance(scheduler, LRScheduler):
+            saved_settings, settings = training.get("scheduler_settings", {}), self._scheduler_settings
+            call_on_all_ranks(self._backend, lambda: check_settings(saved_settings, settings, scheduler))
         self.progress.load_state_dict(training["progress"])
         end = training.get("epoch_end")
         self.epoch_end = None if end is None else EpochEnd(**end)

@@ -247,10 +247,15 @@ def seeded(kind: str) -> Any:
 @pytest.mark.parametrize("pair_class", [Pairs, ByMapping])
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
 def test_generators_of_one_sampler_are_independent(kind: str, pair_class: Any) -> None:
-    pairs: Any = draw_order(pair_class(seeded(kind), seeded(kind)), LOCAL, yields_batches=False, seed=0, epoch=0).order
+    pairs: Any = draw_order(
+        pair_class(seeded(kind), seeded(kind)), LOCAL, lambda drawn: drawn, yields_batches=False, seed=0, epoch=0
+    ).order
     assert sum(first == second for first, second in pairs) < LENGTH / 4
     assert (
-        pairs != draw_order(pair_class(seeded(kind), seeded(kind)), LOCAL, yields_batches=False, seed=0, epoch=1).order
+        pairs
+        != draw_order(
+            pair_class(seeded(kind), seeded(kind)), LOCAL, lambda drawn: drawn, yields_batches=False, seed=0, epoch=1
+        ).order
     )
 
 
@@ -258,8 +263,10 @@ def test_a_shared_generator_is_seeded_once() -> None:
     generator = torch.Generator()
     shared = Pairs(*(RandomSampler(range(LENGTH), generator=generator) for _ in range(2)))
     one = RandomSampler(range(LENGTH), generator=torch.Generator())
-    pairs: Any = draw_order(shared, LOCAL, yields_batches=False, seed=0, epoch=0).order
-    single: Tensor | list[Any] = draw_order(one, LOCAL, yields_batches=False, seed=0, epoch=0).order
+    pairs: Any = draw_order(shared, LOCAL, lambda drawn: drawn, yields_batches=False, seed=0, epoch=0).order
+    single: Tensor | list[Any] = draw_order(
+        one, LOCAL, lambda drawn: drawn, yields_batches=False, seed=0, epoch=0
+    ).order
     assert isinstance(single, Tensor)
     assert [first for first, _ in pairs] == single.tolist()
     assert [second for _, second in pairs] != single.tolist()
@@ -273,7 +280,10 @@ def test_digest_depends_on_the_order() -> None:
         [("a", 12), ("b", 3)],
         [("b", 23), ("a", 1)],
     ]
-    digests = {draw_order(order, LOCAL, yields_batches=False, seed=0, epoch=0).digest() for order in orders}
+    digests = {
+        draw_order(order, LOCAL, lambda drawn: drawn, yields_batches=False, seed=0, epoch=0).digest()
+        for order in orders
+    }
     assert len(digests) == len(orders)
 
 

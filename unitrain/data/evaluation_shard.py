@@ -102,7 +102,12 @@ class EvaluationShard:
         self._order, bounds = DrawnOrder(torch.arange(source.length, device="cpu"), None)
         if source.sampler is not None:
             self._order, bounds = draw_order(
-                source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0
+                source.sampler,
+                communicator,
+                lambda drawn: drawn,
+                yields_batches=source.batch_size is None,
+                seed=0,
+                epoch=0,
             )
         shards, num_shards = [communicator.rank], communicator.size
         if logical_ranks is not None:

@@ -107,7 +107,7 @@ class TrainingStream(TrainingData):
         """Return False, because loading the batches of a step calls collectives."""
         return False
 
-    def steps_in_epoch(self, start: int = 0) -> int | None:
+    def steps_in_epoch(self, start: int = 0, *, is_exact: bool = False) -> int | None:
         """Return None, because `__len__` of an IterableDataset may be wrong."""
         return None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import accumulate as running_sums
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 MAX_DRAWN_KEYS = 50_000_000
 # Samplers and generators are found in lists, tuples and mappings of at most this number of items.
 _MAX_ITEMS_WITH_SAMPLERS = 1000
+
+ResultT = TypeVar("ResultT")
 
 
 def find_custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
@@ -89,20 +91,34 @@ class DrawnOrder(NamedTuple):
 
 
 def draw_order(
-    sampler: Iterable[Any], communicator: Communicator, *, yields_batches: bool, seed: int, epoch: int
-) -> DrawnOrder:
-    """Return, on every rank, the order that `sampler` yields on rank 0 in `epoch`. All ranks must call this function.
+    sampler: Iterable[Any],
+    communicator: Communicator,
+    select: Callable[[DrawnOrder], ResultT],
+    *,
+    yields_batches: bool,
+    seed: int,
+    epoch: int,
+) -> ResultT:
+    """Return, on every rank, the result of `select` for the order that `sampler` yields on rank 0 in `epoch`. All ranks
+    must call this function.
 
     With `yields_batches`, `sampler` is a batch_sampler. The order depends only on seed and epoch if the sampler uses
     the global generators of torch, numpy or Python, generators in its attributes, or a `set_epoch` method. Raises
     DataError on every rank if the sampler fails, does not end or yields nothing.
     """
 
-    def draw_on_rank_zero() -> DrawnOrder | None:
-        return _draw_keys(sampler, yields_batches, seed, epoch) if communicator.rank == 0 else None
+    def draw_on_rank_zero() -> ResultT | None:
+        return select(_draw_keys(sampler, yields_batches, seed, epoch)) if communicator.rank == 0 else None
 
-    order: DrawnOrder = communicator.broadcast_object(call_on_all_ranks(communicator, draw_on_rank_zero))
-    return order
+    selected: ResultT = communicator.broadcast_object(call_on_all_ranks(communicator, draw_on_rank_zero))
+    return selected
+
+
+def has_fixed_length(sampler: Any) -> bool:
+    """Return whether `sampler` yields the same number of elements in every epoch: it and its nested samplers are of
+    torch's classes, or it is a sequence."""
+    is_sequence = isinstance(sampler, Sequence | Tensor | np.ndarray)
+    return is_sequence or all(type(part).__module__ == "torch.utils.data.sampler" for part in _nested_samplers(sampler))
 
 
 def seed_epoch(source: Iterable[Any], *, seed: int, epoch: int) -> None:

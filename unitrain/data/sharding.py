@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import chain, islice, tee
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from unitrain.data.order import (
     micro_batches_of_batch_sampler,
     micro_batches_of_samples,
 )
-from unitrain.data.samplers import DrawnOrder, draw_order
+from unitrain.data.samplers import DrawnOrder, draw_order, has_fixed_length
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import CheckpointError, DataError
@@ -34,6 +34,8 @@ from unitrain.randomness import SeedPurpose, derive_seed
 
 # Number of micro-batches planned at a time.
 _MICRO_BATCHES_PER_CHUNK = 256
+
+ResultT = TypeVar("ResultT")
 
 
 class TrainingShard(TrainingData):
@@ -97,6 +99,8 @@ class TrainingShard(TrainingData):
         self._epoch_end = 0
         # The epoch in which the sampler drew an order last, and the digest of this order.
         self._drawn: tuple[int, int] | None = None
+        # The number of steps in the epochs that a sampler has drawn, by the epoch and the position in it.
+        self._drawn_steps: dict[tuple[int, int], int] = {}
         # Ranks may have different collate_fns.
         if any(communicator.allgather_object(source.may_drop_samples)) and self._logical_ranks is None:
             self._aligner = StepAligner(
@@ -136,18 +140,52 @@ class TrainingShard(TrainingData):
         """
         return self._communicator.size > 1 and self._source.can_prefetch and self._aligner is None
 
-    def steps_in_epoch(self, start: int = 0) -> int | None:
+    @property
+    def has_equal_epochs(self) -> bool:
+        """Whether all epochs have the same length: there is no sampler, or torch's samplers have a fixed length."""
+        return self._source.sampler is None or has_fixed_length(self._source.sampler)
+
+    def steps_in_epoch(self, start: int = 0, *, is_exact: bool = False) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end.
 
-        Return None if the length of a sampler is unknown, and with a batch_sampler if `start` is not 0.
+        Unless `is_exact`, return None if the length of a sampler is unknown, and with a batch_sampler if `start` is not
+        0. See TrainingData.
         """
+        is_batch_sampler = self._source.sampler is not None and self.global_batch_size is None
+        if is_exact and (not self.has_equal_epochs or (is_batch_sampler and start)):
+            key = self._epoch, start
+            if key not in self._drawn_steps:
+                self._drawn_steps[key] = self._draw(self._epoch, lambda drawn: self._count_steps(drawn, start))
+            return self._drawn_steps[key]
         length = self._find_length()
-        if length is None or (self.global_batch_size is None and start):
+        if length is None or (is_batch_sampler and start):
             return None
-        if self.global_batch_size is None:
-            per_step = self._num_shards * self._gradient_accumulation_steps
-            return length // per_step if self._uneven == "drop" else -(-length // per_step)
+        if is_batch_sampler:
+            return self._steps_of_batches(length)
+        return self._steps_of_samples(length, start)
+
+    def _count_steps(self, drawn: DrawnOrder, start: int) -> int:
+        """Return the number of steps from position `start` of an epoch with the order `drawn`."""
+        if drawn.bounds is None:
+            return self._steps_of_samples(len(drawn.order), start)
+        return self._steps_of_batches(len(drawn.bounds) - 1 - bisect_left(drawn.bounds, start))
+
+    def _steps_of_samples(self, length: int, start: int) -> int:
+        assert self.global_batch_size is not None
         return max(0, -(-(self._find_epoch_end(length) - start) // self.global_batch_size))
+
+    def _steps_of_batches(self, count: int) -> int:
+        per_step = self._num_shards * self._gradient_accumulation_steps
+        return count // per_step if self._uneven == "drop" else -(-count // per_step)
+
+    def _draw(self, epoch: int, select: Callable[[DrawnOrder], ResultT]) -> ResultT:
+        """Return, on every rank, the result of `select` for the order that the sampler draws on rank 0."""
+        source = self._source
+        assert source.sampler is not None
+        is_batch_sampler = source.batch_size is None
+        return draw_order(
+            source.sampler, self._communicator, select, yields_batches=is_batch_sampler, seed=self._seed, epoch=epoch
+        )
 
     def samples_in_epoch(self) -> int | None:
         """Return the number of samples in an epoch; None with a batch_sampler, or if the length of a sampler is
@@ -259,13 +297,8 @@ class TrainingShard(TrainingData):
         if source.sampler is None:
             order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
         else:
-            order, bounds = drawn = draw_order(
-                source.sampler,
-                self._communicator,
-                yields_batches=source.batch_size is None,
-                seed=self._seed,
-                epoch=epoch,
-            )
+            order, bounds = drawn = self._draw(epoch, lambda drawn: drawn)
+            self._drawn_steps[epoch, start] = self._count_steps(drawn, start)
             self._check_order(drawn, epoch, start)
         self._epoch_end = (
             self._find_epoch_end(len(order)) if bounds is None else self._find_sampler_epoch_end(bounds, start)

@@ -124,11 +124,13 @@ class TrainingData(ABC):
     batch_size: int | None
     global_batch_size: int | None
     _batch_sizes: dict[int, BatchSizes]  # by the first epoch to which they apply
+    _epoch: int  # that begin_epoch has set
 
     def begin_epoch(self, epoch: int) -> None:
         """Use the number of micro-batches per step of `epoch`, to which `global_batch_size` and `steps_in_epoch` then
         refer. Does not communicate.
         """
+        self._epoch = epoch
         self._use_batch_sizes(self._batch_sizes[schedule_key(self._batch_sizes, epoch)])
 
     @abstractmethod
@@ -152,11 +154,18 @@ class TrainingData(ABC):
         collective.
         """
 
-    @abstractmethod
-    def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return the number of optimizer steps from position `start` to the end of an epoch; None if it is unknown.
+    @property
+    def has_equal_epochs(self) -> bool:
+        """Whether all epochs have the same length."""
+        return True
 
-        With a sampler, it is based on the sampler's `__len__`. Use it for display only.
+    @abstractmethod
+    def steps_in_epoch(self, start: int = 0, *, is_exact: bool = False) -> int | None:
+        """Return the number of optimizer steps from position `start` to the end of the epoch that `begin_epoch` has
+        set; None if it is unknown.
+
+        With a sampler, it is based on the sampler's `__len__`: use it for display only. With `is_exact`, the sampler
+        draws the order of the epoch if its `__len__` may be wrong; all ranks must then call this method.
         """
 
     @abstractmethod

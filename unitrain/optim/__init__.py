@@ -7,6 +7,7 @@ model_loss       losses that the model computes
 precision        autocast and loss scaling
 learning_rate    scaling of learning rates with the global batch size
 schedulers       schedulers that step per epoch, or require the total number of steps
+scheduler_settings  settings of a scheduler, compared between a run and its checkpoint
 ema              exponential moving average of the weights
 local_sgd        low-communication training: local steps on every rank, and synchronizations
 fragments        fragments of the parameters that are synchronized in different steps

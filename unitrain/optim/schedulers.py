@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -12,6 +12,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError, ConfigError, did_you_mean
+from unitrain.optim.scheduler_settings import Settings, check_settings, read_settings, unchanged_settings
 
 
 class EpochScheduler:
@@ -71,7 +72,22 @@ class EpochScheduler:
             if monitored in results:
                 scheduler.step(results[monitored])
         elif scheduler is not None:
-            scheduler.step()
+            step_scheduler(scheduler)
+
+
+def step_scheduler(scheduler: LRScheduler | PlannedScheduler) -> None:
+    """Step `scheduler`. Raises ConfigError if it refuses the step, as a OneCycleLR does after its last step."""
+    if isinstance(scheduler, PlannedScheduler):
+        assert scheduler.scheduler is not None
+        scheduler = scheduler.scheduler
+    try:
+        scheduler.step()
+    except ValueError as error:
+        raise ConfigError(
+            f"The scheduler {type(scheduler).__name__} failed in its step {scheduler.last_epoch}: {error}. Let the "
+            "Trainer build it for the number of steps, scheduler=lambda optimizer, total_steps: ..., and limit the run "
+            "with max_steps if the length of the data is unknown."
+        ) from error
 
 
 SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
@@ -92,24 +108,22 @@ class PlannedScheduler:
         self._total_steps = 0
         self._run_length: str | None = None
         self._after_build: Callable[[], None] = lambda: None
+        self._settings: Settings = {}
         self.scheduler: LRScheduler | None = None
 
     def plan(self, total_steps: int | None, communicator: Communicator, run_length: str | None = None) -> LRScheduler:
         """Build the scheduler for `total_steps` steps, and restore its state. All ranks must call this method.
 
         `run_length` is the setting of TrainConfig that limits the run, such as "max_epochs=10", for error messages.
-        A second call returns the same scheduler. Raises, on every rank, ConfigError if the number of steps is unknown,
-        or if `build` does not return a scheduler of this optimizer, and CheckpointError if the checkpoint's scheduler
-        was built for a different number of steps.
+        A later call returns the same scheduler. Raises, on every rank, ConfigError if the number of steps is unknown,
+        or if `build` does not return a scheduler of this optimizer, and CheckpointError if the scheduler, or that of
+        the checkpoint, was built for a different number of steps or with different settings.
         """
         if self.scheduler is None:
             self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps, run_length))
+        elif total_steps != self._total_steps:
+            _raise_different_length(self._total_steps, self._run_length, total_steps, run_length)
         return self.scheduler
-
-    def step(self) -> None:
-        """Step the scheduler."""
-        assert self.scheduler is not None
-        self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state, and the number of steps and the `run_length` for which it was built."""
@@ -118,6 +132,7 @@ class PlannedScheduler:
             "total_steps": self._total_steps,
             "run_length": self._run_length,
             "scheduler": self.scheduler.state_dict(),
+            "settings": unchanged_settings(self._settings, self.scheduler),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,17 +157,8 @@ class PlannedScheduler:
                 "Use TrainConfig(max_steps=10_000) instead of max_epochs."
             )
         if self._restored_state is not None and self._restored_state["total_steps"] != total_steps:
-            planned, planned_length = self._restored_state["total_steps"], self._restored_state.get("run_length")
-            if planned_length is None:  # written by an older version
-                fix = "Resume with the same max_epochs or max_steps, and the same TrainConfig.global_batch_size"
-            elif planned_length != run_length:
-                fix = f"It was planned for {planned_length}. Resume with TrainConfig({planned_length})"
-            else:
-                fix = "Resume with the same data and global batch: TrainConfig(global_batch_size=...)"
-            raise CheckpointError(
-                f"The checkpoint's schedule was planned for {planned} steps, but this run has {total_steps}, which "
-                f"changes its learning rates. {fix}."
-            )
+            state = self._restored_state
+            _raise_different_length(state["total_steps"], state.get("run_length"), total_steps, run_length)
         groups = self._optimizer.param_groups
         current = [_group_settings(group) for group in groups]
         for group, initial in zip(groups, self._initial_settings, strict=False):
@@ -165,13 +171,36 @@ class PlannedScheduler:
                 f"The scheduler function returned {type(scheduler).__name__}, not a scheduler of its optimizer. "
                 "Use scheduler=lambda optimizer, total_steps: CosineAnnealingLR(optimizer, total_steps)."
             )
+        self._settings = read_settings(scheduler)
         if self._restored_state is not None:
+            check_settings(self._restored_state.get("settings", {}), self._settings, scheduler)
             self._after_build()
             for group, settings in zip(groups, current, strict=True):
                 group.update(settings)
             scheduler.load_state_dict(self._restored_state["scheduler"])
         self._total_steps, self._run_length = total_steps, run_length
         return scheduler
+
+
+def _raise_different_length(
+    planned_steps: int, planned_length: str | None, steps: int | None, run_length: str | None
+) -> NoReturn:
+    """Raise CheckpointError for a run of `steps` scheduler steps whose schedule was planned for `planned_steps`. The
+    other arguments are the settings that limit the run, now and when the schedule was planned."""
+    if planned_length is None:  # written by an older version
+        fix = "Resume with the same max_epochs or max_steps, and the same TrainConfig.global_batch_size"
+    elif planned_length != run_length:
+        fix = f"It was planned for {planned_length}. Resume with TrainConfig({planned_length})"
+    else:
+        fix = (
+            "Continue with the same data and global batch: TrainConfig(global_batch_size=...). For data whose length "
+            "changes, limit the run with max_steps"
+        )
+    found = "an unknown number" if steps is None else str(steps)
+    raise CheckpointError(
+        f"The run's schedule was planned for {planned_steps} steps, but this run has {found}, which changes its "
+        f"learning rates. {fix}."
+    )
 
 
 def _group_settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.precision import Precision
-from unitrain.optim.schedulers import PlannedScheduler
+from unitrain.optim.schedulers import PlannedScheduler, step_scheduler
 from unitrain.torch_compat import queue_backward_callback
 
 
@@ -100,7 +100,7 @@ class ParameterUpdate:
         for parameter in self._parameters_outside_optimizer():
             parameter.grad = None
         if has_stepped and self._scheduler is not None:
-            self._scheduler.step()
+            step_scheduler(self._scheduler)
         if has_stepped and self._average is not None:
             self._average.update()
 
