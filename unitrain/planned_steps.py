@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from unitrain.accumulation import epochs_by_accumulation
 from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import TrainConfig
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import ConfigError
@@ -46,16 +48,13 @@ class SchedulePlan:
         if isinstance(scheduler, PlannedScheduler):
             total_steps = total_scheduler_steps(config, progress, data)
             scheduler.plan(total_steps, self._communicator, self._run_length())
-        elif isinstance(scheduler, OneCycleLR):
+        elif gather_if_different(self._communicator, isinstance(scheduler, OneCycleLR)) is None and isinstance(
+            scheduler, OneCycleLR
+        ):
             total_steps = total_scheduler_steps(config, progress, data)
             completed = progress.epoch if config.scheduler_interval == "epoch" else progress.step
-            if total_steps is not None and scheduler.last_epoch + total_steps - completed > scheduler.total_steps:
-                raise ConfigError(
-                    f"OneCycleLR was built for {scheduler.total_steps} steps, of which {scheduler.last_epoch} are "
-                    f"completed, but this run has {total_steps - completed} more steps. Let the Trainer build it for "
-                    "the number of steps: scheduler=lambda optimizer, total_steps: OneCycleLR(optimizer, max_lr, "
-                    "total_steps)."
-                )
+            more_steps = None if total_steps is None else total_steps - completed
+            call_on_all_ranks(self._communicator, lambda: _check_one_cycle(scheduler, more_steps))
 
     def begin_epoch(self, data: TrainingData) -> None:
         """Raise CheckpointError on every rank if the length of `data` has changed, so that the run has a different
@@ -77,6 +76,16 @@ class SchedulePlan:
     def _run_length(self) -> str:
         name = "max_epochs" if self._config.max_steps is None else "max_steps"
         return f"{name}={getattr(self._config, name)}"
+
+
+def _check_one_cycle(scheduler: Any, more_steps: int | None) -> None:
+    """Raise ConfigError if a OneCycleLR ends before `more_steps` steps."""
+    if more_steps is not None and scheduler.last_epoch + more_steps > scheduler.total_steps:
+        raise ConfigError(
+            f"OneCycleLR was built for {scheduler.total_steps} steps, of which {scheduler.last_epoch} are completed, "
+            f"but this run has {more_steps} more steps. Let the Trainer build it for the number of steps: "
+            "scheduler=lambda optimizer, total_steps: OneCycleLR(optimizer, max_lr, total_steps)."
+        )
 
 
 def remaining_steps(

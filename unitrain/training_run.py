@@ -117,8 +117,9 @@ class TrainingRun:
         restarted after a failure, checkpoints of earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
-        if isinstance(scheduler, LRScheduler):
-            self._scheduler_settings = call_on_all_ranks(self._backend, lambda: read_settings(scheduler))
+        self._scheduler_settings = call_on_all_ranks(
+            self._backend, lambda: read_settings(scheduler) if isinstance(scheduler, LRScheduler) else {}
+        )
         if self._config.logical_ranks is not None:
             warn_of_different_processes(self._backend)
         resume_path = self._checkpointer.prepare()
@@ -433,9 +434,8 @@ class TrainingRun:
                     f"The run in '{path}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
-        if isinstance(scheduler, LRScheduler):
-            saved_settings, settings = training.get("scheduler_settings", {}), self._scheduler_settings
-            call_on_all_ranks(self._backend, lambda: check_settings(saved_settings, settings, scheduler))
+        saved_settings, settings = training.get("scheduler_settings", {}), self._scheduler_settings
+        call_on_all_ranks(self._backend, lambda: check_settings(saved_settings, settings, scheduler))
         self.progress.load_state_dict(training["progress"])
         end = training.get("epoch_end")
         self.epoch_end = None if end is None else EpochEnd(**end)
