@@ -234,7 +234,7 @@ class Trainer(LoggingMethods):
         self._begin_epoch(shard)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in data_by_prefix.items()}
-        if not self._run.is_complete or self.scheduler is None:
+        if not self._run.has_reached_limit or self.scheduler is None:
             self._schedule_plan.begin_fit(shard)
         self._epoch_scheduler.check_monitor(self.result_names)
         self._run.start(shard)
