@@ -89,7 +89,7 @@ def test_ranks_may_run_different_forward_passes(backend: str, tmp_path: Path) ->
 
 def _count(counters: LoopCounters, times: int) -> None:
     for _ in range(times):
-        counters.count_forward().mark_used()
+        counters.count_forward(is_training=True).mark_used()
         counters.count_backward()
         counters.count_step()
 
@@ -117,7 +117,7 @@ def test_a_forward_pass_is_reported_only_if_it_is_additional_and_unused() -> Non
         _count(first, 1)
         _count(other, 1)
         for counters, num_forwards, num_unused in ((first, 2, 0), (other, other_forwards, other_unused)):
-            passes = [counters.count_forward() for _ in range(num_forwards)]
+            passes = [counters.count_forward(is_training=True) for _ in range(num_forwards)]
             for forward in passes[num_unused:]:
                 forward.mark_used()
                 forward.mark_used()
@@ -130,9 +130,9 @@ def test_forward_passes_before_the_first_backward_pass_are_not_compared() -> Non
     """For example, one rank may summarize the model before training."""
     store = HashStore()
     first, other = LoopCounters(), LoopCounters()
-    other.count_forward()
+    other.count_forward(is_training=True)
     for counters in (first, other):
-        counters.count_forward().mark_used()
+        counters.count_forward(is_training=True).mark_used()
         counters.count_backward()
     first.publish(store)
     assert other.compare(store, 1) is None

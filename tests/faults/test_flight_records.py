@@ -108,7 +108,7 @@ def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeyp
     for rank in range(2):
         recorder = FlightRecorder()
         recorder.record(GradientPhase("backward", 1))
-        recorder.is_main_thread_waiting = True
+        recorder.begin_wait()
         recorder.record(CollectiveCall(1, ("allreduce", "broadcast")[rank], dtype=torch.float32, shape=(2,)))
         write_flight_record(recorder, rank, 2)
     shown = analyze(tmp_path)

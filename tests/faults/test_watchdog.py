@@ -399,7 +399,8 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
         deadline = time.monotonic() + 30
         while not expected_codes <= main_thread_codes() and time.monotonic() < deadline:
             time.sleep(0.01)
-        flight_recorder.is_main_thread_waiting = is_waiting
+        if is_waiting:
+            flight_recorder.begin_wait()
         found.append(RankStatus.from_main_thread(flight_recorder))
 
     for body, is_waiting in (

@@ -6,6 +6,7 @@ from simulation import Clock, Event
 
 from unitrain.monitoring.deadlines import DataDeadline, Deadlines, ShutdownWaitDetector
 from unitrain.monitoring.failure_store import Shutdown
+from unitrain.monitoring.flight_recorder import GradientPhase
 
 
 def describe_expired(deadlines: Deadlines) -> str | None:
@@ -44,41 +45,53 @@ def test_deadline_of_a_backward_starts_when_the_previous_backward_is_done() -> N
     assert describe_expired(deadlines) is None
 
 
+BACKWARD = GradientPhase("backward", 8)
+
+
 def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_period() -> None:
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
-    shutdown = Shutdown(1, "its process exited", operation_count=7)
-    assert not wait.is_endless(shutdown, True, 8)
+    shutdown = Shutdown(1, "its process exited", {"backward": 7})
+    assert not wait.is_endless(shutdown, (3, BACKWARD))
     clock.now = 0.4
-    assert not wait.is_endless(shutdown, True, 8)
+    assert not wait.is_endless(shutdown, (3, BACKWARD))
     clock.now = 0.5
-    assert wait.is_endless(shutdown, True, 8)
+    assert wait.is_endless(shutdown, (3, BACKWARD))
 
 
 def test_wait_is_not_endless_if_the_rank_participated_or_this_rank_does_not_wait() -> None:
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
     for clock.now in (0.0, 100.0):
-        assert not wait.is_endless(Shutdown(1, "its process exited", operation_count=8), True, 8)
-        assert not wait.is_endless(None, True, 8)
-        assert not wait.is_endless(Shutdown(1, "its process exited", operation_count=7), False, 8)
+        assert not wait.is_endless(Shutdown(1, "its process exited", {"backward": 8, "collective": 2}), (3, BACKWARD))
+        assert not wait.is_endless(None, (3, BACKWARD))
+        assert not wait.is_endless(Shutdown(1, "its process exited", {"backward": 7}), None)
+
+
+def test_wait_in_a_group_is_not_endless_if_the_rank_that_shut_down_does_not_belong_to_the_group() -> None:
+    clock = Clock()
+    wait = ShutdownWaitDetector(0.5, clock)
+    for clock.now in (0.0, 100.0):
+        phase = GradientPhase("pipeline forward", 0, 1, ranks=(0, 2))
+        assert not wait.is_endless(Shutdown(1, "its process exited", {}), (3, phase))
+    assert wait.is_endless(Shutdown(2, "its process exited", {}), (3, phase))
 
 
 def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown() -> None:
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
     shutdown = Shutdown(0, "its process exited")
-    assert not wait.is_endless(shutdown, True, 8)
+    assert not wait.is_endless(shutdown, (3, BACKWARD))
     clock.now = 29.0
-    assert not wait.is_endless(shutdown, True, 8)
-    assert not wait.is_endless(shutdown, True, 9)  # the next operation has started, with the full time limit
+    assert not wait.is_endless(shutdown, (3, BACKWARD))
+    assert not wait.is_endless(shutdown, (4, BACKWARD))  # the next wait has started, with the full time limit
     clock.now = 58.0
-    assert not wait.is_endless(shutdown, True, 9)
+    assert not wait.is_endless(shutdown, (4, BACKWARD))
     clock.now = 59.0
-    assert wait.is_endless(shutdown, True, 9)
-    assert not wait.is_endless(shutdown, False, 9)
+    assert wait.is_endless(shutdown, (4, BACKWARD))
+    assert not wait.is_endless(shutdown, None)
     clock.now = 60.0
-    assert not wait.is_endless(shutdown, True, 9)  # a new wait starts
+    assert not wait.is_endless(shutdown, (4, BACKWARD))  # a new wait starts
 
 
 def test_wait_for_one_batch_expires_and_waits_for_several_batches_do_not() -> None:

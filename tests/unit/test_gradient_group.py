@@ -40,14 +40,13 @@ def test_rank_that_has_passed_a_phase_is_not_missing() -> None:
 
 def test_rank_before_a_phase_is_missing_although_another_model_had_a_phase_of_that_number() -> None:
     waiting, stopped = FlightRecorder(), FlightRecorder()
-    discriminator, generator = GradientPhase("backward", 3), GradientPhase("backward", 3)
+    discriminator, generator = GradientPhase("backward", 3, owner=0), GradientPhase("backward", 3, owner=1)
     for flight_recorder in (waiting, stopped):
         flight_recorder.record(discriminator)
     waiting.record(generator)
     records = {1: waiting.records(), 2: stopped.records()}
-    assert ranks_without_phase(generator, [1, 2], records, waiting.position_of(generator)) == [2]
-    assert ranks_without_phase(discriminator, [1, 2], records, waiting.position_of(discriminator)) == []
-    assert waiting.position_of(GradientPhase("backward", 3)) is None
+    assert ranks_without_phase(generator, [1, 2], records) == [2]
+    assert ranks_without_phase(discriminator, [1, 2], records) == []
 
 
 class SimulatedMonitor:
@@ -56,6 +55,12 @@ class SimulatedMonitor:
     def __init__(self) -> None:
         self.loop_counters, self.clock = LoopCounters(), Clock()
         self.deadlines = Deadlines(0.0, self.clock)
+
+    def new_owner(self) -> int:
+        return 0
+
+    def forget_owner(self, owner: int) -> None:
+        pass
 
     def record(self, phase: GradientPhase) -> None:
         pass

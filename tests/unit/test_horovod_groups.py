@@ -157,7 +157,9 @@ def test_store_that_does_not_respond_blocks_only_one_thread(monkeypatch: pytest.
             return self
 
     def create_detector(rank: int) -> MismatchDetector:
-        return MismatchDetector(store, rank, (4, 6), lambda: [Operation(0, "allreduce.SUM", "float32", rank)])
+        return MismatchDetector(
+            store, rank, (4, 6), lambda: [Operation(0, "allreduce.SUM", "float32", rank)], lambda: True
+        )
 
     store = Store()
     root, other = create_detector(0), create_detector(1)
@@ -186,7 +188,9 @@ def test_ranks_that_have_not_published_an_operation_are_missing() -> None:
             return self
 
     store = Store()
-    detectors = [MismatchDetector(store, rank, (1, 3, 5, 7), lambda rank=rank: pending[rank]) for rank in range(4)]  # type: ignore[misc]
+    detectors = [
+        MismatchDetector(store, rank, (1, 3, 5, 7), lambda rank=rank: pending[rank], bool) for rank in range(4)
+    ]  # type: ignore[misc]
     for detector in detectors[:3]:
         detector.compare_with_rank_0()
     assert detectors[0].find_missing_ranks(operation) == [5, 7]

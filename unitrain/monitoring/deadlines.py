@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unitrain.monitoring.failure_store import Shutdown
+from unitrain.monitoring.flight_recorder import Operation
 
 # Time for which a rank may wait in a collective after the exit of rank 0's process, which serves the store. Without the
 # store, it is unknown whether rank 0 took part in that collective.
@@ -70,22 +71,25 @@ class ShutdownWaitDetector:
 
     def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._period_seconds, self._clock = period_seconds, clock
-        self._operation: int | None = None  # the latest operation in which this rank has waited
+        self._wait_number = -1
         self._start_time = 0.0
 
-    def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, operation_count: int) -> bool:
-        """Return whether the wait in this rank's latest operation, number `operation_count`, can never end.
+    def is_endless(self, shutdown: Shutdown | None, wait: tuple[int, Operation | None] | None) -> bool:
+        """Return whether `wait`, the current wait of this rank's main thread, can never end.
 
-        `shutdown` is the first shutdown of another rank, if any.
+        `shutdown` is the first shutdown of another rank, if any. `wait` is a value of `FlightRecorder.wait`.
         """
-        if shutdown is None or not is_waiting:
-            self._operation = None
+        if shutdown is None or wait is None or (operation := wait[1]) is None:
+            self._wait_number = -1
             return False
-        if self._operation != operation_count:
-            self._operation, self._start_time = operation_count, self._clock()
-        if shutdown.operation_count is not None and operation_count <= shutdown.operation_count:
+        if self._wait_number != wait[0]:
+            self._wait_number, self._start_time = wait[0], self._clock()
+        numbers = shutdown.latest_numbers
+        if operation.ranks and shutdown.rank not in operation.ranks:
+            return False
+        if numbers is not None and numbers.get(operation.sequence, -1) >= operation.number:
             return False  # that rank took part in the operation
-        timeout_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.operation_count is None else self._period_seconds
+        timeout_seconds = _UNKNOWN_PARTICIPATION_SECONDS if numbers is None else self._period_seconds
         return self._clock() >= self._start_time + timeout_seconds
 
 

@@ -24,11 +24,11 @@ _MAX_ANSWERED_REQUESTS = 100
 
 
 class Shutdown(NamedTuple):
-    """A rank that shut down without an error, and the number of operations that it had recorded, if known."""
+    """A rank that shut down without an error, and its `FlightRecorder.latest_numbers`, if known."""
 
     rank: int
     reason: str
-    operation_count: int | None = None
+    latest_numbers: dict[str, int] | None = None
 
 
 class RankProcess(NamedTuple):
@@ -74,9 +74,9 @@ class FailureStore:
         rank, error, _ = json.loads(self.messages.get(_FAILURE))
         return Failure(rank, error)
 
-    def report_shutdown(self, reason: str, operation_count: int) -> None:
+    def report_shutdown(self, reason: str, latest_numbers: dict[str, int]) -> None:
         """Report that this rank shuts down without an error."""
-        content = json.dumps(Shutdown(self._rank, reason, operation_count))
+        content = json.dumps(Shutdown(self._rank, reason, latest_numbers))
         self.messages.set(f"{_SHUTDOWN}/{self._rank}", content)
         self.messages.compare_set(_SHUTDOWN, "", content)
 

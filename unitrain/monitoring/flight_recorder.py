@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
 from unitrain.monitoring.stack_inspection import describe_line, user_frame
+from unitrain.torch_compat import current_backward
 
 _MAX_KEPT = 256
 _MAX_SENT = 16  # entries that are sent to other ranks
@@ -40,6 +43,16 @@ class CollectiveCall:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     is_rejected: bool = False
+
+    @property
+    def sequence(self) -> str:
+        """Identifier of the sequence in which `number` counts this collective."""
+        return "collective"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Empty, because all ranks take part in a collective of the backend."""
+        return ()
 
     @property
     def key(self) -> str:
@@ -80,27 +93,39 @@ class CollectiveCall:
 
 class GradientPhase(NamedTuple):
     """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
-    "gradient reducescatter", "outer gradient", "pipeline step", "pipeline forward" or "benchmark". Backward passes,
-    bucket rebuilds and runs of a pipeline are numbered separately for each model, so phases of different models may be
-    equal."""
+    "gradient reducescatter", "outer gradient", "pipeline step", "pipeline forward" or "benchmark".
+
+    Backward passes, bucket rebuilds and runs of a pipeline are numbered separately for each owner: a model or pipeline,
+    identified by `FlightRecorder.new_owner`. `ranks` contains the ranks that take part; it is empty for all ranks.
+    """
 
     kind: str
     number: int
+    owner: int = -1
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def sequence(self) -> str:
+        """Identifier of the sequence in which `number` counts this phase."""
+        return self.kind if self.owner < 0 else f"{self.kind} of {self.owner}"
 
     @property
     def key(self) -> str:
         """Identifier of this phase, equal on all ranks that take part in it."""
-        return f"{self.kind} {self.number}"
+        return f"{self.sequence} {self.number}"
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.number}"
+
+
+Operation = CollectiveCall | GradientPhase
 
 
 class FlightEntry(NamedTuple):
     """An operation, the user's line that called it, and its start as a Unix timestamp in nanoseconds."""
 
     position: int
-    operation: CollectiveCall | GradientPhase
+    operation: Operation
     file: str
     line: int
     time_ns: int
@@ -128,25 +153,51 @@ class _UserFramePosition(NamedTuple):
 class FlightRecorder:
     """The latest collectives and gradient phases of this rank, and the user's lines that called them.
 
-    Any thread may record and read. Recording takes about a microsecond. `is_main_thread_waiting` is true while the main
-    thread waits for other ranks in the latest operation. `timed_out_position` is the position of the latest operation
-    that timed out, or None.
+    Any thread may record and read. Recording takes about a microsecond. `wait` is the current wait of the main thread
+    for other ranks, as a pair (number of the wait, operation), or None while it does not wait. `timed_out_position` is
+    the position of the latest operation that timed out, or None. `has_other_threads` is true if another thread has
+    recorded an operation outside of a backward pass. `latest_numbers` contains the number of the latest operation in
+    each sequence.
     """
 
     def __init__(self) -> None:
-        self.is_main_thread_waiting = False
+        self.wait: tuple[int, Operation | None] | None = None
         self.timed_out_position: int | None = None
+        self.has_other_threads = False
+        self.latest_numbers: dict[str, int] = {}
+        self._main_thread = threading.main_thread().ident
+        self._wait_count = 0
+        self._owner_numbers = count()
         self._entries: deque[FlightEntry] = deque(maxlen=_MAX_KEPT)
         self._operation_count = 0
         # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.
         self._positions: dict[str, _UserFramePosition] = {}
 
-    def record(self, operation: CollectiveCall | GradientPhase) -> None:
+    def new_owner(self) -> int:
+        """Return an identifier for a model or pipeline. It is equal on all ranks that create these objects in the same
+        order."""
+        return next(self._owner_numbers)
+
+    def forget(self, owner: int) -> None:
+        """Discard the sequences of `owner`, which records no further phases."""
+        for sequence in [sequence for sequence in list(self.latest_numbers) if sequence.endswith(f" of {owner}")]:
+            self.latest_numbers.pop(sequence, None)
+
+    def begin_wait(self, operation: Operation | None = None) -> None:
+        """Record that the main thread starts to wait in `operation`, by default the latest operation. Assign the
+        previous value to `wait` when the wait ends."""
+        self._wait_count += 1
+        self.wait = (self._wait_count, operation or (self._entries[-1].operation if self._entries else None))
+
+    def record(self, operation: Operation) -> None:
         """Record that this rank starts `operation`."""
+        if threading.get_ident() != self._main_thread and current_backward() == -1:
+            self.has_other_threads = True
         frame = self._user_frame(operation.kind if isinstance(operation, GradientPhase) else "collective")
         self._entries.append(
             FlightEntry(self._operation_count, operation, frame.f_code.co_filename, frame.f_lineno, time.time_ns())
         )
+        self.latest_numbers[operation.sequence] = operation.number
         self._operation_count += 1
 
     def _user_frame(self, kind: str) -> FrameType:
@@ -182,6 +233,11 @@ class FlightRecorder:
         return str(self._entries[-1].operation) if self._entries else "the first operation"
 
     @property
+    def is_main_thread_waiting(self) -> bool:
+        """Whether the main thread waits for other ranks."""
+        return self.wait is not None
+
+    @property
     def latest_key(self) -> str:
         """Key of the latest operation, or an empty string if there is none."""
         return self._entries[-1].operation.key if self._entries else ""
@@ -194,9 +250,10 @@ class FlightRecorder:
         entry = self._entries[-1]
         return f"{entry.operation}, at {describe_line(entry.file, entry.line)}"
 
-    def position_of(self, phase: GradientPhase) -> int | None:
-        """Return the position of `phase`, compared by identity, or None if no recent entry contains it."""
-        return next((entry.position for entry in reversed(self.entries()) if entry.operation is phase), None)
+    def describe(self, operation: Operation) -> str:
+        """Return the name of `operation` and, if it is a recent one, the user's line that called it."""
+        entry = next((entry for entry in reversed(self.entries()) if entry.operation == operation), None)
+        return str(operation) if entry is None else f"{operation}, at {describe_line(entry.file, entry.line)}"
 
     def entries(self) -> list[FlightEntry]:
         """Return all recorded entries, oldest first."""
@@ -245,18 +302,12 @@ def ranks_without_phase(
     phase: GradientPhase | None,
     ranks: Sequence[int],
     records_by_rank: Mapping[int, Sequence[FlightRecord]],
-    position: int | None = None,
 ) -> list[int]:
     """Return those of `ranks` whose latest records do not contain `phase`, or all `ranks` if `phase` is None.
 
-    The records of a rank that has started `phase` and then a few later operations still contain `phase`. `position` is
-    the position of `phase` in the records, which distinguishes it from a phase of another model with the same number.
+    The records of a rank that has started `phase` and then a few later operations still contain `phase`.
     """
     if phase is None:
         return list(ranks)
     key = phase.key
-
-    def is_phase(record: FlightRecord) -> bool:
-        return record.key.strip() == key and position in (None, record.position)
-
-    return [rank for rank in ranks if not any(map(is_phase, records_by_rank.get(rank, ())))]
+    return [rank for rank in ranks if all(record.key.strip() != key for record in records_by_rank.get(rank, ()))]

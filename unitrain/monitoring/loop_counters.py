@@ -45,10 +45,14 @@ class LoopCounters:
         """Count an optimizer step."""
         self._steps += 1
 
-    def count_forward(self) -> CountedForward:
-        """Count a forward pass whose output requires gradients."""
-        self._forwards += 1
-        return CountedForward(self)
+    def count_forward(self, *, is_training: bool) -> CountedForward:
+        """Count a forward pass whose output requires gradients.
+
+        A forward pass of a model in evaluation mode is not counted, because an evaluation outside torch.no_grad() may
+        run more batches on some ranks.
+        """
+        self._forwards += is_training
+        return CountedForward(self if is_training else None)
 
     def count_backward(self) -> None:
         """Count a backward pass that reduces gradients. Call it when the backward pass has ended on this rank."""
@@ -87,8 +91,8 @@ class CountedForward:
 
     __slots__ = ("_counters",)
 
-    def __init__(self, counters: LoopCounters) -> None:
-        self._counters: LoopCounters | None = counters
+    def __init__(self, counters: LoopCounters | None) -> None:
+        self._counters = counters
 
     def mark_used(self) -> None:
         """Record that a backward pass has reached the output. Further calls have no effect."""

@@ -20,9 +20,9 @@ from unitrain.monitoring import supervisor_client
 from unitrain.monitoring.deadlines import Deadline
 from unitrain.monitoring.flight_record_file import write_flight_record
 from unitrain.monitoring.flight_recorder import (
-    CollectiveCall,
     FlightRecorder,
     GradientPhase,
+    Operation,
     describe_differences,
     ranks_without_phase,
 )
@@ -52,27 +52,34 @@ class FailureMonitor:
         )
         self._main_thread = threading.main_thread().ident
         self._recorder = FlightRecorder()
-        self.record: Callable[[CollectiveCall | GradientPhase], None] = self._recorder.record
+        self.record: Callable[[Operation], None] = self._recorder.record
+        self.new_owner, self.forget_owner = self._recorder.new_owner, self._recorder.forget
         self.loop_counters = LoopCounters()
         self._watchdog: Watchdog | None = None
         if use_watchdog and rendezvous.rank_info.size > 1:
             self._watchdog = Watchdog(rendezvous, self._recorder, self.loop_counters)
 
     def wait_for_ranks(
-        self, work: dist.Work | None, *, polls: bool | None = None, phase: GradientPhase | None = None
+        self,
+        work: dist.Work | None,
+        *,
+        polls: bool | None = None,
+        phase: GradientPhase | None = None,
+        current_phase: GradientPhase | None = None,
     ) -> None:
         """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the current CUDA
         stream waits.
 
-        Do nothing if `work` is None. `polls` overrides the constructor argument. After a timeout, raises
-        CollectiveTimeoutError, which names the missing ranks. If the wait fails for another reason, raises the
-        ModelError of another rank if this error is the cause, and otherwise the RuntimeError of the transport.
+        `current_phase` is the phase to which `work` belongs if the phase may contain later operations. Do nothing if
+        `work` is None. `polls` overrides the constructor argument. After a timeout, raises CollectiveTimeoutError,
+        which names the missing ranks. If the wait fails for another reason, raises the ModelError of another rank if
+        this error is the cause, and otherwise the RuntimeError of the transport.
         """
         if work is None:
             return
-        is_main_thread, was_waiting = self._is_main_thread(), self._recorder.is_main_thread_waiting
+        is_main_thread, outer_wait = self._is_main_thread(), self._recorder.wait
         if is_main_thread:
-            self._recorder.is_main_thread_waiting = True
+            self._recorder.begin_wait(phase or current_phase)
         try:
             if self._polls if polls is None else polls:
                 _poll(work, self._max_polling_seconds)
@@ -82,7 +89,7 @@ class FailureMonitor:
             raise
         finally:
             if is_main_thread:
-                self._recorder.is_main_thread_waiting = was_waiting
+                self._recorder.wait = outer_wait
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -91,9 +98,9 @@ class FailureMonitor:
 
         Raises the same errors as `wait_for_ranks`. Use it for waits without a `Work`, or for a sequence of waits.
         """
-        is_main_thread, was_waiting = self._is_main_thread(), self._recorder.is_main_thread_waiting
+        is_main_thread, outer_wait = self._is_main_thread(), self._recorder.wait
         if is_main_thread:
-            self._recorder.is_main_thread_waiting = True
+            self._recorder.begin_wait()
         try:
             yield
         except RuntimeError as error:
@@ -103,17 +110,17 @@ class FailureMonitor:
             raise
         finally:
             if is_main_thread:
-                self._recorder.is_main_thread_waiting = was_waiting
+                self._recorder.wait = outer_wait
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context manager inside `waiting` in which the main thread computes instead of waiting. If the computation
         raises an exception, `waiting` re-raises it unchanged.
         """
-        was_waiting = self._recorder.is_main_thread_waiting
-        self._recorder.is_main_thread_waiting = False
+        outer_wait, self._recorder.wait = self._recorder.wait, None
         yield
-        self._recorder.is_main_thread_waiting = was_waiting
+        if outer_wait is not None:
+            self._recorder.begin_wait(outer_wait[1])
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
         """Set a deadline for `phase`, a few seconds after the timeout. If `is_done` does not return true before the
@@ -204,8 +211,7 @@ class FailureMonitor:
         if self._watchdog is not None and missing_ranks:
             statuses = self._watchdog.request_statuses(missing_ranks)
         records = {other: status.records for other, status in statuses.items()}
-        position = None if phase is None else self._recorder.position_of(phase)
-        missing_ranks = ranks_without_phase(phase, missing_ranks, records, position)
+        missing_ranks = ranks_without_phase(phase, missing_ranks, records)
         names = ", ".join(map(str, missing_ranks)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
         if not missing_ranks:

@@ -78,7 +78,7 @@ class RankStatus:
     @classmethod
     def from_main_thread(cls, flight_recorder: FlightRecorder) -> RankStatus:
         """Return the status of this process's main thread. Any thread may call it."""
-        is_waiting = flight_recorder.is_main_thread_waiting
+        wait = flight_recorder.wait
         stack = main_thread_stack()
         records, latest_entry_text = flight_recorder.records(), flight_recorder.latest_entry_text
         if not stack:
@@ -86,8 +86,8 @@ class RankStatus:
         user = stack[user_position(stack)]
         location = describe_line(user.f_code.co_filename, user.f_lineno)
         lines = format_stack(stack)
-        if is_waiting:
-            operation = flight_recorder.latest_operation
+        if wait is not None:
+            operation = str(wait[1] or flight_recorder.latest_operation)
             return cls(Activity.WAITING_FOR_RANKS, location, operation, stack=lines, records=records)
         for frame in reversed(stack):  # innermost first, because a batch may be loaded inside a backward pass
             if (worker := awaited_worker(frame)) is not None:

@@ -197,7 +197,7 @@ class Watchdog:
         if latest := self._flight_recorder.latest_entry_text:
             reason += f"; last operation: {latest}"
         with contextlib.suppress(dist.DistError):  # rank 0's process has exited, and the store with it
-            self._store.report_shutdown(reason, self._flight_recorder.operation_count)
+            self._store.report_shutdown(reason, self._flight_recorder.latest_numbers)
 
     def _report_exit(self) -> None:
         self._report_shutdown("its process exited")
@@ -221,8 +221,7 @@ class Watchdog:
         Such a wait never ends, and not every transport detects it.
         """
         shutdown = self._first_shutdown()
-        is_waiting = shutdown is not None and self._status().may_wait_for_ranks
-        if not self._shutdown_wait_detector.is_endless(shutdown, is_waiting, self._flight_recorder.operation_count):
+        if not self._shutdown_wait_detector.is_endless(shutdown, self._flight_recorder.wait):
             return None
         assert shutdown is not None
         return Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")

@@ -233,7 +233,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 pending.num_prepared += not self.find_unused_parameters or ddp_finds_all(tensors, output)
                 reducer_group.expect_backward()
             if tensors:
-                prepare = partial(self._prepare_backward, reducer_group.loop_counters.count_forward())
+                prepare = partial(
+                    self._prepare_backward, reducer_group.loop_counters.count_forward(is_training=self.module.training)
+                )
                 for tensor in tensors:
                     tensor.register_hook(prepare)
         return output

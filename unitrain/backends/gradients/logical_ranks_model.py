@@ -177,7 +177,11 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _after_forward(self, output: Any) -> None:
-        forward = None if self._reducer_group is None else self._reducer_group.loop_counters.count_forward()
+        forward = (
+            None
+            if self._reducer_group is None
+            else self._reducer_group.loop_counters.count_forward(is_training=self.module.training)
+        )
         prepare = partial(self._prepare_backward, forward)
         for tensor in tensors_requiring_grad(output):
             tensor.register_hook(prepare)

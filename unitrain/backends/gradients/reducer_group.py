@@ -10,6 +10,7 @@ group therefore waits for the buckets before DDP does, at the end of the backwar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -59,7 +60,9 @@ class ReducerGroup(dist.ProcessGroup):
         self.model_number = model_number
         self.waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
         self._deferred_works: list[_DeferredWork] = []
-        self._phase = GradientPhase("backward", 0)
+        self._owner = monitor.new_owner()
+        weakref.finalize(self, monitor.forget_owner, self._owner).atexit = False
+        self._phase = GradientPhase("backward", 0, self._owner)
         self._works: list[dist.Work] = []
         self._last_backward = -1
         self._backward_count = self._last_reported_backward_count = self._broadcast_count = 0
@@ -85,7 +88,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._is_new_backward = False
             self._works.clear()  # left by an earlier backward pass that raised an exception
             self._deferred_works.clear()
-            self._phase = GradientPhase("backward", self._backward_count)
+            self._phase = GradientPhase("backward", self._backward_count, self._owner)
             self._monitor.record(self._phase)
             self._backward_count += 1
         backward = current_backward()
@@ -108,7 +111,7 @@ class ReducerGroup(dist.ProcessGroup):
     def wait_for_ranks(self, work: dist.Work | None) -> None:
         """Wait for `work` of this backward pass. Raises CollectiveTimeoutError, which names the missing ranks, after a
         timeout, or re-raises another rank's ModelError."""
-        self._monitor.wait_for_ranks(work)
+        self._monitor.wait_for_ranks(work, current_phase=self._phase)
 
     @contextmanager
     def monitored_wait(self) -> Iterator[None]:
@@ -131,7 +134,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        phase = GradientPhase("bucket rebuild", self._broadcast_count)
+        phase = GradientPhase("bucket rebuild", self._broadcast_count, self._owner)
         self._monitor.record(phase)
         self._broadcast_count += 1
         if self._check_bucket is not None:
@@ -163,7 +166,7 @@ class ReducerGroup(dist.ProcessGroup):
                 deferred.work = self._start_allreduce(deferred.tensors, deferred.opts)
             if not self.waits_on_stream:
                 for work in self._works:
-                    self._monitor.wait_for_ranks(work)
+                    self.wait_for_ranks(work)
             for deferred in self._deferred_works:
                 deferred.complete()
         finally:

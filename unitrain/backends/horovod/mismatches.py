@@ -61,12 +61,15 @@ class MismatchDetector:
         rank: int,
         ranks: Sequence[int],
         get_pending_operations: Callable[[], Sequence[Operation]],
+        is_main_thread_waiting: Callable[[], bool],
     ) -> None:
-        """`rank` is the index of this rank in `ranks`, the ranks of the group."""
+        """`rank` is the index of this rank in `ranks`, the ranks of the group. `is_main_thread_waiting` returns whether
+        the main thread waits for the oldest pending operation, and therefore starts no other operation."""
         self._group_store, self._generation = store, 0
         self._store_to_clone: ResponsiveStore | None = None  # created by `_connect`, and kept until it is cloned
         self._store: ResponsiveStore | None = None
         self._rank, self._ranks, self._get_pending_operations = rank, ranks, get_pending_operations
+        self._is_main_thread_waiting = is_main_thread_waiting
         self._suspected_mismatch: tuple[Operation, Operation] | None = None
         self._message: str | None = None
 
@@ -92,18 +95,20 @@ class MismatchDetector:
         Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
         mismatch, otherwise None. Rank 0 does not compare its operations.
 
-        Call it repeatedly while the oldest operation is pending. A mismatch is returned only if two consecutive calls
-        find it, because an operation may complete after rank 0 has written it.
+        Call it repeatedly while the oldest operation is pending. A mismatch is returned only if the main threads of
+        both ranks wait, because a thread that computes may start the other rank's operation later. Two consecutive
+        calls must find it, because an operation may complete after rank 0 has written it.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
             store = self._store = self._store or self._connect()
             if store.check(["error"]):
                 return self._become_unusable(store.get("error").decode())
-            own = self._get_pending_operations()[:_MAX_REPORTED]
-            store.set(str(self._rank), json.dumps(own))
+            is_waiting, own = self._is_main_thread_waiting(), self._get_pending_operations()[:_MAX_REPORTED]
+            store.set(str(self._rank), json.dumps([is_waiting, own]))
             if self._rank == 0 or not own or not store.check(["0"]):
                 return None
-            difference = _first_difference(_read_operations(store, 0), own)
+            is_rank_0_waiting, root_operations = _read_report(store, 0)
+            difference = _first_difference(root_operations, own) if is_waiting and is_rank_0_waiting else None
             confirmed, self._suspected_mismatch = (
                 difference is not None and difference == self._suspected_mismatch,
                 difference,
@@ -133,7 +138,7 @@ class MismatchDetector:
                 if time.monotonic() > deadline:
                     return None
                 has_written = index == self._rank or store.check([str(index)])
-                if not has_written or (index != self._rank and operation not in _read_operations(store, index)):
+                if not has_written or (index != self._rank and operation not in _read_report(store, index)[1]):
                     missing.append(rank)
             return missing
         return None
@@ -159,9 +164,10 @@ class MismatchDetector:
         return ResponsiveStore(dist.PrefixStore(f"mismatches.{self._generation}", clone), _STORE_TIMEOUT_SECONDS)
 
 
-def _read_operations(store: ResponsiveStore, rank: int) -> list[Operation]:
-    """Return the pending operations that a rank has written."""
-    return [Operation(*fields) for fields in json.loads(store.get(str(rank)))]
+def _read_report(store: ResponsiveStore, rank: int) -> tuple[bool, list[Operation]]:
+    """Return whether the main thread of a rank waits, and the pending operations, as the rank has written them."""
+    is_waiting, operations = json.loads(store.get(str(rank)))
+    return is_waiting, [Operation(*fields) for fields in operations]
 
 
 def _first_difference(

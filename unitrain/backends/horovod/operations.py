@@ -62,7 +62,13 @@ class OperationStarter(dist.ProcessGroup):
         self._num_issued: defaultdict[str, int] = defaultdict(int)
         self._latest_works: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
         self._sequence_number = self._position = 0  # operations started in total, and under the current names
-        self._mismatches = MismatchDetector(store, rank, ranks, self._completions.pending_operations)
+        self._mismatches = MismatchDetector(
+            store,
+            rank,
+            ranks,
+            self._completions.pending_operations,
+            lambda: self._completions.is_main_thread_waiting,
+        )
         self._coalesced_works: list[HorovodWork] | None = None  # works since _start_coalescing
 
     def start_new_names(self) -> None:

@@ -336,6 +336,8 @@ class CompletionQueue:
         self._is_stopping = False
         self.is_aborted = False
         """Whether `abort` was called, after which works whose operations have not finished raise an error."""
+        self.is_main_thread_waiting = False
+        """Whether the main thread waits for a work, and therefore for all older works, too."""
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
         self._thread.start()
 
@@ -365,7 +367,15 @@ class CompletionQueue:
             self._poll()
             return work.is_completed()
 
-        _poll_until(is_done, seconds)
+        self._wait_until(is_done, seconds)
+
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float | None) -> None:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self.is_main_thread_waiting |= is_main_thread
+        try:
+            _poll_until(is_done, seconds)
+        finally:
+            self.is_main_thread_waiting &= not is_main_thread
 
     def pending_operations(self) -> list[Operation]:
         """Return the operations that are not complete, the oldest first."""
@@ -389,7 +399,7 @@ class CompletionQueue:
         self.stop()
 
     def _finish_backward(self) -> None:
-        _poll_until(lambda: self._poll() or not self._works, None)
+        self._wait_until(lambda: self._poll() or not self._works, None)
         if self._backward_error is not None:
             # Raise before DDP reads the futures, because its C++ code reports a Python error as a result of an unknown
             # type. The caller of an operation outside the backward pass receives the error from `wait`.

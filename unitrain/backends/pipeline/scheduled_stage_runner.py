@@ -53,7 +53,7 @@ class ScheduledStageRunner(StageRunner):
         # torch's stages and schedules are created for a fixed number of micro-batches, with or without backward passes.
         self._schedules: dict[tuple[int, bool], tuple[ShapedStage, Any]] = {}
         self._shapes: dict[object, _Shapes] = {}
-        self._run_indices = count()
+        self._run_indices, self._owner = count(), group.monitor.new_owner()
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         losses: list[Tensor] = []
@@ -76,7 +76,7 @@ class ScheduledStageRunner(StageRunner):
 
     @contextmanager
     def _monitored_pass(self, phase: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        with self._group.waiting(GradientPhase(phase, next(self._run_indices))):
+        with self._group.waiting(GradientPhase(phase, next(self._run_indices), self._owner, self._group.ranks)):
             wait_for_send = self._check_same_shapes(phase, inputs)
             yield
             wait_for_send()

@@ -172,7 +172,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         if not tensors and (reduces or self._reduces_always):
             self.reducer.reduce_next_backward(accumulates=not reduces)
         if tensors:
-            forward = self._reducer_group.loop_counters.count_forward()
+            forward = self._reducer_group.loop_counters.count_forward(is_training=self.module.training)
             for tensor in tensors:
                 # A strong reference to the tensor would create a reference cycle that Python cannot detect.
                 tensor.register_hook(partial(self._prepare_backward, forward, ref(tensor)))

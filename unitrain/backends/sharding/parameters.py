@@ -263,7 +263,7 @@ class ShardedModel(nn.Module, WrappedModel):
         if has_gradients and (tensors := tensors_requiring_grad(output)):
             if self._used_names is not None and not self._handles:
                 self._register_usage_hooks()
-            forward = self._monitor.loop_counters.count_forward()
+            forward = self._monitor.loop_counters.count_forward(is_training=self.module.training)
             for tensor in tensors:
                 tensor.register_hook(lambda gradient: self._begin_backward(forward))
         return output
