@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
-from unitrain.errors import CollectiveTimeoutError, UnitrainError
+from unitrain.errors import CollectiveMismatchError, UnitrainError
 from unitrain.testing import RankGroup
 
 
@@ -617,8 +615,8 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     assert group.run(allreduce_ones) == [2.0, 2.0]
 
 
-def catch_timeouts_of_an_unfrozen_parameter(backend: Backend) -> list[str]:
-    """Unfreeze a parameter on rank 0 only. Return the timeout error of rank 0 for each sharding mode."""
+def catch_errors_of_an_unfrozen_parameter(backend: Backend) -> list[str]:
+    """Unfreeze a parameter on rank 0 only. Return the error of this rank for each sharding mode."""
     messages = []
     for shard in ("none", "gradients", "parameters"):
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -626,19 +624,19 @@ def catch_timeouts_of_an_unfrozen_parameter(backend: Backend) -> list[str]:
         model: Any = backend.distributed_model(module, shard=shard)  # type: ignore[arg-type]
         if backend.rank == 0:
             next(model.parameters()).requires_grad_(True)
-            model._rendezvous = dataclasses.replace(model._rendezvous, timeout=timedelta(seconds=0.2))
-            with pytest.raises(CollectiveTimeoutError) as caught:
-                model(torch.ones(2, 3))
-            messages.append(str(caught.value))
-        backend.barrier()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            model(torch.ones(2, 3)) if backend.rank == 0 else backend.barrier()
+        messages.append(str(caught.value))
     return messages
 
 
-def test_the_timeout_error_names_the_parameter_that_is_unfrozen_on_one_rank(group: RankGroup) -> None:
-    messages, _ = group.run(catch_timeouts_of_an_unfrozen_parameter)
-    assert len(messages) == 3
-    for message in messages:
-        assert "Missing: rank 1. Parameter '0.weight' was unfrozen on rank 0, but not on the missing ranks." in message
+def test_the_error_names_the_parameter_that_is_unfrozen_on_one_rank(group: RankGroup) -> None:
+    errors = group.run(catch_errors_of_an_unfrozen_parameter)
+    assert [len(messages) for messages in errors] == [3, 3]
+    for message, other in zip(*errors, strict=True):
+        assert "rank 1 called barrier" in message
+        assert "Parameter '0.weight' was unfrozen on rank 0, but not on the other ranks. Freeze and" in message
+        assert "rank 0 called allreduce(int32 [4], sum)" in other
 
 
 def test_every_case_of_this_file_is_run() -> None:

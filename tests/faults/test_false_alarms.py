@@ -89,7 +89,7 @@ def loading():
 
 def logical():
     data = torch.utils.data.TensorDataset(torch.ones(32, 16), torch.ones(32, 1))
-    inner = sync(Model())
+    inner = Model()
     model = backend.distributed_model(inner, logical_ranks=8)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(inner.parameters(), lr=0.01), model)
     loader = unitrain.ShardedLoader(data, backend, batch_size=2, logical_ranks=8)
@@ -181,10 +181,23 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         Model()(torch.ones(4, 16), SECONDS).mean().backward()
 print("end", flush=True)
 """
-FEATURES = (
-    "unused pipeline evaluation norm compression power_sgd state gradients gradients_unused parameters logical "
-    "local_sgd loading threads compile"
-).split()
+FEATURES = [
+    "unused",
+    "pipeline",
+    "evaluation",
+    "norm",
+    "compression",
+    "power_sgd",
+    "state",
+    "gradients",
+    "gradients_unused",
+    "parameters",
+    "logical",
+    "local_sgd",
+    "loading",
+    "threads",
+    "compile",
+]
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,7 @@ class SimulatedMonitor:
         self.loop_counters, self.clock = LoopCounters(), Clock()
         self.deadlines = Deadlines(0.0, self.clock)
 
-    def new_owner(self) -> int:
-        return 0
-
-    def forget_owner(self, owner: int) -> None:
+    def forget_sequences(self, sequences: list[str]) -> None:
         pass
 
     def record(self, phase: GradientPhase) -> None:

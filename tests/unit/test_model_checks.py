@@ -18,7 +18,6 @@ from unitrain.backends.checks import (
     digest_bits,
 )
 from unitrain.backends.gradients.unused_parameters import gather_unused
-from unitrain.backends.gradients.wrapped_model import check_requires_grad_changes
 from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -147,16 +146,6 @@ def test_embedding_can_be_scripted_after_a_model_was_distributed() -> None:
     LocalBackend(CPU).distributed_model(nn.Linear(2, 2))
     for layer in (nn.Embedding(5, 4, max_norm=0.5), nn.Embedding(5, 4)):
         assert torch.jit.script(layer)(torch.arange(5)).shape == (5, 4)
-
-
-def test_timeout_names_the_parameter_that_only_this_rank_has_unfrozen() -> None:
-    rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=0.1))
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        check_requires_grad_changes(rendezvous, "trains", ["0.weight", "1.weight"], [True, False], [False, True])
-    assert str(caught.value).startswith(
-        "The rendezvous of 2 ranks timed out after 0.1 s, at 'trains'. Missing: rank 1. Parameter '1.weight' was "
-        "unfrozen on rank 0, but not on the missing ranks. Freeze and unfreeze the same parameters on every rank before"
-    )
 
 
 def test_timeout_after_the_first_backward_pass_states_that_this_rank_used_parameters() -> None:

@@ -209,12 +209,16 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         distributed = unwrap_compiled(model)
         if isinstance(distributed, LogicalRanksModel):
             check_logical_ranks_optimizer(distributed, shard)
-            register_step_check(optimizer, distributed.check_reduced, self)
+            register_step_check(optimizer, self.unwrap(model), distributed.check_reduced, self)
             return optimizer
         checks.check_matching_shard(self._sharding_modes.get(self.unwrap(model)), shard)
         if (tracker := self._gradient_trackers.get(self.unwrap(model))) is not None:
-            register_step_check(optimizer, lambda _: check_no_logical_rank(self))
-            register_step_check(optimizer, tracker.check, self)
+
+            def check(optimizer: torch.optim.Optimizer) -> None:
+                check_no_logical_rank(self)
+                tracker.check(optimizer)
+
+            register_step_check(optimizer, self.unwrap(model), check, self)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

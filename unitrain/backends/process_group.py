@@ -6,7 +6,6 @@ The ddp and horovod backends share this code, and therefore compute the same res
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -111,7 +110,6 @@ class ProcessGroupBackend(
         self._pid = os.getpid()
         self._models: WeakSet[Any] = WeakSet()  # of WrappedModel
         self._rank_groups: WeakSet[Subgroup] = WeakSet()
-        self._parameter_collective_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._model_numbers = count()  # equal on all ranks, because all ranks distribute the same models
         self._model_groups = ModelGroups(self, default_process_group(), self._create_model_group)
@@ -250,7 +248,7 @@ class ProcessGroupBackend(
         else:
             distributed = DistributedModel(
                 model,
-                self.device,
+                self,
                 self._rendezvous,
                 find_unused_parameters=find_unused_parameters,
                 compressor=compressor,
@@ -296,7 +294,7 @@ class ProcessGroupBackend(
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
 
-        sharded_parameters = self._shard_parameters(model, blocks, check, group.process_group)
+        sharded_parameters = self._shard_parameters(model, blocks, check, group.process_group, model_number)
         distributed = ShardedModel(
             sharded_parameters, self._rendezvous, self._monitor, buffer_broadcaster, model_number
         )
@@ -309,6 +307,7 @@ class ProcessGroupBackend(
         blocks: Sequence[type[nn.Module] | str] | int,
         check: Callable[[Tensor], object] | None,
         process_group: dist.ProcessGroup,
+        model_number: int,
     ) -> ShardedParameters:
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -319,9 +318,9 @@ class ProcessGroupBackend(
             self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
         collectives = ParameterCollectives(
             process_group,
+            model_number,
             self._monitor,
             waits_on_stream=self._waits_on_stream,
-            counts_by_name=self._parameter_collective_counts,
             check=check,
         )
         return ShardedParameters(model, blocks, self, self._mesh, collectives)
@@ -329,10 +328,9 @@ class ProcessGroupBackend(
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         distributed: Any = unwrap_compiled(model)
         original: ShardedParameters = distributed.sharded_parameters
-        collectives = original.collectives
-        distributed.add_copy(
-            self._shard_parameters(copy, original.block_choice, collectives.check, collectives.process_group)
-        )
+        blocks, check = original.block_choice, original.collectives.check
+        group = original.collectives.process_group
+        distributed.add_copy(self._shard_parameters(copy, blocks, check, group, next(self._model_numbers)))
 
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.get(self.unwrap(model))
@@ -366,8 +364,12 @@ class ProcessGroupBackend(
         )
         checks.check_same_parameter_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
-            register_step_check(optimizer, lambda _: check_no_logical_rank(self))
-            register_step_check(optimizer, distributed.check_reduced, self)
+
+            def check_step(optimizer: torch.optim.Optimizer) -> None:
+                check_no_logical_rank(self)
+                distributed.check_reduced(optimizer)
+
+            register_step_check(optimizer, inner, check_step, self)
         if shard == "parameters":
             from unitrain.backends.sharding.optimizer_shards import shard_optimizer
 

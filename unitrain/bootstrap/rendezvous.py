@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +58,8 @@ class Rendezvous:
     """A set of connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`.
 
     `backend` is the name of the backend that this rank starts, if known. `exits` contains the ranks that have exited
-    with status 0, one line per rank, if the launcher reports them; see `report_normal_exit`.
+    with status 0, one line per rank, if the launcher reports them; see `report_normal_exit`. `posted_keys` contains the
+    keys of unfinished exchanges under which this rank has posted a value.
     """
 
     rank_info: RankInfo
@@ -67,10 +68,11 @@ class Rendezvous:
     timeout: timedelta
     backend: str | None = None
     exits: MessageStore | None = None
+    posted_keys: set[str] = field(default_factory=set, compare=False)
 
     def allgather(self, key: str, value: Any, likely_timeout_cause: str = "") -> list[Any]:
-        """Return every rank's JSON-serializable `value`, in rank order. All ranks must call this method, once for each
-        `key`.
+        """Return every rank's JSON-serializable `value`, in rank order. All ranks must call this method. The last rank
+        to read the values deletes the keys of the exchange from the store.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
         the missing ranks, and LauncherMismatchError if the ranks have different world sizes. If a missing rank has
@@ -84,6 +86,7 @@ class Rendezvous:
             if isinstance(published, str):  # an error message
                 raise LauncherMismatchError(published)
             values: list[Any] = published
+            self._delete_after_last_read(key)
             return values
         if (mismatch := _find_size_mismatch(self._posted_lines(key))) is not None:
             raise LauncherMismatchError(mismatch)
@@ -117,8 +120,9 @@ class Rendezvous:
         as one message. Every other rank therefore sends and verifies a number of messages that does not depend on the
         number of ranks.
         """
-        if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
+        if key in self.posted_keys:
             return
+        self.posted_keys.add(key)
         self.messages.append(_posted_values_key(key), json.dumps([self.rank_info.rank, value, self.rank_info.size]))
         # Any program can change the counter, so it may be too high.
         if self.store.add(f"{key}/count", 1) >= self.rank_info.size:
@@ -127,6 +131,13 @@ class Rendezvous:
                 self.messages.set(_complete_list_key(key), json.dumps(mismatch))
             elif len(values := _values_by_rank(lines)) == self.rank_info.size:
                 self.messages.set(_complete_list_key(key), json.dumps([values[rank] for rank in sorted(values)]))
+
+    def _delete_after_last_read(self, key: str) -> None:
+        self.posted_keys.discard(key)
+        num_reads = f"{key}/reads"
+        if self.store.add(num_reads, 1) == self.rank_info.size:
+            for name in (_complete_list_key(key), _posted_values_key(key), f"{key}/count", num_reads):
+                self.store.delete_key(name)
 
     def wait_for_missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""

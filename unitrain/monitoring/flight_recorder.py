@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -95,8 +95,8 @@ class GradientPhase(NamedTuple):
     """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
     "gradient reducescatter", "outer gradient", "pipeline step", "pipeline forward" or "benchmark".
 
-    Backward passes, bucket rebuilds and runs of a pipeline are numbered separately for each owner: a model or pipeline,
-    identified by `FlightRecorder.new_owner`. `ranks` contains the ranks that take part; it is empty for all ranks.
+    Phases are numbered separately for each owner, the number of a model or pipeline; -1 stands for all others. `ranks`
+    contains the ranks that take part; it is empty for all ranks.
     """
 
     kind: str
@@ -167,20 +167,19 @@ class FlightRecorder:
         self.latest_numbers: dict[str, int] = {}
         self._main_thread = threading.main_thread().ident
         self._wait_count = 0
-        self._owner_numbers = count()
+        self._pipeline_numbers = count()
         self._entries: deque[FlightEntry] = deque(maxlen=_MAX_KEPT)
         self._operation_count = 0
         # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.
         self._positions: dict[str, _UserFramePosition] = {}
 
-    def new_owner(self) -> int:
-        """Return an identifier for a model or pipeline. It is equal on all ranks that create these objects in the same
-        order."""
-        return next(self._owner_numbers)
+    def new_pipeline_number(self) -> int:
+        """Return a number for a new pipeline. It is equal on all ranks, which create pipelines in the same order."""
+        return next(self._pipeline_numbers)
 
-    def forget(self, owner: int) -> None:
-        """Discard the sequences of `owner`, which records no further phases."""
-        for sequence in [sequence for sequence in list(self.latest_numbers) if sequence.endswith(f" of {owner}")]:
+    def forget(self, sequences: Iterable[str]) -> None:
+        """Discard the latest numbers of `sequences` of a deleted model, which records no further phases."""
+        for sequence in sequences:
             self.latest_numbers.pop(sequence, None)
 
     def begin_wait(self, operation: Operation | None = None) -> None:

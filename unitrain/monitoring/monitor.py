@@ -53,7 +53,7 @@ class FailureMonitor:
         self._main_thread = threading.main_thread().ident
         self._recorder = FlightRecorder()
         self.record: Callable[[Operation], None] = self._recorder.record
-        self.new_owner, self.forget_owner = self._recorder.new_owner, self._recorder.forget
+        self.new_pipeline_number, self.forget_sequences = self._recorder.new_pipeline_number, self._recorder.forget
         self.loop_counters = LoopCounters()
         self._watchdog: Watchdog | None = None
         if use_watchdog and rendezvous.rank_info.size > 1:

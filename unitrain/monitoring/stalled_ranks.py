@@ -88,10 +88,9 @@ class StallDetector:
         """Return the wait of this rank's main thread, or None if it does not wait, or if another thread may start the
         operations for which other ranks wait."""
         latest_numbers, operation_count = dict(self._recorder.latest_numbers), self._recorder.operation_count
-        wait = self._recorder.wait
-        if wait is None or wait[1] is None or self._recorder.has_other_threads:
+        number, operation = self._recorder.wait or (0, None)
+        if operation is None or self._recorder.has_other_threads:
             return None
-        number, operation = wait
         self._publication += 1
         return RankWait(
             self._publication,

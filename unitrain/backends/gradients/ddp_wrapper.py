@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends.base import ShardingMode
+from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, register_compression_hook
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
@@ -133,7 +133,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device,
+        communicator: Communicator,
         rendezvous: Rendezvous,
         *,
         find_unused_parameters: bool,
@@ -149,7 +149,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             super().__init__(
                 model,
                 reducer_group,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=[communicator.device] if communicator.device.type == "cuda" else None,
                 process_group=group,
                 find_unused_parameters=find_unused_parameters,
                 **read_bucket_settings(),
@@ -165,7 +165,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model))
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         reducer_group.on_reduced = self._gradient_tracker.mark_reduced
-        self._rendezvous, self._key, self._num_freeze_changes = rendezvous, f"model/{reducer_group.model_number}", 0
+        self._communicator: Communicator | None = communicator
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
             # The names are exchanged through the store, because collectives of this backward pass are in flight on
@@ -173,7 +173,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             register_first_backward_check(
                 self,
                 model,
-                partial(gather_unused, rendezvous, self._key),
+                partial(gather_unused, rendezvous, f"model/{reducer_group.model_number}"),
                 lambda: self.require_backward_grad_sync and not self._has_left_group,
                 model_number=reducer_group.model_number,
             )
@@ -206,6 +206,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             self._has_left_group = True
             self._gradient_tracker.stop()
             self.release_groups()
+            self._communicator = None
             del self._buffer_broadcaster
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -305,10 +306,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
             now and not before for now, before in zip(requires_grad, self._last_requires_grad, strict=True)
         ):
             return  # parameters were only frozen, and a frozen parameter counts as unused
-        self._num_freeze_changes += 1
-        key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        check_requires_grad_changes(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
+        assert self._communicator is not None
+        check_requires_grad_changes(self._communicator, names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()

@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.gradient import ShardedGradient
@@ -18,6 +19,10 @@ from unitrain.torch_compat import current_backward, local_shard
 from unitrain.validation import describe_value
 
 _MAX_SHOWN = 5
+# The hooks of `register_step_check` by optimizer and model.
+_step_check_handles: WeakKeyDictionary[torch.optim.Optimizer, WeakKeyDictionary[nn.Module, RemovableHandle]] = (
+    WeakKeyDictionary()
+)
 
 
 class LocalGradientTracker:
@@ -58,7 +63,8 @@ class LocalGradientTracker:
         self._has_shared_parameters: bool = len(self._trackers_with_shared_parameters) > 0
         LocalGradientTracker._instances.add(self)
         self._is_accumulating = is_accumulating
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove_hooks, self._handles).atexit = False
         self._last_reducing_backward = -1
         if is_accumulating is None:
             self.track()
@@ -66,7 +72,7 @@ class LocalGradientTracker:
     def track(self) -> None:
         """Register the hooks. Further calls do nothing."""
         if not self._handles:
-            self._handles = [
+            self._handles += [
                 register_gradient_hook(parameter, self._create_hook(id(parameter)))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
@@ -131,8 +137,7 @@ class LocalGradientTracker:
 
     def stop(self) -> None:
         """Remove the hooks from the parameters, and end the tracking."""
-        for handle in self._handles:
-            handle.remove()
+        _remove_hooks(self._handles)
         self._local_ids.clear()
         LocalGradientTracker._instances.discard(self)
 
@@ -181,6 +186,7 @@ class LocalGradientTracker:
 
 def register_step_check(
     optimizer: torch.optim.Optimizer,
+    model: nn.Module,
     check: Callable[[torch.optim.Optimizer], None],
     communicator: Communicator | None = None,
 ) -> None:
@@ -189,10 +195,16 @@ def register_step_check(
 
     With a `communicator`, if the optimizer may base decisions on the value of the closure, such as the number of calls
     in a line search of LBFGS, the closure returns the mean over ranks, so that all ranks make the same decisions.
+
+    `check` replaces the check of an earlier call for the same optimizer and `model`, the user's module. Otherwise, the
+    hook would keep the module that an earlier call of `distributed_model` returned, with its buckets, in memory.
     """
     uses_value = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
     average = partial(_mean_of_closure_values, communicator) if communicator is not None and uses_value else None
-    optimizer.register_step_pre_hook(step_pre_hook(check, average))
+    handles = _step_check_handles.setdefault(optimizer, WeakKeyDictionary())
+    if (handle := handles.pop(model, None)) is not None:
+        handle.remove()
+    handles[model] = optimizer.register_step_pre_hook(step_pre_hook(check, average))
 
 
 def step_pre_hook(
@@ -250,6 +262,11 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) ->
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
         parameter.requires_grad_(requires_grad)
+
+
+def _remove_hooks(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _may_be_nonzero(gradient: Tensor | None) -> bool:

@@ -60,9 +60,9 @@ class ReducerGroup(dist.ProcessGroup):
         self.model_number = model_number
         self.waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
         self._deferred_works: list[_DeferredWork] = []
-        self._owner = monitor.new_owner()
-        weakref.finalize(self, monitor.forget_owner, self._owner).atexit = False
-        self._phase = GradientPhase("backward", 0, self._owner)
+        sequences = [GradientPhase(kind, 0, model_number).sequence for kind in ("backward", "bucket rebuild")]
+        weakref.finalize(self, monitor.forget_sequences, sequences).atexit = False
+        self._phase = GradientPhase("backward", 0, model_number)
         self._works: list[dist.Work] = []
         self._last_backward = -1
         self._backward_count = self._last_reported_backward_count = self._broadcast_count = 0
@@ -88,7 +88,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._is_new_backward = False
             self._works.clear()  # left by an earlier backward pass that raised an exception
             self._deferred_works.clear()
-            self._phase = GradientPhase("backward", self._backward_count, self._owner)
+            self._phase = GradientPhase("backward", self._backward_count, self.model_number)
             self._monitor.record(self._phase)
             self._backward_count += 1
         backward = current_backward()
@@ -134,7 +134,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        phase = GradientPhase("bucket rebuild", self._broadcast_count, self._owner)
+        phase = GradientPhase("bucket rebuild", self._broadcast_count, self.model_number)
         self._monitor.record(phase)
         self._broadcast_count += 1
         if self._check_bucket is not None:

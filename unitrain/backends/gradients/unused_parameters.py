@@ -7,6 +7,7 @@ hooks are slow.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,7 @@ def register_first_backward_check(
 
     handles.append(wrapped.register_forward_hook(on_forward))
     handles.extend(parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in names)
+    weakref.finalize(wrapped, stop).atexit = False
     return stop
 
 

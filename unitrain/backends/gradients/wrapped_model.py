@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from unitrain.backends.base import Communicator
 from unitrain.backends.checks import check_same_trainable_parameters
-from unitrain.bootstrap.rendezvous import Rendezvous
-from unitrain.errors import ModelError
-from unitrain.torch_compat import unwrap_compiled
+from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ModelError
+from unitrain.torch_compat import disable_compile, unwrap_compiled
 
 
 class WrappedModel:
@@ -52,9 +52,9 @@ class WrappedModel:
         )
 
 
+@disable_compile
 def check_requires_grad_changes(
-    rendezvous: Rendezvous,
-    key: str,
+    communicator: Communicator,
     names: Sequence[str],
     required_grad_before: Sequence[bool],
     requires_grad_now: Sequence[bool],
@@ -62,14 +62,20 @@ def check_requires_grad_changes(
     """Raise ModelError on every rank if parameters were frozen or unfrozen differently across ranks.
 
     `required_grad_before` and `requires_grad_now` are the values of requires_grad in the order of `names`, and differ.
-    All ranks must call this function. If some ranks do not, because no parameter was frozen or unfrozen on them, the
-    others raise CollectiveTimeoutError.
+    All ranks must call this function, which starts one collective. If some ranks do not, because no parameter was
+    frozen or unfrozen on them, the others raise the error of the collective, which also names a parameter.
     """
     changed = [index for index in range(len(names)) if requires_grad_now[index] != required_grad_before[index]]
     index = next((index for index in changed if requires_grad_now[index]), changed[0])
     cause = (
         f"Parameter {names[index]!r} was {'unfrozen' if requires_grad_now[index] else 'frozen'} on rank "
-        f"{rendezvous.rank_info.rank}, but not on the missing ranks. Freeze and unfreeze the same parameters on every "
-        "rank before the same forward pass: parameter.requires_grad_(...)."
+        f"{communicator.rank}, but not on the other ranks. Freeze and unfreeze the same parameters on every rank "
+        "before the same forward pass: parameter.requires_grad_(...)."
     )
-    check_same_trainable_parameters(names, rendezvous.allgather(key, requires_grad_now, cause))
+    flags = torch.tensor(requires_grad_now, dtype=torch.int32, device=communicator.device)
+    try:
+        num_ranks = communicator.allreduce(flags, "sum")
+    except (CollectiveMismatchError, CollectiveTimeoutError) as error:
+        raise type(error)(f"{error} {cause}") from None
+    if any(0 < count < communicator.size for count in num_ranks.tolist()):
+        check_same_trainable_parameters(names, communicator.allgather_object(list(requires_grad_now)))

@@ -53,7 +53,7 @@ class ScheduledStageRunner(StageRunner):
         # torch's stages and schedules are created for a fixed number of micro-batches, with or without backward passes.
         self._schedules: dict[tuple[int, bool], tuple[ShapedStage, Any]] = {}
         self._shapes: dict[object, _Shapes] = {}
-        self._run_indices, self._owner = count(), group.monitor.new_owner()
+        self._run_indices, self._owner = count(), group.monitor.new_pipeline_number()
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         losses: list[Tensor] = []

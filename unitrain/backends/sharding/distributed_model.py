@@ -72,8 +72,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._all_parameters = list(model.parameters())
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: False)
-        self._rendezvous, self._num_freeze_changes = rendezvous, 0
-        self._key = f"model/{reducer_group.model_number}"
+        self._communicator = communicator
         self.reducer = GradientReducer(
             dict(model.named_parameters()),
             communicator,
@@ -89,7 +88,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             register_first_backward_check(
                 self,
                 model,
-                partial(gather_unused, rendezvous, self._key),
+                partial(gather_unused, rendezvous, f"model/{reducer_group.model_number}"),
                 lambda: self._requires_sync and not self._has_left_group,
                 model_number=reducer_group.model_number,
                 reduces_zeros=False,
@@ -194,14 +193,10 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         """Update the set of trainable parameters, so that exactly the gradients of parameters that require grad are
         reduced.
 
-        All ranks must call this method. Raises ModelError on all ranks if their frozen parameters differ. If some ranks
-        do not call it, because no parameter was frozen or unfrozen on them, raises CollectiveTimeoutError on the ranks
-        that call it.
+        All ranks must call this method. Raises ModelError on all ranks if their frozen parameters differ.
         """
-        self._num_freeze_changes += 1
-        key = f"{self._key}/trains/{self._num_freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        check_requires_grad_changes(self._rendezvous, key, names, self._last_requires_grad, requires_grad)
+        check_requires_grad_changes(self._communicator, names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
         self.reducer.select_trained_parameters()

@@ -7,6 +7,7 @@ tensors. The monitor records the collectives, so that timeout errors name the mi
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,10 +30,9 @@ class ParameterCollectives:
 
     Args:
         process_group: the process group of the model.
+        model_number: the number of the model in the backend, which is the same on all ranks.
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        counts_by_name: the numbers of GATHER and REDUCE collectives that all models of the backend have started. Error
-            messages number the collectives accordingly.
         check: called with every tensor before its collective, or None.
 
     `gathered_blocks` lists the blocks whose parameters were gathered since the last `start_recording`. `on_gather` is
@@ -42,15 +42,17 @@ class ParameterCollectives:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
+        model_number: int,
         monitor: FailureMonitor,
         *,
         waits_on_stream: bool,
-        counts_by_name: Counter[str],
         check: Callable[[Tensor], object] | None = None,
     ) -> None:
+        sequences = [GradientPhase(name, 0, model_number).sequence for name in (GATHER, REDUCE)]
+        weakref.finalize(self, monitor.forget_sequences, sequences).atexit = False
         self.process_group, self._monitor = process_group, monitor
         self._waits_on_stream, self.check = waits_on_stream, check
-        self._counts_by_name = counts_by_name
+        self._model_number, self._counts_by_name = model_number, Counter[str]()
         self.gathered_blocks: list[int] = []
         self.on_gather: Callable[[int], object] | None = None
 
@@ -98,7 +100,7 @@ class ParameterCollectives:
             output.copy_(complete.view(group.size(), -1)[group.rank()])
 
     def _begin_collective(self, name: str, tensor: Tensor) -> GradientPhase:
-        phase = GradientPhase(name, self._counts_by_name[name])
+        phase = GradientPhase(name, self._counts_by_name[name], self._model_number)
         self._counts_by_name[name] += 1
         self._monitor.record(phase)
         if self.check is not None:

@@ -76,7 +76,7 @@ class ShardedParameters:
             for tensor in (*model.parameters(), *model.buffers()):
                 broadcast_tensors(communicator, [tensor])
         self.model, self.collectives, self.block_choice = model, collectives, blocks
-        self._communicator, self._announces_next_forward = communicator, False
+        self.communicator, self._announces_next_forward = communicator, False
         before = dict(model.named_parameters())
         modules = [*choose_blocks(model, blocks).values(), model]
         for module in modules:
@@ -182,7 +182,7 @@ class ShardedParameters:
         """Exchange and return the index of the block that is gathered next, or the number of blocks at the end of a
         forward pass. All ranks must call this method: the ranks that run the forward pass with this value, the others
         with -1."""
-        return int(self._communicator.allreduce(torch.tensor(index, device="cpu"), "max"))
+        return int(self.communicator.allreduce(torch.tensor(index, device="cpu"), "max"))
 
     @disable_compile
     def _before_forward(self) -> None:
@@ -234,7 +234,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(unwrap_compiled(model), lambda: self._is_accumulating)
-        self._model_number, self._key, self._num_freeze_changes = model_number, f"model/{model_number}", 0
+        self._model_number = model_number
         self._used_names: set[str] | None = set()  # None after the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
@@ -318,15 +318,13 @@ class ShardedModel(nn.Module, WrappedModel):
     def _check_trainable_parameters(self) -> None:
         """Raise ModelError if parameters were frozen or unfrozen differently across ranks.
 
-        Only ranks on which parameters were frozen or unfrozen since the last call communicate. If these are not all
-        ranks, they raise CollectiveTimeoutError.
+        Only ranks on which parameters were frozen or unfrozen since the last call communicate.
         """
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         if requires_grad == self._last_requires_grad:
             return
-        self._num_freeze_changes += 1
-        key = f"{self._key}/trains/{self._num_freeze_changes}"
-        check_requires_grad_changes(self._rendezvous, key, self._names, self._last_requires_grad, requires_grad)
+        communicator = self.sharded_parameters.communicator
+        check_requires_grad_changes(communicator, self._names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
 
     @disable_compile
@@ -375,7 +373,7 @@ class ShardedModel(nn.Module, WrappedModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        unused_by_rank = gather_unused(self._rendezvous, self._key, unused)
+        unused_by_rank = gather_unused(self._rendezvous, f"model/{self._model_number}", unused)
         if any(unused_by_rank):
             end_of_backward.add(
                 BackwardStage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank, suggests_find_unused=False)
