@@ -130,6 +130,17 @@ def tensors_do_not_depend_on_the_default_device(path: str, source: str) -> Itera
             yield f"{path}:{node.lineno} calls {ast.unparse(node.func)} without device="
 
 
+def only_one_module_starts_threads(path: str, source: str) -> Iterator[str]:
+    """Report threads whose unexpected exceptions nobody reports. The threads of Turns and horovodrun pass their
+    exceptions on."""
+    allowed = ("threads.py", "processes.py", "backends/turns.py", "backends/horovod/horovodrun.py")
+    if not path.startswith("unitrain/") or path.removeprefix("unitrain/") in allowed:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread"):
+            yield f"{path}:{node.lineno} starts a thread; use unitrain.threads.start_thread"
+
+
 VIOLATIONS: list[tuple[Rule, str, str]] = [
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.getenv('RANK')"),
@@ -150,6 +161,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (public_names_are_documented, "unitrain/x.py", '"""A."""\nasync def f(): ...'),
     (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef test_f(): ...'),
     (packages_do_not_print, "unitrain/x.py", "print(1)"),
+    (only_one_module_starts_threads, "unitrain/x.py", "import threading\nthreading.Thread(target=f).start()"),
     (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.zeros(\n3)"),
     (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.as_tensor(values, dtype=torch.int64)"),
 ]

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from typing_extensions import Self
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.network import interfaces
+from unitrain.bootstrap.network import interfaces, limit_wait
 from unitrain.bootstrap.rank_connections import accept_ranks, connect_to_rank, new_token
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
@@ -137,7 +137,7 @@ class MessageExchange:
             waited = time.monotonic() - start_time
             if waited > self._timeout_seconds:
                 raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the message of another rank.")
-            milliseconds_left = (self._timeout_seconds - waited) * 1000 + 1
+            milliseconds_left = limit_wait(self._timeout_seconds - waited) * 1000 + 1
             ready = poll.poll(0 if waited < self._max_polling_seconds else milliseconds_left)
             for descriptor, events in ready:
                 transfer = transfers[descriptor]

@@ -15,6 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 LOOPBACK = "127.0.0.1"
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+# poll(2) takes milliseconds as a C int. Longer timeouts raise OverflowError in Python, and are negative in C++.
+_MAX_WAIT_SECONDS = 24 * 24 * 3600.0
+
+
+def limit_wait(seconds: float) -> float:
+    """Return a timeout of at most 24 days, which poll, sockets and torch's stores support, for a timeout of the user of
+    up to a year. A caller whose own deadline is later waits again."""
+    return min(seconds, _MAX_WAIT_SECONDS)
 
 
 def local_address_for(host: str) -> str:

@@ -24,8 +24,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
-from unitrain.bootstrap.network import is_loopback, listen, local_address_for
+from unitrain.bootstrap.network import is_loopback, limit_wait, listen, local_address_for
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
+from unitrain.threads import start_thread
 from unitrain.torch_compat import serving_options
 
 _POLL_SECONDS = 0.02
@@ -418,7 +419,8 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
             while time.monotonic() < deadline:
                 try:
                     # While no program listens, TCPStore's constructor would log a C++ stack for every attempt.
-                    socket.create_connection((host, port), max(deadline - time.monotonic(), _POLL_SECONDS)).close()
+                    remaining = limit_wait(max(deadline - time.monotonic(), _POLL_SECONDS))
+                    socket.create_connection((host, port), remaining).close()
                     break
                 except OSError as error:
                     errors[:] = [error]
@@ -426,13 +428,12 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
             else:
                 return
             is_accepted.set()
-            remaining = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
             store = TCPStore(
                 host,
                 port,
                 rank_info.size,
                 is_master=False,
-                timeout=remaining,
+                timeout=timedelta(seconds=limit_wait(max(deadline - time.monotonic(), 1.0))),
                 wait_for_workers=False,
                 multi_tenant=True,
             )
@@ -442,9 +443,7 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
             errors[:] = [error]
 
     # In a thread, because the constructor waits without a limit if a different program accepts the connection.
-    thread = threading.Thread(target=connect, name="unitrain rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds())
+    start_thread(connect, name="unitrain rendezvous").join(timeout.total_seconds())
     if stores:
         return stores[0]
     error = errors[0] if errors else None
@@ -503,7 +502,7 @@ def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: 
     while True:
         try:
             remaining = start_time + timeout.total_seconds() - time.monotonic()
-            with _WITHOUT_PROXY.open(request, timeout=max(remaining, _POLL_SECONDS)) as reply:
+            with _WITHOUT_PROXY.open(request, timeout=limit_wait(max(remaining, _POLL_SECONDS))) as reply:
                 answer: bytes = reply.read()
                 return answer
         except (OSError, http.client.HTTPException) as error:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from unitrain.threads import start_thread
 from unitrain.torch_compat import open_connection
 
 _ResultT = TypeVar("_ResultT")
@@ -39,7 +40,7 @@ class ResponsiveStore:
         self._requests: _Requests = queue.SimpleQueue()
         self._mutex = threading.Lock()  # one request at a time
         self._timed_out_request: Future[Any] | None = None  # the latest request that exceeded the limit
-        threading.Thread(target=_process_requests, args=(self._requests,), name="unitrain store", daemon=True).start()
+        start_thread(_process_requests, self._requests, name="unitrain store", restarts=True)
         weakref.finalize(self, self._requests.put, None).atexit = False  # ends the thread
 
     @property
@@ -93,7 +94,7 @@ def call_with_limit(function: Callable[[], _ResultT], timeout_seconds: float) ->
     `timeout_seconds`; the call then remains blocked in another thread.
     """
     result: Future[_ResultT] = Future()
-    threading.Thread(target=_complete_future, args=(result, function), name="unitrain store", daemon=True).start()
+    start_thread(_complete_future, result, function, name="unitrain store")
     return _wait_for_result(result, timeout_seconds)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -23,6 +22,7 @@ from unitrain.checkpoint import files, sharded_files
 from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.errors import CheckpointError
 from unitrain.regular_files import read_regular_file, replace_file
+from unitrain.threads import start_thread
 
 CHECK_WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
 _DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
@@ -139,7 +139,7 @@ class _Verification:
             except BaseException as error:
                 self._found.set_exception(error)
 
-        threading.Thread(target=find, name="unitrain checkpoint verification", daemon=True).start()
+        start_thread(find, name="unitrain checkpoint verification")
 
     def is_running_after_wait(self) -> bool:
         """Wait at most `_PROGRESS_INTERVAL_SECONDS` for the end, and return whether the thread still verifies files."""

@@ -27,6 +27,7 @@ from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.config import BestMode
 from unitrain.errors import CheckpointError
+from unitrain.threads import start_thread
 
 # Maximum time for which a rank waits for a lock or a writer before it takes part in the next collective.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
@@ -276,8 +277,7 @@ class CheckpointWriter:
             thread.join()
             function()
 
-        self.current_write.thread = threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True)
-        self.current_write.thread.start()
+        self.current_write.thread = start_thread(wait, name="unitrain checkpoint end")
 
     def _report_written(self, step: int, target: Path, start_time: float) -> None:
         """Report a checkpoint that has been written."""
@@ -307,15 +307,14 @@ class CheckpointWriter:
         def run() -> None:
             try:
                 write(state)
-            except Exception as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
+            except BaseException as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
                 pending_write.error = self._to_checkpoint_error(error, f"write checkpoint '{target}'", CHECK_WRITABLE)
 
         # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
-        pending_write.thread = threading.Thread(target=run, name="unitrain checkpoint")
-        pending_write.thread.start()
+        pending_write.thread = start_thread(run, name="unitrain checkpoint", daemon=False)
         _writers[files.real_path(self._folder)] = self
 
-    def _to_checkpoint_error(self, error: Exception, task_description: str, fix: str) -> CheckpointError:
+    def _to_checkpoint_error(self, error: BaseException, task_description: str, fix: str) -> CheckpointError:
         """Return `error` if it is a CheckpointError, otherwise a CheckpointError
         "Cannot `task_description`: ... `fix`" with this cause."""
         if isinstance(error, CheckpointError):

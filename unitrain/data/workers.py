@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unitrain.monitoring.stack_inspection import call_site
 from unitrain.processes import preemption_signals, terminate_with_parent
+from unitrain.threads import start_thread
 
 _EXIT_TIMEOUT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
 _REPORT_INTERVAL_SECONDS = 1.0
@@ -83,7 +84,7 @@ class WorkerInit:
         if worker < self.num_workers:
             report = self._reports[worker]
             report.zero_()
-            threading.Thread(target=_write_reports, args=(report,), name="unitrain worker report", daemon=True).start()
+            start_thread(_write_reports, report, name="unitrain worker report", restarts=True)
         if self.user_init is not None:
             self.user_init(worker)
 

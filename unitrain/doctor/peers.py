@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from unitrain.bootstrap.network import own_addresses
 from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.threads import start_thread
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _MAX_CONCURRENT_CONNECTIONS = 64
@@ -72,7 +72,7 @@ def _connect_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
         if is_first_on_host:
             listener = stack.enter_context(socket.create_server((address, 0), backlog=128))
             port = listener.getsockname()[1]
-            threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
+            start_thread(_accept_connections, listener, name="unitrain doctor")
         gathered = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
         own_rank = rendezvous.rank_info.rank
         others = [

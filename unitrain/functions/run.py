@@ -23,6 +23,7 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import CallOutcome, FunctionCall
 from unitrain.processes import kill_processes, parent_death_signal_setter
+from unitrain.threads import start_thread
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
 # Values of `environment.detect().launcher` that do not prove that this process is a rank: the environment variables of
@@ -151,10 +152,13 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         else:
             if process.returncode < 0:  # the launcher was killed: the ranks save a checkpoint and exit
                 read_event.wait(_GRACE_SECONDS)
-        kill_processes(process, marker)
-        killed_event.set()
+        finally:
+            try:
+                kill_processes(process, marker)
+            finally:
+                killed_event.set()
 
-    threading.Thread(target=wait_and_kill_ranks, name="unitrain.run", daemon=True).start()
+    start_thread(wait_and_kill_ranks, name="unitrain.run")
     last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
     output = process.stdout
     assert output is not None

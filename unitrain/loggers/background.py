@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from unitrain.loggers.logger import Logger, RunInfo, Status
+from unitrain.threads import start_thread
 
 _MAX_QUEUED_CALLS = 10_000
 _CALL_LIMIT_SECONDS = 120.0
@@ -35,8 +36,7 @@ class BackgroundLogger:
         self._current_call: tuple[str, float] | None = None
         self._started_event = threading.Event()
         # The thread is a daemon, so that the process can exit if a service does not respond.
-        self._thread = threading.Thread(target=self._run_calls, name=type(logger).__name__, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run_calls, name=type(logger).__name__)
 
     def wait_until_started(self) -> None:
         """Wait until `start` has returned or failed, or the time limit has expired."""

@@ -25,6 +25,14 @@ class Deadline:
     def __init__(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
         self.is_done, self.describe = is_done, describe
 
+    def is_surely_done(self) -> bool:
+        """Return whether the work is done. If `is_done` raises an exception, as after an error of the GPU or during the
+        capture of a CUDA graph, the work counts as unfinished."""
+        try:
+            return self.is_done()
+        except Exception:
+            return False
+
     def cancel(self) -> None:
         """Cancel the deadline, as if the work were done."""
         self.is_done = _always_true
@@ -45,7 +53,7 @@ class Deadlines:
 
     def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Add a deadline for work that is done when `is_done` returns true. Only the training thread calls it."""
-        while self._deadlines and self._deadlines[0].is_done():
+        while self._deadlines and self._deadlines[0].is_surely_done():
             self._deadlines.popleft()
         deadline = Deadline(is_done, describe)
         self._deadlines.append(deadline)
@@ -54,7 +62,7 @@ class Deadlines:
     def find_expired(self) -> Deadline | None:
         """Return the oldest deadline with unfinished work if it has expired, else None. Only the watchdog thread calls
         it."""
-        oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
+        oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_surely_done()), None)
         if oldest is not self._oldest:
             self._oldest, self._start_time = oldest, self._clock()
         if oldest is None or self._clock() <= self._start_time + self._timeout_seconds:

@@ -15,6 +15,7 @@ from typing import Any
 
 from unitrain.bootstrap import environment
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, FlightRecorder, dtype_name
+from unitrain.threads import start_thread
 
 _log = logging.getLogger(__name__)
 # The main thread and the watchdog thread may write the file at the same time.
@@ -54,11 +55,8 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
         "pg_config": {"0": group},
         "pg_status": {},
     }
-    writer = threading.Thread(
-        target=_write, args=(content, Path(folder), rank), name="unitrain flight record", daemon=True
-    )
     try:
-        writer.start()
+        writer = start_thread(_write, content, Path(folder), rank, name="unitrain flight record")
     except RuntimeError:  # the process has too many threads
         _write(content, Path(folder), rank)
         return

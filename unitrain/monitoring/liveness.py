@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PeerConnection
 from unitrain.monitoring.rank_status import format_ranks
+from unitrain.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LivenessCheck:
 
     def start(self) -> None:
         """Start the thread that reads from the connections. The thread does not depend on rank 0's store."""
-        threading.Thread(target=self._run, name="unitrain liveness", daemon=True).start()
+        start_thread(self._run, name="unitrain liveness", restarts=True)
 
     def close(self) -> None:
         """Announce a normal exit and close the connections. A second call has no effect."""

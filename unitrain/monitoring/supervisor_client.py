@@ -20,6 +20,7 @@ from unitrain.bootstrap.memory_folder import remove_abandoned_folder
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
 from unitrain.processes import print_to_stderr
+from unitrain.threads import start_thread
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
@@ -90,7 +91,7 @@ class _SupervisorClient:
         if not is_standby:
             self.is_started.set()
         connection.send(json.dumps({"rank": rank, "job": environment.job_id(), "standby": is_standby}))
-        threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
+        start_thread(self._run, name="unitrain supervisor client", restarts=True)
 
     def _run(self) -> None:
         is_exit_requested = False

@@ -38,6 +38,7 @@ from unitrain.monitoring.stack_inspection import awaited_batch
 from unitrain.monitoring.stalled_ranks import StallDetector
 from unitrain.monitoring.supervisor_client import LAST_CHECKPOINT_SECONDS
 from unitrain.processes import print_to_stderr, replace_parent_death_signal
+from unitrain.threads import start_thread, surviving_errors
 
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
@@ -93,10 +94,11 @@ class Watchdog:
         atexit.register(self._report_exit)
         with contextlib.suppress(dist.DistError):  # the process ID is only needed to resume a stopped process
             self._store.publish_process(RankProcess(_process_namespace(), self._pid))
-        self._thread = threading.Thread(target=self._run, name="unitrain watchdog", daemon=True)
+        self._is_store_reachable = True
+        self._has_ended = False  # whether the watchdog thread has begun to end this process
         self._liveness = LivenessCheck(rendezvous, self._on_process_ended)
+        self._thread = start_thread(self._run, name="unitrain watchdog", restarts=True)
         self._liveness.start()
-        self._thread.start()
 
     def stop(self) -> None:
         """Stop the watchdog; ranks need not stop at the same time.
@@ -328,30 +330,49 @@ class Watchdog:
     # --- the watchdog thread ---
 
     def _run(self) -> None:
-        store_is_reachable = True
+        checks = (self._check_launcher, self._check_store, self._check_shutdowns, self._check_deadlines)
         while not self._stop_event.wait(_PERIOD_SECONDS):
-            if os.getppid() != self._parent_pid and self._launcher in _LAUNCHERS_WITHOUT_CLEANUP:
-                self._exit_with_launcher()
+            for check in checks:
+                with surviving_errors():  # an unexpected error of one check must not disable the others
+                    check()
+            if self._has_ended:
                 return
-            try:
-                if store_is_reachable and self._poll_store():
+
+    def _check_launcher(self) -> None:
+        if os.getppid() != self._parent_pid and self._launcher in _LAUNCHERS_WITHOUT_CLEANUP:
+            self._has_ended = True
+            self._exit_with_launcher()
+
+    def _check_store(self) -> None:
+        if not self._is_store_reachable or self._has_ended:
+            return
+        try:
+            if self._poll_store():
+                self._has_ended = True
+                try:
                     self._publish_status(self._thread_store)
+                finally:
                     self._terminate_process()
-                    return
-            except StoreNotRespondingError:
-                pass  # rank 0 may respond again; until then, check the deadlines only
-            except dist.DistError:
-                # Rank 0's process has exited. Operations that require this process raise an error; others continue.
-                store_is_reachable = False
-            if self._liveness.exited_ranks and self._error is None:
-                failure = self._find_shutdown_failure_of_awaited_rank()
-                if failure is not None:
-                    self._report_failed_peer(failure)
-                    return
-            if (deadline := self._deadlines.find_expired()) is not None:
-                self._handle_expired(deadline)
-            if self._data_deadline.has_expired(awaited_batch(), self._flight_recorder.operation_count):
-                self._terminate_if_waiting_for_data()
+        except StoreNotRespondingError:
+            pass  # rank 0 may respond again; until then, check the deadlines only
+        except dist.DistError:
+            # Rank 0's process has exited. Operations that require this process raise an error; others continue.
+            self._is_store_reachable = False
+
+    def _check_shutdowns(self) -> None:
+        if self._liveness.exited_ranks and self._error is None and not self._has_ended:
+            failure = self._find_shutdown_failure_of_awaited_rank()
+            if failure is not None:
+                self._has_ended = True
+                self._report_failed_peer(failure)
+
+    def _check_deadlines(self) -> None:
+        if self._has_ended:
+            return
+        if (deadline := self._deadlines.find_expired()) is not None:
+            self._handle_expired(deadline)
+        if self._data_deadline.has_expired(awaited_batch(), self._flight_recorder.operation_count):
+            self._terminate_if_waiting_for_data()
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
@@ -384,20 +405,22 @@ class Watchdog:
         A failure of rank 0 is not reported, because every rank detects it and rank 0 serves the store.
         """
         self._reporter = threading.current_thread()
-        if failure.rank == 0:  # the store may have terminated with that rank, or may never respond
-            self._first_failure = self._first_failure or failure
-        elif self._publish_failure(failure):
-            ranks = [rank for rank in range(self._size) if rank != failure.rank]
-            statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
-            print_to_stderr(
-                self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks))
-            )
-        self._terminate_process()
+        try:
+            if failure.rank == 0:  # the store may have terminated with that rank, or may never respond
+                self._first_failure = self._first_failure or failure
+            elif self._publish_failure(failure):
+                ranks = [rank for rank in range(self._size) if rank != failure.rank]
+                statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
+                print_to_stderr(
+                    self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks))
+                )
+        finally:
+            self._terminate_process()
 
     def _handle_expired(self, deadline: Deadline) -> None:
         """Terminate the process if the work is still not done, because the main thread's wait cannot be interrupted."""
         error = CollectiveTimeoutError(deadline.describe())
-        if deadline.is_done():  # completed in the meantime, or the main thread has detected the timeout
+        if deadline.is_surely_done():  # completed in the meantime, or the main thread has detected the timeout
             return
         stack = RankStatus.from_main_thread(self._flight_recorder).stack
         self.report_failure(error)

@@ -13,6 +13,8 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from unitrain.threads import start_thread
+
 Application = Callable[..., Iterable[bytes]]
 
 # Prometheus needs one connection. Connections that exceed the limit are closed immediately.
@@ -52,7 +54,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def start(self) -> None:
         """Handle requests in a background thread."""
-        threading.Thread(target=self.serve_forever, name="unitrain metrics server", daemon=True).start()
+        start_thread(self.serve_forever, name="unitrain metrics server", restarts=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free_connections.acquire(blocking=False):

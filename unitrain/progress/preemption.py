@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing_extensions import Self
 
 from unitrain.processes import preemption_signals
+from unitrain.threads import start_thread
 
 _DUPLICATE_SIGNAL_SECONDS = 3.0
 
@@ -46,8 +47,7 @@ class PreemptionHandler:
         self._sender = sender
         self._previous_wakeup_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._receive_signals, name="unitrain preemption", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._receive_signals, name="unitrain preemption", restarts=True)
         for signum in default_signals:
             signal.signal(signum, _ignore_signal)
             self._handled_signals.add(signum)

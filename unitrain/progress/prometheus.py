@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unitrain.errors import ConfigError, MissingDependencyError
 from unitrain.progress.goodput import GoodputSummary
 from unitrain.progress.stragglers import TRAINING
+from unitrain.threads import start_thread
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -169,7 +170,7 @@ class MetricsEndpoint:
                     f"The metrics endpoint cannot listen on {address}:{port}: {error.strerror or error}. {fix}"
                 ) from error
             _log.warning("The metrics endpoint cannot listen on %s:%d yet: %s", address, port, error.strerror or error)
-            threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
+            start_thread(self._keep_trying, name="unitrain metrics", restarts=True)
         _endpoints_to_close_in_forks.add(self)
 
     def set_values(self, values: RunValues) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment
+from unitrain.threads import start_thread
 
 _FAILED_FIRST_PATTERN = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
@@ -120,7 +120,7 @@ def main(folder: Path, program: list[str]) -> None:
     rank_pid = os.getpid()
     if os.fork() == 0:
         os.close(writer)
-        threading.Thread(target=_exit_after_rank, args=(rank_pid,), daemon=True).start()
+        start_thread(_exit_after_rank, rank_pid, name="unitrain rank log", restarts=True)
         for signum in _IGNORED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         # horovodrun already prefixes each line with the rank.

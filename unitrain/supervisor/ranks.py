@@ -30,6 +30,7 @@ from unitrain.monitoring.supervisor_client import (
     START,
     AttemptInfo,
 )
+from unitrain.threads import start_thread
 
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
@@ -78,7 +79,7 @@ class RankConnections:
         self._connections: dict[int, PeerConnection] = {}
         self._unauthenticated: list[socket.socket] = []  # oldest first
         self._state_changed = threading.Condition()
-        threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
+        start_thread(self._accept, name="unitrain ranks", restarts=True)
 
     def __enter__(self) -> RankConnections:
         return self
@@ -200,7 +201,7 @@ class RankConnections:
                     with suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
                 self._unauthenticated.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            start_thread(self._serve, connection, name="unitrain rank connection")
 
     def _serve(self, accepted: socket.socket) -> None:
         """Authenticate a connection, and process its messages until it is closed."""

@@ -11,6 +11,7 @@ import click
 from unitrain.launchers import Host, LaunchError
 from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.supervisor.attempt import Attempt, SupervisedJob
+from unitrain.threads import start_thread
 
 # The standby ranks are started this long after all ranks of the running attempt have called `unitrain.init`. By then,
 # these ranks usually execute their first steps.
@@ -94,6 +95,4 @@ class Standby:
         self._running_since, self._is_ready = None, False
         if self._attempt is not None:
             attempt, self._attempt = self._attempt, None
-            thread = threading.Thread(target=attempt.cancel, name="unitrain standby")
-            thread.start()
-            self._cancellations.append(thread)
+            self._cancellations.append(start_thread(attempt.cancel, name="unitrain standby", daemon=False))

@@ -24,6 +24,7 @@ from unitrain.supervisor.attempt import Attempt, SupervisedJob, end_launcher
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import RankConnections
 from unitrain.supervisor.standby import Standby
+from unitrain.threads import start_thread
 
 # These termination and preemption signals are forwarded to the launcher. After one of them, the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -148,14 +149,12 @@ class Supervisor:
             if self._stop_event.is_set():  # a signal arrived before the process was started
                 attempt.process.terminate()
             has_ended = threading.Event()
-            monitor = threading.Thread(target=self._monitor_hosts, args=(ranks, has_ended), daemon=True)
-            monitor.start()
+            monitor = start_thread(self._monitor_hosts, ranks, has_ended, name="unitrain hosts", restarts=True)
             code = self._wait_for_end(attempt)
             has_ended.set()
             monitor.join()
             if code is None:
-                exiting = threading.Thread(target=end_launcher, args=(attempt.process,))
-                exiting.start()
+                exiting = start_thread(end_launcher, attempt.process, name="unitrain launcher end", daemon=False)
                 self._exiting_launchers.append(exiting)
                 return None, ranks
             if code < 0 and not ranks.unreachable_ranks:

@@ -11,7 +11,6 @@ faster if the network between the hosts is slow. On GPUs, NCCL selects such algo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -25,6 +24,7 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.bootstrap import environment
 from unitrain.errors import EnvironmentVariableError
+from unitrain.threads import start_thread
 from unitrain.torch_compat import Work
 
 HIERARCHICAL = Tunable(
@@ -77,8 +77,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         self._host_group = groups[0] if len(own_ranks) > 1 else None
         self._first_ranks_group = groups[-1] if group.rank() == self._first_rank else None
         self._started: SimpleQueue[_HierarchicalWork | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="unitrain hierarchical allreduce", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="unitrain hierarchical allreduce", restarts=True)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Start to sum each of `tensors` in place over all ranks."""

@@ -25,6 +25,7 @@ from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.bootstrap import environment
 from unitrain.errors import CollectiveTimeoutError, UnsupportedError
 from unitrain.monitoring.rank_status import format_ranks
+from unitrain.threads import start_thread
 from unitrain.torch_compat import Work, current_backward
 
 # If a wait no longer polls without sleeping, it sleeps between polls for 1% of the time waited so far, so that long
@@ -104,7 +105,12 @@ class HorovodWork(Work):
         was aborted, or if another rank waits for a different operation. Only `CompletionQueue` calls this method."""
         if self._is_done:
             return True
-        if not hvd.poll(self._handle):
+        try:
+            is_finished = hvd.poll(self._handle)
+        except Exception as poll_error:  # otherwise, a C++ wait for the future would never end
+            self._complete(poll_error)
+            return True
+        if not is_finished:
             if self._completions is not None and self._completions.is_aborted:
                 message = f"Horovod's {self._name} was aborted, because this rank has aborted its process group."
                 self._complete(dist.DistBackendError(message))
@@ -338,8 +344,7 @@ class CompletionQueue:
         """Whether `abort` was called, after which works whose operations have not finished raise an error."""
         self.is_main_thread_waiting = False
         """Whether the main thread waits for a work, and therefore for all older works, too."""
-        self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="unitrain-horovod", restarts=True)
 
     def add(self, work: HorovodWork) -> None:
         """Complete `work` when its operation finishes. If a backward pass is running, its end also waits for `work`."""
