@@ -1,17 +1,21 @@
 """Concurrent in-place broadcasts from different roots, which distribute the parameters updated by a sharded optimizer.
 
 For large parameters, several broadcasts take less time than an allgather, and they need no second copy of the result.
+With more than MAX_BROADCASTING_RANKS ranks, the pieces are instead gathered in flat buffers, so that the number of
+operations does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, count
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unitrain.backends.composed_collectives import MAX_BROADCASTING_RANKS
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import foreach_copy_
@@ -20,6 +24,12 @@ from unitrain.torch_compat import foreach_copy_
 # broadcast takes longer than copying.
 MAX_PACKED_BYTES = 2**16
 BUFFER_BYTES = 2**20
+# Maximum size of a flat buffer of pieces with different roots. Pieces above MAX_GATHERED_PIECE_BYTES are broadcast.
+MAX_GATHERED_BYTES = 2**30
+MAX_GATHERED_PIECE_BYTES = 2**26
+# With a larger ratio of padding, an allgather would transfer more bytes than an allreduce.
+_MAX_PADDED_RATIO = 2
+_ALIGNMENT_BYTES = 8
 
 
 class Broadcasts:
@@ -45,45 +55,14 @@ class Broadcasts:
         """
         phase = GradientPhase("parameter broadcast", next(self._counter))
         self._monitor.record(phase)
-        works: list[dist.Work | None] = []
-        buffers: list[tuple[Tensor, list[Tensor]]] = []
-        small: dict[int, list[Tensor]] = {}
-        small_bytes: dict[int, int] = {}
-
-        def start_broadcast(tensor: Tensor, root: int) -> None:
-            try:
-                works.append(dist.broadcast(tensor, root, async_op=True))
-            except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
-                self._monitor.raise_cause_of(error)
-                raise
-
-        def start_packed_broadcast(root: int) -> None:
-            parts = small.pop(root)
-            if len(parts) == 1:
-                start_broadcast(parts[0], root)
-                return
-            # All ranks allocate a buffer of the same size, but only the root fills it before the broadcast.
-            is_root = root == self._rank
-            buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
-            start_broadcast(buffer, root)
-            if not is_root:
-                buffers.append((buffer, parts))
-
-        for piece, root in pieces:
-            content = _bytes_in_place(piece)
-            if not content.numel():
-                continue
-            if content.numel() > MAX_PACKED_BYTES:
-                start_broadcast(content, root)
-                continue
-            if root in small and small_bytes[root] + content.numel() > BUFFER_BYTES:
-                start_packed_broadcast(root)
-            if root not in small:
-                small[root], small_bytes[root] = [], 0
-            small[root].append(content)
-            small_bytes[root] += content.numel()
-        for root in list(small):
-            start_packed_broadcast(root)
+        contents = [(content, root) for piece, root in pieces if (content := _bytes_in_place(piece)).numel()]
+        has_many_ranks = dist.get_world_size() > MAX_BROADCASTING_RANKS
+        try:
+            transfers = list(self._start_gathers(contents) if has_many_ranks else self._start_broadcasts(contents))
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self._monitor.raise_cause_of(error)
+            raise
+        works = [transfer.work for transfer in transfers]
         if self._waits_on_stream and works:
             started_works = list(works)
             self._monitor.set_deadline(
@@ -93,15 +72,101 @@ class Broadcasts:
         def wait() -> None:
             for work in works:
                 self._monitor.wait_for_ranks(work, phase=phase)
-            for buffer, parts in buffers:
-                if buffer.is_cuda:
-                    # The current stream may differ from the stream that allocated the buffer.
-                    buffer.record_stream(torch.cuda.current_stream(buffer.device))
-                foreach_copy_(parts, buffer.split([part.numel() for part in parts]))
+            for transfer in transfers:
+                if transfer.received:
+                    received, parts = map(list, zip(*transfer.received, strict=True))
+                    if received[0].is_cuda:
+                        # The current stream may differ from the stream that allocated the buffer.
+                        received[0].record_stream(torch.cuda.current_stream(received[0].device))
+                    foreach_copy_(parts, received)
             works.clear()
-            buffers.clear()
+            transfers.clear()
 
         return wait
+
+    def _start_broadcasts(self, contents: Iterable[tuple[Tensor, int]]) -> Iterator[_Transfer]:
+        """Start one broadcast for each large piece, and for each buffer of small pieces with the same root."""
+        small: dict[int, list[Tensor]] = {}
+        small_bytes: dict[int, int] = {}
+
+        def start_packed_broadcast(root: int) -> _Transfer:
+            parts = small.pop(root)
+            if len(parts) == 1:
+                return _broadcast(parts[0], root)
+            # All ranks allocate a buffer of the same size, but only the root fills it before the broadcast.
+            is_root = root == self._rank
+            buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
+            received = [] if is_root else zip(buffer.split([part.numel() for part in parts]), parts, strict=True)
+            return _Transfer(dist.broadcast(buffer, root, async_op=True), list(received))
+
+        for content, root in contents:
+            if content.numel() > MAX_PACKED_BYTES:
+                yield _broadcast(content, root)
+                continue
+            if root in small and small_bytes[root] + content.numel() > BUFFER_BYTES:
+                yield start_packed_broadcast(root)
+            if root not in small:
+                small[root], small_bytes[root] = [], 0
+            small[root].append(content)
+            small_bytes[root] += content.numel()
+        for root in list(small):
+            yield start_packed_broadcast(root)
+
+    def _start_gathers(self, contents: Iterable[tuple[Tensor, int]]) -> Iterator[_Transfer]:
+        """Start one operation for each buffer of pieces with any roots, and for each large piece."""
+        packed: list[tuple[Tensor, int]] = []
+        num_bytes = 0
+        for content, root in contents:
+            if content.numel() > MAX_GATHERED_PIECE_BYTES:
+                yield _broadcast(content, root)
+                continue
+            if num_bytes + content.numel() > MAX_GATHERED_BYTES:
+                yield self._start_gather(packed)
+                packed, num_bytes = [], 0
+            packed.append((content, root))
+            num_bytes += content.numel()
+        if packed:
+            yield self._start_gather(packed)
+
+    def _start_gather(self, contents: list[tuple[Tensor, int]]) -> _Transfer:
+        """Start an allgather of each rank's pieces, padded to the same size. If the sizes differ too much, sum the
+        pieces, at different offsets in buffers that otherwise contain zeros, as integers, which is exact."""
+        size = dist.get_world_size()
+        bytes_by_root = [0] * size
+        for content, root in contents:
+            bytes_by_root[root] += content.numel()
+        width = -(-max(bytes_by_root) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        is_padded = width * size <= _MAX_PADDED_RATIO * sum(bytes_by_root) + size * _ALIGNMENT_BYTES
+        if is_padded:
+            starts = list(range(0, width * size, width))
+            total = width * size
+        else:
+            starts = [0, *accumulate(bytes_by_root)][:-1]
+            total = -(-sum(bytes_by_root) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        buffer = contents[0][0].new_zeros(total)
+        received = []
+        for content, root in contents:
+            part = buffer[starts[root] : starts[root] + content.numel()]
+            starts[root] += content.numel()
+            if root == self._rank:
+                part.copy_(content)
+            else:
+                received.append((part, content))
+        if is_padded:
+            own = buffer[self._rank * width : (self._rank + 1) * width]
+            return _Transfer(dist.all_gather_single(buffer, own, async_op=True), received)
+        return _Transfer(dist.all_reduce(buffer.view(torch.int64), async_op=True), received)
+
+
+class _Transfer(NamedTuple):
+    """An operation, and pairs of a received part of its buffer and the piece to which the part is copied."""
+
+    work: dist.Work | None
+    received: list[tuple[Tensor, Tensor]]
+
+
+def _broadcast(content: Tensor, root: int) -> _Transfer:
+    return _Transfer(dist.broadcast(content, root, async_op=True), [])
 
 
 def _bytes_in_place(piece: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unitrain.backends import broadcasts
 from unitrain.backends.base import Backend
 from unitrain.backends.broadcasts import BUFFER_BYTES, MAX_PACKED_BYTES
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import CollectiveMismatchError
-from unitrain.testing.cases import contract, raises
+from unitrain.testing.cases import contract, raises, replaced_settings
 from unitrain.testing.models import seeded_generator
 
 # Lengths of pieces in elements: empty, small, around the largest float32 piece that is packed, and large.
@@ -47,6 +48,21 @@ def start_broadcasts_copies_each_piece_from_its_root_in_place(backend: Backend) 
         backend.start_broadcasts(iter(own))()
         for index, (piece, root) in enumerate(own):
             assert torch.equal(piece, inputs[root][index][0]), (index, len(piece), root)
+
+
+@contract
+def start_broadcasts_with_many_ranks_copies_each_piece_from_its_root_in_place(backend: Backend) -> None:
+    if not isinstance(backend, ProcessGroupBackend):
+        return
+    settings = {"MAX_BROADCASTING_RANKS": 1, "MAX_GATHERED_BYTES": 2**20, "MAX_GATHERED_PIECE_BYTES": 2**19}
+    equal = [7 * backend.size] * 5 * backend.size  # an allgather; other lengths need an allreduce
+    with replaced_settings(broadcasts, settings):
+        for lengths in (_LENGTHS, [3], equal, [MAX_PACKED_BYTES // 8] * 40, []):
+            own = _pieces_with_roots(backend.rank, backend.size, lengths)
+            inputs = [_pieces_with_roots(rank, backend.size, lengths) for rank in range(backend.size)]
+            backend.start_broadcasts(iter(own))()
+            for index, (piece, root) in enumerate(own):
+                assert torch.equal(piece, inputs[root][index][0]), (index, len(piece), root)
 
 
 @contract

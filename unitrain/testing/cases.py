@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 
 from unitrain.backends.base import Backend
 from unitrain.errors import UnsupportedError
@@ -60,3 +62,16 @@ def assert_same_on_every_rank(backend: Backend, value: object) -> None:
     """Assert that `value` is equal on every rank. Every rank must call this function."""
     values = backend.allgather_object(value)
     assert all(value_of_rank == values[0] for value_of_rank in values), f"the ranks differ: {values}"
+
+
+@contextmanager
+def replaced_settings(module: ModuleType, settings: Mapping[str, object]) -> Iterator[None]:
+    """Context manager in which the constants of `module` have the values of `settings`. All ranks must use it."""
+    original_settings = {name: getattr(module, name) for name in settings}
+    for name, value in settings.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in original_settings.items():
+            setattr(module, name, value)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,24 +16,12 @@ from torch.testing import assert_close
 from unitrain.backends import composed_collectives
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
-from unitrain.testing.cases import contract
+from unitrain.testing.cases import contract, replaced_settings
 from unitrain.testing.collectives import is_reduction_supported, make_input, reduce_inputs
 from unitrain.testing.models import seeded_generator
 
-
-@contextmanager
-def _use_small_pieces() -> Iterator[None]:
-    """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
-    ranks must call this function."""
-    settings = {"MAX_PIECE_BUFFER_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
-    original_settings = {name: getattr(composed_collectives, name) for name in settings}
-    for name, value in settings.items():
-        setattr(composed_collectives, name, value)
-    try:
-        yield
-    finally:
-        for name, value in original_settings.items():
-            setattr(composed_collectives, name, value)
+# Pieces of 384 bytes, results of any size gathered by broadcasts, and no direct connections.
+_SMALL_PIECES = {"MAX_PIECE_BUFFER_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
 
 
 @contract
@@ -48,7 +34,7 @@ def reducescatter_in_pieces_equals_reducescatter_in_one_piece(backend: Backend) 
         own = inputs[backend.rank]
         for argument in (own, own.t().contiguous().t()):  # contiguous or not
             original = argument.clone()
-            with _use_small_pieces():
+            with replaced_settings(composed_collectives, _SMALL_PIECES):
                 result = backend.reducescatter(argument, op)  # type: ignore[arg-type]
             expected = reduce_inputs(inputs, op)[3 * backend.rank : 3 * backend.rank + 3]
             assert_close(result, expected, msg=lambda text, case=(dtype, op): f"{case}: {text}")
@@ -66,7 +52,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
             values[:, rank + 3 :: 13] = -torch.inf
             inputs.append(values)
         expected = functools.reduce(torch.minimum if op == "min" else torch.maximum, inputs)[backend.rank]
-        with _use_small_pieces():
+        with replaced_settings(composed_collectives, _SMALL_PIECES):
             result = backend.reducescatter(inputs[backend.rank], op)[0]  # type: ignore[arg-type]
         assert_close(result, expected, equal_nan=True, rtol=0, atol=0)
 
@@ -94,7 +80,7 @@ def allgather_of_large_tensors_concatenates_in_rank_order(backend: Backend) -> N
     ranks = range(backend.size)
     for dtype, counts in itertools.product(DTYPES, ([400, 400, 400], [0, 300, 100], [500, 0, 0], [0, 0, 200])):
         check([make_input(rank, (counts[rank % 3], 50), dtype) for rank in ranks], (dtype, counts))
-    with _use_small_pieces():
+    with replaced_settings(composed_collectives, _SMALL_PIECES):
         for dtype, counts in itertools.product(DTYPES, ([40, 40, 40], [0, 30, 10], [1, 0, 0], [0, 0, 0])):
             check([make_input(rank, (counts[rank % 3], 5), dtype) for rank in ranks], (dtype, counts))
             check([make_input(rank, (5, counts[rank % 3]), dtype).t() for rank in ranks], ("transposed", dtype, counts))

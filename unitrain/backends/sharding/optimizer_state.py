@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Communicator, ShardingMode
+from unitrain.backends.broadcasts import MAX_GATHERED_BYTES
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
 from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
@@ -49,7 +50,7 @@ ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
-# Each rank updates about this many bytes, and broadcasts them while it updates the next ones.
+# Each rank updates about this many bytes, or fewer in large jobs, and broadcasts them while it updates the next ones.
 _BATCH_BYTES = 2**24
 
 _sharded_states: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
@@ -259,7 +260,7 @@ class ShardedState:
         ]
         # `step` of an elementwise optimizer is called once per batch. Other optimizers may count the calls, so they get
         # a single batch.
-        limit = _BATCH_BYTES if self._is_elementwise else 2**62
+        limit = min(_BATCH_BYTES, MAX_GATHERED_BYTES // self._communicator.size) if self._is_elementwise else 2**62
         self._batches = []
         for batch_shards in iterate_batches(shards, [parameter.element_size() for parameter in parameters], limit):
             batch = _Batch(shards=[(parameters[shard.index], shard) for shard in batch_shards])
