@@ -37,6 +37,8 @@ _MAX_REFUSED_SECONDS = 5.0  # time for which the address of horovodrun's server 
 _MIN_PROCESS_GROUPS = 2
 _SERVED_CONNECTIONS_PER_RANK = 5  # connections to rank 0, in addition to those of process groups
 _SPARE_DESCRIPTORS = 512  # file descriptors reserved for data, DataLoader workers and files
+# Process groups of further models and of Horovod, for which the limit is raised if possible.
+_FURTHER_PROCESS_GROUPS = 14
 _POSITIONS, _EXITS = "positions", "exits"  # keys
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
@@ -354,7 +356,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
     Raises ConfigError if the hard limit is lower.
     """
     # Rank 0 serves five connections per rank: three to the store, one for the liveness check, and one for torch's own
-    # use of the store. Every rank has a connection to every other rank in two or three process groups.
+    # use of the store. Every rank has a connection to every other rank in two or more process groups.
     num_peers = rank_info.size - 1
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     num_needed = (_SERVED_CONNECTIONS_PER_RANK * (rank_info.rank == 0) + _MIN_PROCESS_GROUPS) * num_peers + num_open
@@ -367,7 +369,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
             f"ulimit -Hn {2 * num_needed}, or with LimitNOFILE= of the service that starts ranks on this host, such as "
             "slurmd or sshd."
         )
-    limit = min(max_limit, num_needed + num_peers + _SPARE_DESCRIPTORS)
+    limit = min(max_limit, num_needed + _FURTHER_PROCESS_GROUPS * num_peers + _SPARE_DESCRIPTORS)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 

@@ -15,6 +15,9 @@ from unitrain.monitoring.rank_status import Failure, RankStatus
 from unitrain.torch_compat import open_connection
 
 _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "process"
+_NEWS = "news"  # counter of failures and requests
+# Number of calls of `has_news` after which the keys are read in any case, because any program can change the counter.
+_CALLS_UNTIL_NEWS = 10
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
 _STATUS_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.02
@@ -50,13 +53,22 @@ class FailureStore:
     def __init__(self, store: dist.Store, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
         self._responsive_store = ResponsiveStore(open_connection(dist.PrefixStore("failures", store)), timeout_seconds)
-        self.messages = MessageStore(self._responsive_store, "failures", counters=[_REQUESTS])
+        self.messages = MessageStore(self._responsive_store, "failures", counters=[_REQUESTS, _NEWS])
         self._num_answered = 0
+        self._latest_news, self._num_news_calls = -1, 0
 
     @property
     def is_responding(self) -> bool:
         """Whether the latest request was answered in time, or its late response has arrived."""
         return self._responsive_store.is_responding
+
+    def has_news(self) -> bool:
+        """Return whether a rank may have failed or requested statuses since the last call. Takes one request to the
+        store, so that rank 0's process can serve thousands of ranks that poll it."""
+        news = self.messages.add(_NEWS, 0)
+        is_new = news != self._latest_news or self._num_news_calls % _CALLS_UNTIL_NEWS == 0
+        self._latest_news, self._num_news_calls = news, self._num_news_calls + 1
+        return is_new
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
         """Report `failure`, unless a failure has already been reported. Return the first failure and its reporter.
@@ -65,6 +77,7 @@ class FailureStore:
         """
         content = json.dumps([failure.rank, failure.error, reporter])
         rank, error, first_reporter = json.loads(self.messages.compare_set(_FAILURE, "", content))
+        self.messages.add(_NEWS, 1)
         return Failure(rank, error), first_reporter
 
     def first_failure(self) -> Failure | None:
@@ -117,6 +130,7 @@ class FailureStore:
         """Request the current status of `ranks`, and return the statuses of the ranks that respond."""
         try:
             request = self.messages.add(_REQUESTS, 1)
+            self.messages.add(_NEWS, 1)
         except dist.DistError:  # rank 0's process has exited or does not respond
             return {}
         return self._collect(f"{_REQUESTED_STATUS}/{request}", ranks, while_waiting)

@@ -40,15 +40,19 @@ from unitrain.monitoring.supervisor_client import LAST_CHECKPOINT_SECONDS
 from unitrain.processes import print_to_stderr, replace_parent_death_signal
 from unitrain.threads import start_thread, surviving_errors
 
-_PERIOD_SECONDS = 0.5
+# Time between two polls, which is longer in large jobs: all ranks together send at most 1,000 polls per second.
+_PERIOD_SECONDS, _PERIOD_SECONDS_PER_RANK = 0.5, 0.001
+# Number of ranks for which each poll also compares the training loops, with up to three requests. Larger jobs compare
+# them less often.
+_RANKS_COMPARED_PER_POLL = 64
 # Time within which the main thread must raise an error after another rank has failed.
 _GRACE_SECONDS = 5.0
 # Maximum time for which a failing rank waits until another thread of its process has printed the report.
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
-# Time for which a rank that has lost a peer waits for the report of the peer's failure.
-_FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
+# Number of polls for which a rank that has lost a peer waits for the report of the peer's failure.
+_FAILURE_REPORT_POLLS = 4
 # A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
 # Timeouts of requests to the store. While the watchdog thread waits for a response, it does not check deadlines.
@@ -70,6 +74,8 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
+        self._period_seconds = max(_PERIOD_SECONDS, self._size * _PERIOD_SECONDS_PER_RANK)
+        self._polls_per_comparison, self._num_polls = -(-self._size // _RANKS_COMPARED_PER_POLL), 0
         # Only the watchdog thread uses `_thread_store`. All other threads use `_store`.
         self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_TIMEOUT_SECONDS)
         self._store = FailureStore(rendezvous.store, self._rank, _STORE_TIMEOUT_SECONDS)
@@ -87,7 +93,7 @@ class Watchdog:
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
         self._stall_detector = StallDetector(flight_recorder, self._rank, self._size)
-        self._shutdown_wait_detector = ShutdownWaitDetector(_PERIOD_SECONDS)
+        self._shutdown_wait_detector = ShutdownWaitDetector(self._period_seconds)
         self._collected_statuses: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
@@ -111,7 +117,7 @@ class Watchdog:
         atexit.unregister(self._report_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._original_excepthook
-        self._thread.join(2 * _PERIOD_SECONDS)  # the wait is limited, because the store's host may be unreachable
+        self._thread.join(2 * self._period_seconds)  # the wait is limited, because the store's host may be unreachable
         self._liveness.close()
         if self._parent_death_signal:
             replace_parent_death_signal(self._parent_death_signal)
@@ -144,7 +150,7 @@ class Watchdog:
         """
         if not _is_peer_lost(error):
             return None
-        self._failure_known_event.wait(_FAILURE_REPORT_SECONDS)
+        self._failure_known_event.wait(_FAILURE_REPORT_POLLS * self._period_seconds)
         return self.model_error()
 
     def report_failure(self, error: BaseException) -> None:
@@ -157,7 +163,7 @@ class Watchdog:
         self._error = error
         failure = Failure.from_error(error, self._rank, _first_line(error))
         if _is_peer_lost(error):
-            self._failure_known_event.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
+            self._failure_known_event.wait(_FAILURE_REPORT_POLLS * self._period_seconds)  # a peer has failed first
         if _is_consequence(error):
             failure = (
                 self._find_shutdown_failure()
@@ -331,7 +337,7 @@ class Watchdog:
 
     def _run(self) -> None:
         checks = (self._check_launcher, self._check_store, self._check_shutdowns, self._check_deadlines)
-        while not self._stop_event.wait(_PERIOD_SECONDS):
+        while not self._stop_event.wait(self._period_seconds):
             for check in checks:
                 with surviving_errors():  # an unexpected error of one check must not disable the others
                     check()
@@ -376,12 +382,16 @@ class Watchdog:
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
-        self._thread_store.answer_requests(self._write_record_and_get_status)
-        failure = self._thread_store.first_failure()
-        if failure is not None:
-            self._first_failure = failure
-            return True
-        failure = self._compare_loops() or self._stall_detector.publish_and_compare(self._thread_store.messages)
+        if self._thread_store.has_news():
+            self._thread_store.answer_requests(self._write_record_and_get_status)
+            failure = self._thread_store.first_failure()
+            if failure is not None:
+                self._first_failure = failure
+                return True
+        failure = self._stall_detector.publish_and_compare(self._thread_store.messages)
+        if failure is None and self._num_polls % self._polls_per_comparison == 0:
+            failure = self._compare_loops()
+        self._num_polls += 1
         if failure is not None:
             self._publish_failure(failure)
         return failure is not None
