@@ -143,7 +143,9 @@ class Broadcasts:
         else:
             starts = [0, *accumulate(bytes_by_root)][:-1]
             total = -(-sum(bytes_by_root) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        buffer = contents[0][0].new_zeros(total)
+        buffer = contents[0][0].new_empty(total)
+        if not is_padded:
+            buffer.zero_()
         received = []
         for content, root in contents:
             part = buffer[starts[root] : starts[root] + content.numel()]

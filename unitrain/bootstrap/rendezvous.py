@@ -43,7 +43,9 @@ _POSITIONS, _EXITS = "positions", "exits"  # keys
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_server_stores: list[TCPStore] = []  # kept open until the process exits, because other ranks may use them
+# Stores that this process serves, by address. They are kept open until the process exits, because other ranks may use
+# them. A later rendezvous uses the same store, with other keys.
+_served_stores: dict[tuple[str, int], TCPStore] = {}
 
 
 @dataclass(frozen=True)
@@ -383,14 +385,15 @@ def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta
     """
     if not is_server:
         return _connect_to_store(host, port, rank_info, timeout)
-    descriptor: int | None = None
+    if (served := _served_stores.get((host, port))) is not None:
+        served.set_timeout(timeout)
+        return served
     try:
-        if port not in {store.port for store in _server_stores}:
-            listener = listen(host, port)
-            port, descriptor = listener.getsockname()[1], listener.detach()
+        listener = listen(host, port)
+        port_to_serve, descriptor = listener.getsockname()[1], listener.detach()
         store = TCPStore(
             host,
-            port,
+            port_to_serve,
             rank_info.size,
             is_master=True,
             timeout=timeout,
@@ -405,7 +408,7 @@ def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta
             f"Rank {rank_info.rank} could not listen on {host}:{port}: {reason}. "
             "Choose a free port on rank 0's host and set it on every rank: export MASTER_PORT=<port>"
         ) from error
-    _server_stores.append(store)
+    _served_stores[host, port] = store
     return store
 
 
