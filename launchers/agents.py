@@ -25,8 +25,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import click
-
 from unitrain.launchers import host_agent
 from unitrain.launchers.errors import PREEMPTED_EXIT_CODE
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
@@ -169,6 +167,9 @@ class Agents:
         """
         for signum in _FORWARDED_SIGNALS:
             signal.signal(signum, self._record_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores this signal
+            # The terminal was closed. SIGTERM lets the ranks save a checkpoint.
+            signal.signal(signal.SIGHUP, lambda _, frame: self._record_signal(signal.SIGTERM, frame))
         exit_code, failed_at, is_terminated, last_heartbeat = 0, 0.0, False, time.monotonic()
         while self._running.keys() - self._cleanup_hosts:
             for name, process in list(self._running.items()):
@@ -182,7 +183,7 @@ class Agents:
                     is_lost = process.returncode == 255 and name in self._ssh_hosts
                     reason = ": the connection to the host was lost" if is_lost else ""
                     if exit_code != PREEMPTED_EXIT_CODE:
-                        click.echo(f"unitrain: {name} failed first, with exit code {exit_code}{reason}", err=True)
+                        host_agent.print_message(f"{name} failed first, with exit code {exit_code}{reason}")
             now = time.monotonic()
             if exit_code and not is_terminated and now - failed_at > _FAILURE_GRACE_SECONDS:
                 self._send_all(f"{signal.SIGTERM:d}\n".encode())

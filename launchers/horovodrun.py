@@ -11,6 +11,10 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, format_hosts, is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
 
+# After a signal, mpirun kills the ranks after this number of seconds. The default, 1 s, is too short to write a
+# checkpoint. `unitrain.launchers.mpirun` sets the same limit by an option.
+_SIGKILL_TIMEOUT_VARIABLE = "OMPI_MCA_odls_base_sigkill_timeout"
+
 
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts the ranks on all hosts."""
@@ -36,6 +40,8 @@ def build(spec: LaunchSpec) -> Command:
         fix = "Install Open MPI (sudo apt-get install openmpi-bin), or omit --mpi"
         find_program("mpirun", spec.python, fix, is_dry_run=spec.is_dry_run)
         variables |= slurm.mpirun_variables(spec.hosts)
+        if _SIGKILL_TIMEOUT_VARIABLE not in os.environ:
+            variables.setdefault(_SIGKILL_TIMEOUT_VARIABLE, "4")
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]

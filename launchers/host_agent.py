@@ -67,10 +67,14 @@ def _choose_folder(folder: str) -> str:
     if os.access(f"{folder}/.", os.X_OK):
         return folder
     current = str(Path.cwd())
-    text = f"{folder} is not available on {socket.gethostname()}. The ranks there run in {current}"
-    sys.stderr.write(f"unitrain: {text}\n")
-    sys.stderr.flush()
+    print_message(f"{folder} is not available on {socket.gethostname()}. The ranks there run in {current}")
     return current
+
+
+def print_message(text: str) -> None:
+    """Print a message on standard error, if this is possible. A failed write does not end the job."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"unitrain: {text}\n".encode())
 
 
 def main() -> int:

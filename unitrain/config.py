@@ -50,7 +50,7 @@ class TrainConfig:
     of ranks; with stream="own", each rank validates on this many batches."""
     dry_run: bool = False
     """Test a script: train one step and validate one batch, without writing checkpoints or logs."""
-    preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGHUP")
     """Signals that stop the run, if it has an `output_dir`. If any rank receives one, all ranks stop at the same step
     within about two seconds, save a checkpoint, and exit with code 75. A second signal more than three seconds later
     terminates the process immediately.

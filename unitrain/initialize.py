@@ -10,6 +10,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.monitoring import supervisor_client
+from unitrain.output import guard_standard_streams
 from unitrain.processes import terminate_workers_with_rank
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def init(
             device.
         timeout_seconds: the timeout of the rendezvous and of every later collective.
 
+    From this call on, a failed write to standard output or standard error is ignored: reporting does not end training.
+
     All ranks must call this function, and may call it again after `shutdown`. Raises UnknownBackendError,
     BackendUnavailableError, LauncherMismatchError, EnvironmentVariableError, ConfigError for an invalid argument or if
     a backend is already in use, or CollectiveTimeoutError, which names the missing ranks.
@@ -76,6 +79,7 @@ def init(
 
     from unitrain.backends.base import StartOptions
 
+    guard_standard_streams()
     terminate_workers_with_rank()
     started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (rank_info.rank, rank_info.size):

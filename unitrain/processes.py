@@ -1,5 +1,5 @@
-"""Information about this host's CPU, work at low priority, termination of the processes of a command, termination of
-workers whose rank has terminated, and messages of processes that are about to terminate.
+"""Information about this host's CPU, work at low priority, termination of the processes of a command, and termination
+of workers whose rank has terminated.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -271,12 +271,3 @@ def _is_called_by_dataloader(frame: FrameType | None) -> bool:
 @functools.cache
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def print_to_stderr(lines: Sequence[str]) -> None:
-    """Print `lines`, if there are any, to standard error. Raises no error, because the caller must still terminate its
-    process: standard error may be None, closed, or a pipe whose reader has exited."""
-    if lines:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write("\n".join(lines) + "\n")
-            sys.stderr.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import platform
 import secrets
@@ -38,6 +37,7 @@ from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.scheduler_settings import Settings, check_settings, read_settings, unchanged_settings
+from unitrain.output import get_logger
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.reproducibility_settings import (
     reproducibility_settings,
@@ -48,7 +48,7 @@ from unitrain.progress.training_progress import EpochEnd, TrainingProgress
 from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _PACKAGES = ("unitrain", "horovod", "numpy")
 
 

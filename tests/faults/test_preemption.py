@@ -190,6 +190,30 @@ def test_ranks_save_after_a_warning_signal(
         assert saved_text == received or target == "every process", output
 
 
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [
+        pytest.param(["--launcher", "torchrun"], "SIGTERM", id="torchrun"),
+        pytest.param(["--launcher", "horovodrun"], "SIGTERM", id="horovodrun"),
+        pytest.param(["--launcher", "mpirun"], "SIGTERM", id="mpirun", marks=needs_open_mpi),
+        pytest.param(["--launcher", "torchrun", "--log-dir", "logs"], "SIGTERM", id="supervised torchrun"),
+    ],
+)
+def test_ranks_save_if_the_terminal_is_closed(options: list[str], received: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WARNED)
+    command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
+    with running_launcher(command, fresh=True) as launch:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"started-{rank}")
+        launch.process.send_signal(signal.SIGHUP)
+        output = launch.output()
+        launch.wait_until_all_exited(10)
+    assert launch.process.returncode not in (0, 128 + signal.SIGHUP, -signal.SIGHUP), output
+    for rank in (0, 1):
+        assert (tmp_path / f"saved-{rank}").read_text() == received, output
+
+
 NO_RANK = """
 import os, signal, sys
 from unitrain.bootstrap.signal_forwarding import forward_warning_signals
@@ -448,23 +472,59 @@ def test_later_signal_ends_the_process_immediately() -> None:
         process.communicate()
 
 
-def test_user_signal_handlers_are_kept() -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda signum, frame: heard.append(signum))
+def receive_signal(preemption: PreemptionHandler, signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+    limit = time.monotonic() + 30
+    while preemption.received_signal is None and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("handled", [["SIGUSR1", "SIGUSR2"], ["SIGUSR1"], []])
+@pytest.mark.parametrize("received", ["SIGUSR1", "SIGUSR2"])
+def test_handlers_of_the_program_are_called_after_the_checkpoint(handled: list[str], received: str) -> None:
+    calls: list[int] = []
+    handlers = {signal.Signals[name]: lambda signum, frame: calls.append(signum) for name in handled}
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     try:
         with PreemptionHandler(["SIGUSR1", "SIGUSR2"]) as preemption:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.1)
-            assert (heard, preemption.received_signal) == ([signal.SIGUSR1], None)
-            os.kill(os.getpid(), signal.SIGUSR2)
-            limit = time.monotonic() + 30
-            while preemption.received_signal is None and time.monotonic() < limit:
-                time.sleep(0.01)
-            assert preemption.received_signal == "SIGUSR2"
-        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+            receive_signal(preemption, signal.Signals[received])
+            assert (calls, preemption.received_signal) == ([], received)
+        assert calls == [signal.Signals[received]] * (received in handled)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            assert signal.getsignal(signum) == handlers.get(signum, signal.SIG_DFL)
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        for signum in handlers:
+            signal.signal(signum, signal.SIG_DFL)
     assert not [one for one in threading.enumerate() if one.name == "unitrain preemption"]
+
+
+def test_exception_of_a_handler_of_the_program_is_raised() -> None:
+    def exit_process(signum: int, frame: object) -> None:
+        sys.exit(3)
+
+    signal.signal(signal.SIGUSR2, exit_process)
+    try:
+        with pytest.raises(SystemExit, match="3"), PreemptionHandler(["SIGUSR2"]) as preemption:
+            receive_signal(preemption, signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is exit_process
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with PreemptionHandler(["SIGUSR2"]):
+            assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_inner_context_leaves_the_handler_of_the_outer_context() -> None:
+    with PreemptionHandler(["SIGUSR2"]) as outer, PreemptionHandler(["SIGUSR2"]):
+        receive_signal(outer, signal.SIGUSR2)
+        assert outer.received_signal == "SIGUSR2"
 
 
 def test_signals_are_not_handled_outside_the_main_thread() -> None:

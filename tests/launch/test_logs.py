@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shlex
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launches import running_launcher
+from requirements import needs_open_mpi
 
 from unitrain.bootstrap import environment
 from unitrain.supervisor import rank_logs
@@ -226,3 +228,41 @@ def test_log_is_continued_after_the_reader_of_the_output_has_exited(tmp_path: Pa
     while "line 99\n" not in (tmp_path / "rank-0.log").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+PRINTING = """
+import os, sys
+from pathlib import Path
+from unitrain.output import guard_standard_streams
+
+guard_standard_streams()  # as in unitrain.init
+for number in range(5_000):
+    print("standard output", number, flush=True)
+    print("standard error", number, file=sys.stderr)
+    sys.stdout.buffer.write(b"\\xff is not UTF-8\\n")
+rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+Path(sys.argv[1], f"finished-{rank}").touch()
+"""
+
+
+@pytest.mark.parametrize("redirection", ["2>&1 | head -1", ">/dev/full 2>&1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--launcher", "torchrun"],
+        ["--launcher", "horovodrun"],
+        ["--launcher", "horovodrun", "--max-restarts", "1"],
+        pytest.param(["--launcher", "mpirun"], marks=needs_open_mpi),
+        pytest.param(["--launcher", "mpirun", "--max-restarts", "1"], marks=needs_open_mpi),
+    ],
+    ids=" ".join,
+)
+def test_job_succeeds_if_its_output_cannot_be_written(options: list[str], redirection: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PRINTING)
+    command = shlex.join([sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)])
+    with running_launcher(["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"]) as launched:
+        output = launched.output()
+        launched.wait_until_all_exited(10)
+    assert launched.process.returncode == 0, output
+    assert sorted(path.name for path in tmp_path.glob("finished-*")) == ["finished-0", "finished-1"]

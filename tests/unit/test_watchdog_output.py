@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unitrain import processes
+from unitrain import output
 from unitrain.monitoring import watchdog
 
 
@@ -20,7 +20,7 @@ def test_report_is_discarded_if_stderr_is_unusable(stderr_state: str, monkeypatc
     if stderr_state != "broken pipe":
         stderr.close()
     monkeypatch.setattr(sys, "stderr", None if stderr_state == "none" else stderr)
-    processes.print_to_stderr(["unitrain: rank 1 failed first"])
+    output.print_to_stderr(["unitrain: rank 1 failed first"])
     monkeypatch.undo()
     with contextlib.suppress(BrokenPipeError):
         stderr.close()

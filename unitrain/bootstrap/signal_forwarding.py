@@ -1,4 +1,4 @@
-"""Forwarding of a scheduler's warning signals from a launcher to its ranks on this host.
+"""Forwarding of a scheduler's warning signals, and of SIGHUP, from a launcher to its ranks on this host.
 
 Schedulers send SIGUSR1 or SIGUSR2 some time before they terminate a job, for example Slurm with `--signal=USR1@120`. By
 default, these signals terminate torchrun and horovodrun, and thus the ranks, before a checkpoint can be saved. A
@@ -37,6 +37,15 @@ def forward_warning_signals(variable: str) -> None:
 
     for signum in WARNING_SIGNALS:
         signal.signal(signum, forward)
+
+
+def terminate_on_hangup() -> None:
+    """Make SIGHUP, which reports that the terminal was closed, have the effect of SIGTERM: ranks save a checkpoint.
+
+    An ignored SIGHUP stays ignored, as under nohup. Only the main thread may call this function.
+    """
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def install_no_op_warning_handlers() -> None:

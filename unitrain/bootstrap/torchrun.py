@@ -6,8 +6,9 @@ single host uses the loopback interface unless --rdzv-endpoint is set, and sever
 host. The rendezvous backends c10d and etcd remain unchanged.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks; with --max-restarts, the ranks receive SIGTERM instead. If the first
-failed rank exits with 75 because it was preempted, this process also exits with 75. After a signal such as SIGTERM,
-this process exits with 128 plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The
+failed rank exits with 75 because it was preempted, this process also exits with 75. SIGHUP has the effect of SIGTERM,
+unless it is ignored, as under nohup. After a signal such as SIGTERM, this process exits with 128 plus the signal number
+(143), whereas torchrun prints a traceback and exits with 1. The
 summary of failed ranks is printed without torchrun's traceback. If this process is killed, its ranks receive SIGTERM.
 If a rank exits with status 0, ranks that wait for it in `unitrain.init` raise an error.
 """
@@ -38,8 +39,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unitrain.bootstrap.network import LOOPBACK, listen
 from unitrain.bootstrap.rendezvous import report_normal_exit
-from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
+from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals, terminate_on_hangup
 from unitrain.errors import PREEMPTED_EXIT_CODE
+from unitrain.output import guard_standard_streams
 from unitrain.processes import parent_death_signal_setter
 from unitrain.torch_compat import observe_ranks_of_torchrun, serving_options
 
@@ -126,6 +128,7 @@ def _create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
 def main() -> None:
     """Run torchrun with this process's arguments. If a rank fails, print torchrun's summary and exit with 1, or exit
     with 75 if the rank was preempted."""
+    guard_standard_streams()
     try:
         with tempfile.TemporaryDirectory(prefix="unitrain-torchrun-") as folder:
             _main(folder)
@@ -160,6 +163,10 @@ def _main(error_folder: str) -> None:
             signal.signal(signum, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:
         forward_warning_signals("LOCAL_RANK")
+    # torch would replace the handler of SIGHUP, also one that nohup has set, and forward SIGHUP to the ranks.
+    handled_signals = options.signals_to_handle.split(",")
+    options.signals_to_handle = ",".join(name for name in handled_signals if name.strip() != "SIGHUP")
+    terminate_on_hangup()
     try:
         _run(options)
     except ChildFailedError as error:

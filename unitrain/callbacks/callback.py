@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.errors import CallbackError, ConfigError, UnitrainError
 from unitrain.optim.loss_weighting import Loss
+from unitrain.output import get_logger
 from unitrain.progress.training_progress import TrainingProgress
 
 _HOOKS = (
@@ -25,7 +25,7 @@ _HOOKS = (
     "on_fit_end",
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class RunningTrainer(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -11,8 +10,9 @@ from unitrain import validation
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.callbacks.profiler import create_folder
+from unitrain.output import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class MemorySnapshot(Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from unitrain import validation
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
+from unitrain.output import print_to_stderr
 
 
 class Profiler(Callback):
@@ -91,7 +91,7 @@ class Profiler(Callback):
                 table = averages.table(sort_by=f"self_{device}_time_total", row_limit=self.table_rows)
                 (self._folder / f"rank-{rank}.txt").write_text(table)
                 if self.print_table and rank == 0:
-                    sys.stderr.write(table + "\n")
+                    print_to_stderr([table])
 
 
 def create_folder(callback_name: str, folder: str | Path | None, output_dir: str | Path | None, default: str) -> Path:

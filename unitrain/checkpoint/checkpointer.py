@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -34,6 +33,7 @@ from unitrain.checkpoint.writer import (
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.errors import CheckpointError, ConfigError
+from unitrain.output import get_logger
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
 # Entries of the training state that `load_checkpoint` returns on rank 0 only, because they may be much larger than the
@@ -41,7 +41,7 @@ COMPRESSION_STATE, AVERAGE = "gradients", "average"
 _RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_SGD)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ import ctypes
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -40,6 +39,7 @@ from unitrain.checkpoint.state_copy import plain_state
 from unitrain.checkpoint.tensor_files import COMPLEX
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
+from unitrain.output import get_logger
 from unitrain.regular_files import read_regular_file
 
 MODEL, TRAINING, MANIFEST, CONFIG = "model.safetensors", "training.pt", "manifest.json", "config.yaml"
@@ -60,7 +60,7 @@ _CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})|\.step-(\d{9,})\.replaced\
 _REPLACED_SUFFIX = ".replaced.unfinished"
 _UNFINISHED_NAME_PATTERN = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import functools
 import json
-import logging
 import os
 import socket
 import stat
@@ -25,6 +24,7 @@ from typing import Any
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
+from unitrain.output import get_logger
 from unitrain.regular_files import read_regular_file
 
 LOCK_FILE = ".lock"
@@ -35,7 +35,7 @@ _OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 # Locks held by this process: the file descriptor, and the number of calls of `FolderLock.acquire` that `release` has
 # not undone yet.
 _held_locks: dict[Path, tuple[int, int]] = {}

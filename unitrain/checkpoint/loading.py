@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ from unitrain.checkpoint.files import MODEL, RUN_ID, TRAINING, load_model_file, 
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.optim.schedulers import PlannedScheduler
+from unitrain.output import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 SHARDED = "sharded"

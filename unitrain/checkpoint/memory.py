@@ -11,7 +11,6 @@ in memory cannot be written or is corrupt, the run uses its checkpoints on disk.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from unitrain.checkpoint.output_folder import find_on_rank_zero
 from unitrain.checkpoint.writer import CheckpointWriter, Retention, wait_for_earlier_writer
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
+from unitrain.output import get_logger
 
 _FIX = "Leave TrainConfig.memory_checkpoint_every_steps out, or start ranks that share /dev/shm."
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class MemoryCheckpoints:

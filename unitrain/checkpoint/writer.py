@@ -6,7 +6,6 @@ memory, but does not wait until the new checkpoint is written.
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import threading
@@ -27,6 +26,7 @@ from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.config import BestMode
 from unitrain.errors import CheckpointError
+from unitrain.output import get_logger
 from unitrain.threads import start_thread
 
 # Maximum time for which a rank waits for a lock or a writer before it takes part in the next collective.
@@ -34,7 +34,7 @@ MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
 # Time until the first warning about a wait for a checkpoint. The time doubles after each warning.
 _WARN_AFTER_SECONDS = 60.0
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 StateT = TypeVar("StateT")
 

@@ -8,6 +8,7 @@ import click
 
 from unitrain.errors import ConfigError
 from unitrain.launchers import LaunchError
+from unitrain.output import guard_standard_streams
 from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_key, plan_launch
 
 
@@ -126,6 +127,7 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
       unitrain launch --backend horovod --elastic 2:8 -H node1:4,node2:4 train.py
     """
     if not is_dry_run:
+        guard_standard_streams()
         export_job_key()
     request = LaunchRequest(use_tuned_settings=not untuned, is_dry_run=is_dry_run, **arguments)  # type: ignore[arg-type]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,10 @@ from unitrain.data.order import MicroBatch
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
+from unitrain.output import get_logger
 from unitrain.randomness import capture_generators, restore_generators
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class TrainingStream(TrainingData):

@@ -22,6 +22,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import CallOutcome, FunctionCall
+from unitrain.output import stdout
 from unitrain.processes import kill_processes, parent_death_signal_setter
 from unitrain.threads import start_thread
 
@@ -166,8 +167,8 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         for line in _read_lines(output.fileno(), killed_event):
             text = line.decode(errors="replace")
             last_lines.append(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            stdout.write(text)
+            stdout.flush()
         code = _wait(process, killed_event)
     except KeyboardInterrupt:
         # As on Ctrl-C in a terminal, the ranks may save a checkpoint.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import queue
 import threading
 import time
 from typing import Any
 
 from unitrain.loggers.logger import Logger, RunInfo, Status
+from unitrain.output import get_logger
 from unitrain.threads import start_thread
 
 _MAX_QUEUED_CALLS = 10_000
@@ -18,7 +18,7 @@ _CALL_LIMIT_SECONDS = 120.0
 # Time limit for the calls that are still queued at the end of a run.
 _FINISH_LIMIT_SECONDS: dict[Status, float] = {"finished": 120.0, "stopped": 30.0, "failed": 30.0}
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class BackgroundLogger:
@@ -95,6 +95,7 @@ class BackgroundLogger:
             self.wait(self.finish("finished"))
 
     def _disable(self, reason: str) -> None:
-        self.is_disabled = True
-        _log.warning("%s %s. The run continues without this logger.", type(self.logger).__name__, reason)
+        if not self.is_disabled:  # a logger that hangs may also fail later
+            self.is_disabled = True
+            _log.warning("%s %s. The run continues without this logger.", type(self.logger).__name__, reason)
         self._calls.put(None)

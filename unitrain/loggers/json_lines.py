@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from unitrain.loggers.logger import Logger, RunInfo, select_folder
+from unitrain.output import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class JSONLinesLogger(Logger):

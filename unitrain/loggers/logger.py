@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ from numpy.typing import NDArray
 
 from unitrain import validation
 from unitrain.errors import ConfigError, MissingDependencyError
+from unitrain.output import get_logger
 
 Status = Literal["finished", "stopped", "failed"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)

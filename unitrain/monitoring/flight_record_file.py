@@ -6,7 +6,6 @@ files have the format of ProcessGroupNCCL's flight recorder, but describe the co
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 from contextlib import suppress
@@ -15,9 +14,10 @@ from typing import Any
 
 from unitrain.bootstrap import environment
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, FlightRecorder, dtype_name
+from unitrain.output import get_logger
 from unitrain.threads import start_thread
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 # The main thread and the watchdog thread may write the file at the same time.
 _lock = threading.Lock()
 # Maximum time for which the report of a failure waits for the file system.

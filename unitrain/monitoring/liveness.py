@@ -6,7 +6,6 @@ If no launcher monitors the ranks, only this check detects killed processes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 from collections.abc import Callable
 
@@ -19,9 +18,10 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PeerConnection
 from unitrain.monitoring.rank_status import format_ranks
+from unitrain.output import get_logger
 from unitrain.threads import start_thread
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
 # Rank 0 waits longer, because a rank can be late, for example on a host whose name server does not respond.

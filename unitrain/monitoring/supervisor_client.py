@@ -19,7 +19,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.memory_folder import remove_abandoned_folder
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
-from unitrain.processes import print_to_stderr
+from unitrain.output import print_to_stderr
 from unitrain.threads import start_thread
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.

@@ -37,7 +37,8 @@ from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, forma
 from unitrain.monitoring.stack_inspection import awaited_batch
 from unitrain.monitoring.stalled_ranks import StallDetector
 from unitrain.monitoring.supervisor_client import LAST_CHECKPOINT_SECONDS
-from unitrain.processes import print_to_stderr, replace_parent_death_signal
+from unitrain.output import print_to_stderr
+from unitrain.processes import replace_parent_death_signal
 from unitrain.threads import start_thread, surviving_errors
 
 # Time between two polls, which is longer in large jobs: all ranks together send at most 1,000 polls per second.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +30,10 @@ from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ra
 from unitrain.optim.outer_groups import OuterGroups, outer_weight
 from unitrain.optim.parameter_bucket import real_shape
 from unitrain.optim.step import optimizer_parameters
+from unitrain.output import get_logger
 from unitrain.torch_compat import tensor_version
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class LocalSGD:

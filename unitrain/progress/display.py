@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from typing_extensions import Self
 
+from unitrain import output
 from unitrain.bootstrap import environment
 from unitrain.config import ProgressStyle
 
@@ -191,7 +193,8 @@ class _Bar(_TimedDisplay):
     ) -> None:
         self._bar.stop()
         if self._owned_terminal is not None:
-            self._owned_terminal.close()
+            with suppress(OSError):  # the terminal was closed
+                self._owned_terminal.close()
 
 
 def choose_display(style: ProgressStyle, rank: int) -> ProgressDisplay:
@@ -199,12 +202,12 @@ def choose_display(style: ProgressStyle, rank: int) -> ProgressDisplay:
     anything."""
     if rank != 0 or style == "off":
         return ProgressDisplay()
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(file=cast("TextIO", output.stderr), soft_wrap=True)
     if console.is_terminal or style == "lines":
         return _Bar(console) if style != "lines" else _Lines(console)
     terminal = _open_terminal_of_launch()
     if terminal is not None:
-        return _Bar(Console(file=terminal, soft_wrap=True), terminal)
+        return _Bar(Console(file=cast("TextIO", output.guard_stream(terminal)), soft_wrap=True), terminal)
     return _Bar(console) if style == "bar" else _Lines(console)
 
 

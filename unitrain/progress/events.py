@@ -18,17 +18,17 @@ run in the same folder removes the file. A line that was being written when the 
 
 from __future__ import annotations
 
-import logging
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from unitrain.loggers.json_lines import append_row
+from unitrain.output import get_logger
 
 EVENTS_FILE = "events.jsonl"
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class EventLog:

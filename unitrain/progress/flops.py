@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from functools import partial, wraps
@@ -15,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.optim.loss_weighting import Loss
+from unitrain.output import get_logger
 from unitrain.torch_compat import cpu_attention_operations, current_backward
 
 ForwardBackward = Callable[[Any, MicroBatch], Loss]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 # Peak FLOP/s of dense matrix multiplications in 16 bits, TF32 and FP32, by a regular expression for the whole device
 # name that torch.cuda reports, without the brand. Names with other suffixes belong to other or partial devices, whose

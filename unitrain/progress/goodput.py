@@ -12,7 +12,6 @@ module does not import torch, because `unitrain report` also uses it.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from unitrain.output import get_logger
 from unitrain.regular_files import read_regular_file, replace_file
 
 Category = Literal[
@@ -43,7 +43,7 @@ Status = Literal["running", "finished", "stopped", "failed"]
 _MAX_FILE_BYTES = 1 << 26
 _MIN_RECORD_SECONDS = 1.0
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(kw_only=True)

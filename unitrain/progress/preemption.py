@@ -6,17 +6,22 @@ import functools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
+from unitrain.output import get_logger
 from unitrain.processes import preemption_signals
 from unitrain.threads import start_thread
 
 _DUPLICATE_SIGNAL_SECONDS = 3.0
+
+_log = get_logger(__name__)
 
 
 class PreemptionHandler:
@@ -24,22 +29,31 @@ class PreemptionHandler:
 
     Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
     and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
-    blocked in a collective, so a background thread, which `signal.set_wakeup_fd` wakes, records the signal. Signals
-    that the user handles or ignores are left unchanged. DataLoader workers that start later ignore these signals, but a
-    second SIGTERM terminates them. Outside the main thread, where Python does not allow handlers, the context manager
-    does nothing.
+    blocked in a collective, so a background thread, which `signal.set_wakeup_fd` wakes, records the signal. A handler
+    that the program has installed, for example the handler of submitit, is called at the end of the context, when the
+    checkpoint has been saved, because it may end the process or the job. Ignored signals are left unchanged. DataLoader
+    workers that start later ignore these signals, but a second SIGTERM terminates them. Outside the main thread, where
+    Python does not allow handlers, the context manager does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
         self._signals = [signal.Signals[name] for name in signals]
         preemption_signals.update(self._signals)
         self.received_signal: str | None = None
-        self._handled_signals: set[signal.Signals] = set()
+        # The handlers that this object replaces, and the received signals, in the order of their arrival.
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._received_signals: dict[signal.Signals, None] = {}
 
     def __enter__(self) -> Self:
         self.received_signal = None
-        default_signals = [signum for signum in self._signals if signal.getsignal(signum) == signal.SIG_DFL]
-        if not default_signals or threading.current_thread() is not threading.main_thread():
+        self._received_signals.clear()
+        handlers = {signum: signal.getsignal(signum) for signum in self._signals}
+        # A C library has installed a handler of None. An enclosing context has installed `_ignore_signal`.
+        unchanged = (signal.SIG_IGN, None, _ignore_signal)
+        replaced = {signum: handler for signum, handler in handlers.items() if handler not in unchanged}
+        for signum in [signum for signum, handler in handlers.items() if handler is None]:
+            _log.warning("A C library handles %s, so this signal does not cause a checkpoint.", signum.name)
+        if not replaced or threading.current_thread() is not threading.main_thread():
             return self
         _detach_wakeup_socket_in_forks()
         self._receiver, sender = socket.socketpair()
@@ -48,19 +62,19 @@ class PreemptionHandler:
         self._previous_wakeup_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         self._pid = os.getpid()
         self._thread = start_thread(self._receive_signals, name="unitrain preemption", restarts=True)
-        for signum in default_signals:
+        self._previous_handlers = replaced
+        for signum in replaced:
             signal.signal(signum, _ignore_signal)
-            self._handled_signals.add(signum)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._handled_signals:
+        if not self._previous_handlers:
             return
-        for signum in self._handled_signals:
-            signal.signal(signum, signal.SIG_DFL)
-        self._handled_signals.clear()
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        previous_handlers, self._previous_handlers = self._previous_handlers, {}
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         if os.getpid() != self._pid:  # a forked process; the parent closes the connection
             return
@@ -70,14 +84,19 @@ class PreemptionHandler:
         self._thread.join()
         self._receiver.close()
         self._sender.close()
+        for signum in self._received_signals:
+            handler = previous_handlers.get(signum)
+            if callable(handler) and handler is not signal.default_int_handler:
+                handler(signum, sys._getframe())
 
     def _receive_signals(self) -> None:
         """Read the numbers of received signals until the connection is shut down."""
         first_time = 0.0
         while numbers := self._receiver.recv(16):
             for signum in numbers:
-                if signum not in self._handled_signals:
+                if signum not in self._previous_handlers:
                     continue
+                self._received_signals[signal.Signals(signum)] = None
                 if self.received_signal is None:
                     first_time, self.received_signal = time.monotonic(), signal.Signals(signum).name
                 elif time.monotonic() - first_time > _DUPLICATE_SIGNAL_SECONDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import weakref
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from unitrain.errors import ConfigError, MissingDependencyError
+from unitrain.output import get_logger
 from unitrain.progress.goodput import GoodputSummary
 from unitrain.progress.stragglers import TRAINING
 from unitrain.threads import start_thread
@@ -20,7 +20,7 @@ from unitrain.threads import start_thread
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _RETRY_SECONDS = 1.0
 
 # Gauges of the run, with their descriptions. All names have the prefix "unitrain_".

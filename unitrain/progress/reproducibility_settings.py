@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from unitrain.backends.base import Communicator
+from unitrain.output import get_logger
 from unitrain.processes import cpu_model_name
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _FIXES = {
     "torch": "Install the same version",
     "threads": "Set OMP_NUM_THREADS, or call torch.set_num_threads",

@@ -30,6 +30,7 @@ from unitrain.bootstrap.network import LOOPBACK, check_can_listen
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
 from unitrain.launchers.hosts import add_slots, format_hosts
+from unitrain.output import protect_programs_from_broken_pipes
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.attempt import SupervisedJob
 from unitrain.supervisor.checks import (
@@ -51,6 +52,8 @@ _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAUL
     "srun": "ddp",
 }
 _STANDBY_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")
+# mpirun and srun end if the reader of their output exits. torchrun and horovodrun guard their output themselves.
+_PIPE_SENSITIVE_LAUNCHERS = ("mpirun", "srun")
 _MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # not srun: Slurm selects its hosts
 
 
@@ -152,6 +155,8 @@ def execute(plan: LaunchPlan) -> NoReturn:
     sys.stdout.flush()
     if not plan.names_other_hosts:
         environment.export_terminal()
+    if plan.job.launcher in _PIPE_SENSITIVE_LAUNCHERS or plan.job.spec.controller == "mpi":
+        protect_programs_from_broken_pipes()
     if plan.job.needs_supervisor:
         sizes_before: dict[str, int] = {}
         log_dir = plan.log_dir

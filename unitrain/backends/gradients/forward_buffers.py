@@ -5,16 +5,16 @@ A training forward pass is a forward pass with grad mode enabled, even if the mo
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.output import get_logger
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = get_logger(__name__)
 _LARGE_BYTES = 2**24  # broadcasting more bytes prolongs each step noticeably on CPUs
 
 

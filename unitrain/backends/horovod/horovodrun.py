@@ -7,15 +7,19 @@ connection, and the server listens only on the address that the ranks use. Under
 environment variables remain on the command lines. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
-preempted, this process also exits with 75. After SIGTERM or SIGINT, this process fails unless all ranks succeed.
-horovodrun itself does not guarantee this, because it sometimes loses the exit codes of the ranks. This process also
-exits if a process that outlives its rank holds the rank's output open.
+preempted, this process also exits with 75. After SIGTERM, SIGHUP or SIGINT, this process fails unless all ranks
+succeed. horovodrun itself does not guarantee this, because it sometimes loses the exit codes of the ranks. This process
+also exits if a process that outlives its rank holds the rank's output open.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import os
+import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -37,8 +41,10 @@ from unitrain.bootstrap.signal_forwarding import (
     forward_warning_signals,
     ignore_warning_signals,
     install_no_op_warning_handlers,
+    terminate_on_hangup,
 )
 from unitrain.errors import PREEMPTED_EXIT_CODE
+from unitrain.output import guard_standard_streams, guard_stream
 
 # Program that reads the output of `env -0` into its environment, except variables that horovodrun does not export, and
 # then replaces itself with the shell that runs the rank's command.
@@ -50,6 +56,7 @@ _ENVIRONMENT_RECEIVER = (
 )
 # Maximum time for which each of a rank's two output streams is read after the rank has exited.
 _LAST_OUTPUT_SECONDS = 5.0
+_READ_BYTES = 2**16
 _NOT_EXPORTED = "|".join(sorted(exports.IGNORE_REGEXES))
 
 
@@ -130,16 +137,36 @@ class _OutputThread(threading.Thread):
     """Thread that forwards an output stream of a rank.
 
     horovodrun calls `join` after the rank has exited. A process that the rank has started may hold the stream open, so
-    that reading it would never end.
+    that reading it would never end. Unlike horovodrun's own function, the thread continues to read if a line cannot be
+    written or is not UTF-8: a rank whose output nobody reads would block.
     """
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        super().__init__(target=target, args=args, name="unitrain output", daemon=True)
+        super().__init__(target=_forward_output, args=args, name="unitrain output", daemon=True)
         self.start()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the stream has been read completely, for at most `_LAST_OUTPUT_SECONDS` by default."""
         super().join(_LAST_OUTPUT_SECONDS if timeout is None else timeout)
+
+
+def _forward_output(source: Any, destination: Any, name: str, rank: int | None, has_timestamp: bool) -> None:
+    """Copy the lines of `source`, a connection, to the text stream `destination`, with the prefix of horovodrun."""
+    files = destination._files if isinstance(destination, gloo_run.MultiFile) else [destination]
+    streams = list(map(guard_stream, files))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with source:
+        remaining, is_open = "", True
+        while is_open:
+            content = os.read(source.fileno(), _READ_BYTES)
+            is_open = bool(content)
+            # A carriage return also ends a line, so that progress bars are shown immediately.
+            *lines, remaining = re.split(r"(?<=[\r\n])", remaining + decoder.decode(content, final=not is_open))
+            for line in lines if is_open else filter(None, [*lines, remaining]):
+                time_text = time.asctime() if has_timestamp else ""
+                for stream in streams:
+                    stream.write(line if rank is None else f"{time_text}[{rank}]<{name}>:{line}")
+                    stream.flush()
 
 
 def _run_middleman(*arguments: Any) -> None:
@@ -183,6 +210,7 @@ _exec_middleman = safe_shell_exec._exec_middleman
 
 def main() -> None:
     """Run horovodrun with this process's arguments."""
+    guard_standard_streams()
     # Old versions of Kubeflow's MPI operator reach other pods with kubectl, which does not forward standard input.
     if not exports.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _create_command_function
@@ -191,6 +219,7 @@ def main() -> None:
     safe_shell_exec._exec_middleman = _run_middleman
     safe_shell_exec.in_thread = _OutputThread  # the middlemen run in other processes
     forward_warning_signals("HOROVOD_RANK")
+    terminate_on_hangup()
     launch.run_commandline()
 
 

@@ -6,7 +6,6 @@ transport therefore sends the messages, over TCP connections between all ranks o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,9 +19,10 @@ from unitrain.backends.horovod.tensors import Destination, dense_bytes
 from unitrain.backends.horovod.work import GroupTimeoutError
 from unitrain.bootstrap import environment
 from unitrain.errors import UnsupportedError
+from unitrain.output import get_logger
 from unitrain.torch_compat import Work, create_gloo_group
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = get_logger(__name__)
 _CONNECTION_TIMEOUT = timedelta(seconds=30)
 
 
