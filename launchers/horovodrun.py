@@ -9,7 +9,7 @@ from unitrain.launchers import slurm
 from unitrain.launchers.devices import CUDA_VISIBLE_DEVICES
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, format_hosts, is_this_host
-from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
+from unitrain.launchers.spec import Command, LaunchSpec, after_options, find_program, launcher_module_command
 
 # After a signal, mpirun kills the ranks after this number of seconds. The default, 1 s, is too short to write a
 # checkpoint. `unitrain.launchers.mpirun` sets the same limit by an option.
@@ -49,7 +49,7 @@ def build(spec: LaunchSpec) -> Command:
         options.append("--disable-cache")  # otherwise, horovodrun caches for an hour which hosts are reachable
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    program = (*_device_assignment(spec), spec.python, *spec.program)
+    program = after_options((*_device_assignment(spec), spec.python, *spec.program))
     return Command((*start, *options, *spec.launcher_args, *program), variables)
 
 

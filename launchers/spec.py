@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -135,6 +135,15 @@ class Command:
             return "\n".join(f"on {host}: {command.shell()}" for host, command in self.per_host)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.argv)])
+
+
+def after_options(program: Sequence[str]) -> tuple[str, ...]:
+    """Return `program` with "--" before it if one of its words looks like an option.
+
+    The parsers of torchrun and horovodrun read all words of the command line as options, for example an argument --log
+    of the script as an ambiguous abbreviation of their own options, except after "--".
+    """
+    return (*(("--",) if any(word.startswith("-") for word in program) else ()), *program)
 
 
 def count_usable_cores() -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from unitrain.launchers import slurm
 from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import processes_per_host
+from unitrain.launchers.hosts import Host, processes_per_host
 from unitrain.launchers.rendezvous import rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
@@ -40,8 +40,8 @@ def build(spec: LaunchSpec) -> Command:
 
     The command uses the first hosts in Slurm's order that together have enough tasks. Slurm distributes the ranks
     evenly. The rendezvous is on the first host, on a port derived from the job ID (`slurm.Allocation.port`), unless
-    MASTER_ADDR and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm
-    chooses them), and for more processes than tasks.
+    MASTER_ADDR and MASTER_PORT are set. Outside an allocation, a dry run has a placeholder for the first host. Raises
+    LaunchError outside an allocation, if the spec names hosts (Slurm chooses them), and for more processes than tasks.
     """
     spec.check_no_controller("srun")
     launch = f"unitrain launch --launcher srun -np {spec.num_processes}"
@@ -52,6 +52,8 @@ def build(spec: LaunchSpec) -> Command:
             f"the hosts from Slurm: salloc --nodelist {names} --ntasks {spec.num_processes} {launch} ..."
         )
     allocation = slurm.read_allocation()
+    if allocation is None and spec.is_dry_run:  # the command that would run in an allocation of one host
+        allocation = slurm.Allocation("", (Host("FIRST_HOST_OF_ALLOCATION", spec.num_processes),))
     if allocation is None:
         missing_program = (
             "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "
@@ -67,7 +69,7 @@ def build(spec: LaunchSpec) -> Command:
     counts = processes_per_host(spec.num_processes, allocation.hosts)
     options = [
         # Without names, Slurm may choose other hosts of the allocation, and MASTER_ADDR would be wrong.
-        *("--nodelist", ",".join(host.name for host in allocation.hosts[: len(counts)])),
+        *(("--nodelist", ",".join(host.name for host in allocation.hosts[: len(counts)])) if allocation.job_id else ()),
         *task_options(counts),
     ]
     if allocation.cpus_per_task is not None:

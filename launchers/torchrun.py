@@ -11,7 +11,7 @@ from unitrain.launchers.arguments import is_likely_secret, names_forwarded_by_de
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per_host
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
-from unitrain.launchers.spec import Command, LaunchSpec, launcher_module_command
+from unitrain.launchers.spec import Command, LaunchSpec, after_options, launcher_module_command
 
 # Without this variable, restarted workers read the addresses of the previous workers (pytorch#135712).
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -191,4 +191,7 @@ def _command(spec: LaunchSpec, options: list[str]) -> Command:
     fix = "Install torch there: pip install torch"
     module = "unitrain.bootstrap.torchrun"
     start = launcher_module_command(module, "torch", spec.python, fix, is_dry_run=spec.is_dry_run)
-    return Command((*start, *options, *spec.launcher_args, *spec.program), {**RESTART_VARIABLES, **spec.variables})
+    # -m is an option of torchrun, unless a wrapper runs the module.
+    num_flags = 1 if spec.module and not spec.wrapper else 0
+    flags, program = spec.program[:num_flags], after_options(spec.program[num_flags:])
+    return Command((*start, *options, *spec.launcher_args, *flags, *program), {**RESTART_VARIABLES, **spec.variables})

@@ -6,13 +6,39 @@ from pathlib import Path
 
 import click
 
+from unitrain import launchers, output
 from unitrain.errors import ConfigError
 from unitrain.launchers import LaunchError
-from unitrain.output import guard_standard_streams
+from unitrain.supervisor.checks import is_config_file
 from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_key, plan_launch
 
+# Options of other launchers, and the options of this command with the same purpose.
+_OPTION_SYNONYMS = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc", "--np", "--num-proc", "--ntasks", "--world-size"), "-np"),
+    **dict.fromkeys(("--nnodes", "--nodes", "--num-nodes", "--nodelist", "-N"), "-H"),
+    **dict.fromkeys(("--gpus", "--gpus-per-node", "--num-gpus"), "--devices"),
+    **dict.fromkeys(("--min-np", "--max-np"), "--elastic"),
+    **dict.fromkeys(("--master-addr", "--master-port", "--env", "--export"), "-x"),
+    "--machinefile": "--hostfile",
+}
+# Options that scripts rarely have themselves.
+_DISTINCTIVE_OPTIONS = ("-np", "--num-processes", "--launcher", "--hostfile", "--max-restarts", "--launcher-args")
 
-@click.command(context_settings={"allow_interspersed_args": False})
+
+class _LaunchCommand(click.Command):
+    """The command, with suggestions for options of other launchers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            synonym = _OPTION_SYNONYMS.get(error.option_name.replace("_", "-"))
+            if synonym is None:
+                raise
+            raise click.NoSuchOption(error.option_name, possibilities=[synonym], ctx=ctx) from None
+
+
+@click.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--backend",
     metavar="NAME",
@@ -127,9 +153,10 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
       unitrain launch --backend horovod --elastic 2:8 -H node1:4,node2:4 train.py
     """
     if not is_dry_run:
-        guard_standard_streams()
+        output.guard_standard_streams()
         export_job_key()
     request = LaunchRequest(use_tuned_settings=not untuned, is_dry_run=is_dry_run, **arguments)  # type: ignore[arg-type]
+    _note_misplaced_options(request)
     try:
         plan = plan_launch(request)
     except (LaunchError, ConfigError) as error:
@@ -143,3 +170,25 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
         execute(plan)
     except LaunchError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _note_misplaced_options(request: LaunchRequest) -> None:
+    """Print a note if an argument of the script is probably an option of this command. The script still receives it:
+    it may have an option of the same name that its own text does not contain."""
+    names = [word.partition("=")[0] for word in request.args]
+    options = [name for name in names if name in _DISTINCTIVE_OPTIONS or name.replace("_", "-") in _OPTION_SYNONYMS]
+    file = launchers.find_module(str(request.script)) if request.is_module else request.script
+    try:
+        source = "" if file is None or is_config_file(file) else file.read_text(errors="replace")
+    except OSError:  # `plan_launch` reports it
+        return
+    plain_source = source.replace("-", "_")
+    name = next((name for name in options if name.lstrip("-").replace("-", "_") not in plain_source), None)
+    if name is not None:
+        option = _OPTION_SYNONYMS.get(name.replace("_", "-"), name)
+        output.print_to_stderr(
+            [
+                f"unitrain: {name} is after SCRIPT, so it is an argument of '{request.script}'. If it is meant for "
+                f"unitrain launch, write it before SCRIPT: unitrain launch {option} ... {request.script}"
+            ]
+        )

@@ -97,16 +97,15 @@ class LaunchPlan:
     log_dir: Path | None
 
     def missing_program_error(self) -> str | None:
-        """Return an error message if this host lacks the launcher or, for a job on other hosts, ssh; otherwise None.
+        """Return an error message if this host lacks the launcher, a Slurm allocation that the launcher needs or, for a
+        job on other hosts, ssh; otherwise None.
 
         Planning a dry run does not check this.
         """
         try:
             launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
-        except launchers.MissingLauncherError as error:
+        except LaunchError as error:
             return str(error)
-        except LaunchError:
-            pass  # other conditions, such as a Slurm allocation, are checked when the command runs
         return launchers.SSH_MISSING if self.names_other_hosts and shutil.which("ssh") is None else None
 
 

@@ -15,9 +15,9 @@ import click
 
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
-from unitrain.errors import did_you_mean
 from unitrain.launchers import LaunchError, parse_exports
 from unitrain.launchers.arguments import is_likely_secret
+from unitrain.launchers.errors import did_you_mean
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
 from unitrain.supervisor import following

@@ -20,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from shlex import quote, split
@@ -150,10 +150,26 @@ class _OutputThread(threading.Thread):
         super().join(_LAST_OUTPUT_SECONDS if timeout is None else timeout)
 
 
+class _OutputFiles:
+    """The terminal and the file of --output-filename to which a stream of a rank is copied."""
+
+    def __init__(self, files: Iterable[Any]) -> None:
+        self._streams = list(map(guard_stream, files))
+
+    def write(self, text: str) -> None:
+        """Write `text` to each file that can be written."""
+        for stream in self._streams:
+            stream.write(text)
+
+    def flush(self) -> None:
+        """Flush all files."""
+        for stream in self._streams:
+            stream.flush()
+
+
 def _forward_output(source: Any, destination: Any, name: str, rank: int | None, has_timestamp: bool) -> None:
     """Copy the lines of `source`, a connection, to the text stream `destination`, with the prefix of horovodrun."""
-    files = destination._files if isinstance(destination, gloo_run.MultiFile) else [destination]
-    streams = list(map(guard_stream, files))
+    stream = guard_stream(destination)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with source:
         remaining, is_open = "", True
@@ -164,9 +180,8 @@ def _forward_output(source: Any, destination: Any, name: str, rank: int | None, 
             *lines, remaining = re.split(r"(?<=[\r\n])", remaining + decoder.decode(content, final=not is_open))
             for line in lines if is_open else filter(None, [*lines, remaining]):
                 time_text = time.asctime() if has_timestamp else ""
-                for stream in streams:
-                    stream.write(line if rank is None else f"{time_text}[{rank}]<{name}>:{line}")
-                    stream.flush()
+                stream.write(line if rank is None else f"{time_text}[{rank}]<{name}>:{line}")
+                stream.flush()
 
 
 def _run_middleman(*arguments: Any) -> None:
@@ -204,6 +219,15 @@ def _call_unless_exited(send_signal: Callable[[], None]) -> None:
         send_signal()
 
 
+def _parse_arguments() -> Any:
+    """Parse this process's arguments. "--" before the command of the ranks protects it from horovodrun's parser."""
+    arguments = _parse_horovodrun_arguments()
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
+    return arguments
+
+
+_parse_horovodrun_arguments = launch.parse_args
 _launch_gloo = gloo_run.launch_gloo
 _exec_middleman = safe_shell_exec._exec_middleman
 
@@ -215,6 +239,8 @@ def main() -> None:
     if not exports.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _create_command_function
         gloo_run.get_remote_command = _remote_command
+    launch.parse_args = _parse_arguments
+    gloo_run.MultiFile = _OutputFiles
     gloo_run.launch_gloo = _launch_with_bound_server
     safe_shell_exec._exec_middleman = _run_middleman
     safe_shell_exec.in_thread = _OutputThread  # the middlemen run in other processes
