@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fake_programs import write_program
+from torch.distributed import run as torch_run
 
 from unitrain import launchers
 from unitrain.launchers import (
@@ -180,7 +182,7 @@ def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
 def test_torchrun_on_one_host_uses_a_standalone_rendezvous() -> None:
     command = build("torchrun", create_spec(num_processes=2, backend="horovod"))
     assert command.argv == (
-        *TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
+        *TORCHRUN, "--standalone", "--nproc-per-node", "2", "--", "train.py", "--epochs", "3",
     )  # fmt: skip
     assert command.environment == {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "UNITRAIN_BACKEND": "horovod", "OMP_NUM_THREADS": "4",
@@ -190,7 +192,7 @@ def test_torchrun_on_one_host_uses_a_standalone_rendezvous() -> None:
 def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
     launch_spec = create_spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
     first, second = commands_per_host(launch_spec)
-    common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
+    common = ("--master-addr", "a", "--master-port", "29500", "--", "train.py", "--epochs", "3")
     assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
     assert second.argv[4:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
     command = build("torchrun", launch_spec)
@@ -437,7 +439,7 @@ def test_launch_without_a_launcher_rejects_other_hosts() -> None:
         (
             create_spec(num_processes=2, controller="mpi", backend="horovod"),
             ["-np", "2", "--mpi"],
-            {"UNITRAIN_BACKEND": "horovod"}
+            {"UNITRAIN_BACKEND": "horovod", "OMPI_MCA_odls_base_sigkill_timeout": "4"}
             | ({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}),
         ),
         (create_spec(num_processes=2, hosts=(Host("localhost", 2),)), ["-np", "2", "-H", "localhost:2", "--gloo"], {}),
@@ -460,9 +462,38 @@ def test_horovodrun_command_contains_hosts_controller_and_variables(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     command = build("horovodrun", launch_spec)
     assert command.argv == (
-        *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",
+        *HOROVODRUN, *options, "--", sys.executable, "train.py", "--epochs", "3",
     )  # fmt: skip
     assert command.environment == {"OMP_NUM_THREADS": "4"} | variables
+
+
+# Exact, abbreviated and ambiguous options of torchrun and horovodrun, and the separator itself.
+OPTION_LIKE_ARGUMENTS = [
+    ("--log", "5"), ("--start", "4"), ("--local", "1"), ("--num", "3"), ("--min", "1"), ("--auto",), ("--no", "x"),
+    ("--nnodes", "7"), ("-np", "8"), ("-h",), ("--help",), ("-m", "x"), ("--version",), ("--rdzv", "y"), ("--", "-t"),
+    ("--stall", "1"), ("-x", "A=1"), ("--log=5",), ("a", "--", "--log"), ("--hosts", "b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", OPTION_LIKE_ARGUMENTS, ids=" ".join)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_arguments_of_the_script_do_not_reach_the_parser_of_torchrun(args: tuple[str, ...], is_module: bool) -> None:
+    command = build("torchrun", create_spec(num_processes=2, args=args, module=is_module))
+    options = torch_run.parse_args(command.argv[4:])
+    assert (options.training_script, tuple(options.training_script_args)) == ("train.py", args)
+    assert (options.module, options.nproc_per_node, options.log_dir) == (is_module, "2", None)
+
+
+@pytest.mark.parametrize("args", OPTION_LIKE_ARGUMENTS, ids=" ".join)
+def test_arguments_of_the_script_do_not_reach_the_parser_of_horovodrun(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    horovodrun = importlib.import_module("unitrain.backends.horovod.horovodrun")
+    command = build("horovodrun", create_spec(num_processes=2, args=args))
+    monkeypatch.setattr(sys, "argv", list(command.argv[3:]))
+    options = horovodrun.parse_arguments()
+    assert tuple(options.command) == (sys.executable, "train.py", *args)
+    assert (options.num_proc, options.hosts) == (2, None)
 
 
 def test_horovodrun_with_mpi_rejects_ddp() -> None:

@@ -219,7 +219,7 @@ def _call_unless_exited(send_signal: Callable[[], None]) -> None:
         send_signal()
 
 
-def _parse_arguments() -> Any:
+def parse_arguments() -> Any:
     """Parse this process's arguments. "--" before the command of the ranks protects it from horovodrun's parser."""
     arguments = _parse_horovodrun_arguments()
     if arguments.command[:1] == ["--"]:
@@ -239,7 +239,7 @@ def main() -> None:
     if not exports.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _create_command_function
         gloo_run.get_remote_command = _remote_command
-    launch.parse_args = _parse_arguments
+    launch.parse_args = parse_arguments
     gloo_run.MultiFile = _OutputFiles
     gloo_run.launch_gloo = _launch_with_bound_server
     safe_shell_exec._exec_middleman = _run_middleman
