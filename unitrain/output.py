@@ -15,8 +15,10 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+# In Python 3.10, the class does not accept a type argument at run time.
+_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
 _COPY_BYTES = 2**16
 
 
@@ -151,7 +153,7 @@ def print_to_stderr(lines: Sequence[str]) -> None:
         stderr.flush()
 
 
-class ReportLogger(logging.LoggerAdapter[logging.Logger]):
+class ReportLogger(_Adapter):
     """Logger whose messages never raise an error, even if a handler that the program has installed does.
 
     SystemExit is included, because rich raises it if the reader of a pipe has exited.

@@ -35,7 +35,7 @@ class _LaunchCommand(click.Command):
             synonym = _OPTION_SYNONYMS.get(error.option_name.replace("_", "-"))
             if synonym is None:
                 raise
-            raise click.NoSuchOption(error.option_name, possibilities=[synonym], ctx=ctx) from None
+            raise click.UsageError(f"No such option: {error.option_name}. Did you mean {synonym!r}?", ctx) from None
 
 
 @click.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
