@@ -18,7 +18,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 # In Python 3.10, the class does not accept a type argument at run time.
-_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
 _COPY_BYTES = 2**16
 
 

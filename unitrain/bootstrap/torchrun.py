@@ -164,7 +164,7 @@ def _main(error_folder: str) -> None:
     else:
         forward_warning_signals("LOCAL_RANK")
     # torch would replace the handler of SIGHUP, also one that nohup has set, and forward SIGHUP to the ranks.
-    # Earlier versions of torch than 2.9 do not have this option.
+    # Old versions of torch do not have the option.
     handled_signals = getattr(options, "signals_to_handle", "").split(",")
     options.signals_to_handle = ",".join(name for name in handled_signals if name.strip() != "SIGHUP")
     terminate_on_hangup()
