@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unitrain.processes import print_to_stderr
+from unitrain.output import print_to_stderr
 
 _RESTART_SECONDS = 1.0
 _MAX_REPORTED = 100  # different errors per process
