@@ -14,6 +14,7 @@ exact_buckets     division of gradients into the buckets and blocks of exact_red
 logical_ranks_model  separate gradients per logical rank, reduced exactly
 interleaved_ranks_model  logical ranks that take turns within a step, for synchronized BatchNorm
 forward_buffers   broadcast of buffers that a training forward pass reads
+half_precision    means of half-precision gradients, accumulated in float32
 compression       half-precision and PowerSGD compression of buckets
 power_sgd         PowerSGD and its state
 """

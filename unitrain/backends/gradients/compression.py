@@ -33,6 +33,7 @@ from unitrain.backends.gradients.end_of_backward import (
 from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.slow_network_exchange import start_allgather, start_alltoall
+from unitrain.backends.tensors import HALF_DTYPES
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward
 
@@ -141,7 +142,9 @@ class _BucketCompression:
             # would drop the imaginary parts.
             if buffer.is_complex():
                 buffer = torch.view_as_real(buffer).view(-1)
-            scratch = self._scratch_for(bucket.index(), buffer, DTYPE_BY_COMPRESSION[self._compressor])
+            is_half = buffer.dtype in HALF_DTYPES
+            dtype = buffer.dtype if is_half else DTYPE_BY_COMPRESSION[self._compressor]
+            scratch = self._scratch_for(bucket.index(), buffer, dtype)
             return self._reduce_half(buffer, scratch)
         parameters = bucket.parameters()
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
@@ -159,13 +162,14 @@ class _BucketCompression:
         padded = -(-buffer.numel() // self._world_size) * self._world_size
         shape = (3, buffer.numel()) if self._world_size == 2 else (2, padded)
         scratch = self._scratch.get(index)
-        if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward pass
+        # DDP changes the buckets after the first backward pass.
+        if scratch is None or (scratch.shape, scratch.dtype) != (shape, dtype):
             scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
         return scratch
 
     def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
         """Replace `buffer` with the sum over ranks of round(values / number of ranks). The sum is also rounded to half
-        precision.
+        precision. Values that are already in half precision are divided after the sum, so that they are rounded once.
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank sums one slice in float32, in rank order.
@@ -174,17 +178,19 @@ class _BucketCompression:
         """
         group = self._get_process_group()
         own, received = scratch[0], scratch[1:].view(-1)
-        own[: buffer.numel()] = buffer.div_(self._world_size)
+        is_half = buffer.dtype in HALF_DTYPES
+        own[: buffer.numel()] = buffer if is_half else buffer.div_(self._world_size)
+        divisor = self._world_size if is_half else 1
         # As bytes, because some transports do not support half precision.
         own_bytes, received_bytes = own.view(torch.uint8), received.view(torch.uint8)
         rank_parts = received.chunk(self._world_size)
         if self._world_size == 2:
             yield self._start(lambda: start_allgather(received_bytes, own_bytes, group))
-            own.copy_(_sum_in_float32(rank_parts, buffer))
+            own.copy_(_sum_in_float32(rank_parts, buffer, divisor))
         else:
             yield self._start(lambda: start_alltoall(received_bytes, own_bytes, group))
             reduced_part = rank_parts[0]  # rank 0's part, which the sum replaces
-            reduced_part.copy_(_sum_in_float32(rank_parts, buffer))
+            reduced_part.copy_(_sum_in_float32(rank_parts, buffer, divisor))
             part_bytes = reduced_part.view(torch.uint8)
             yield self._start(lambda: start_allgather(own_bytes, part_bytes, group))
         buffer.copy_(own[: buffer.numel()])
@@ -216,13 +222,14 @@ class _BucketCompression:
         return reducer_group
 
 
-def _sum_in_float32(parts: Sequence[Tensor], buffer: Tensor) -> Tensor:
-    """Return the sum of tensors of the same size, added in their order; in the memory of `buffer` if it is float32."""
+def _sum_in_float32(parts: Sequence[Tensor], buffer: Tensor, divisor: int) -> Tensor:
+    """Return the sum of tensors of the same size, added in their order, divided by `divisor`; in the memory of `buffer`
+    if it is float32."""
     total = buffer[: len(parts[0])] if buffer.dtype == torch.float32 else parts[0].float()
     total.copy_(parts[0])
     for part in parts[1:]:
         total += part
-    return total
+    return total if divisor == 1 else total.div_(divisor)
 
 
 def compress_each_backward(
@@ -287,7 +294,7 @@ def _compress_gradients(parameters: list[nn.Parameter], compressor: Compressor) 
         if isinstance(compressor, PowerSGDCompressor):
             for _ in compressor.reduce([parameter], [gradient], lambda total: do_not_wait):
                 pass
-        else:
+        elif gradient.dtype not in HALF_DTYPES:
             gradient.copy_(_round_to_dtype(gradient, DTYPE_BY_COMPRESSION[compressor]))
     if isinstance(compressor, PowerSGDCompressor):
         compressor.finish()

@@ -27,6 +27,7 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, register_compression_hook
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
+from unitrain.backends.gradients.half_precision import Float32Reduction, has_half_precision
 from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check
@@ -155,8 +156,13 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 **read_bucket_settings(),
             )
         self._buffer_broadcaster = buffer_broadcaster
+        self._sums_in_float32 = compressor == "none" and reducer_group.size() > 1 and has_half_precision(model)
         if compressor != "none":
             register_compression_hook(self, compressor, reducer_group)
+        elif self._sums_in_float32:
+            reduction = Float32Reduction(reducer_group, find_unused_parameters=find_unused_parameters)
+            # DDP rejects a hook whose annotations are strings, as all annotations of this module are.
+            super().register_comm_hook(None, lambda state, bucket: reduction(state, bucket))
         self._all_parameters = list(model.parameters())
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
@@ -191,6 +197,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
             raise ModelError(
                 "register_comm_hook was called after the backend was shut down. Call it before the first backward pass."
             )
+        if self._sums_in_float32:  # the user's hook replaces this hook; DDP accepts one hook per reducer
+            self._sums_in_float32 = False
+            self._comm_hooks.clear()
+            self.rebuild_reducer()
         if self.has_comm_hook():
             raise ModelError(
                 "The gradients of this model already have a communication hook. Leave compression out of "

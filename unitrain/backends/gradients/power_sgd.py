@@ -106,7 +106,7 @@ class PowerSGDCompressor(CompressionState):
             else:
                 matrices.append(self._create_matrix(name, gradient))
 
-        dtype = matrices[0].remainder.dtype if matrices else gradients[0].dtype
+        dtype = matrices[0].remainder.dtype if matrices else torch.promote_types(gradients[0].dtype, torch.float32)
         count = len(matrices)
         parts = [
             *(matrix.remainder @ matrix.basis for matrix in matrices),

@@ -99,6 +99,15 @@ class ReducerGroup(dist.ProcessGroup):
         if self._check_bucket is not None:
             self._check_bucket(bucket)
 
+    def start_allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Start an allreduce of a bucket, by default a sum, for which the caller waits or which it passes to
+        `add_work`. If it cannot start because of another rank's ModelError, re-raise that error."""
+        try:
+            return self._group.allreduce(tensors, dist.AllreduceOptions() if opts is None else opts)
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self._monitor.raise_cause_of(error)
+            raise
+
     def add_work(self, work: dist.Work) -> None:
         """Add `work`, the collective of a bucket, to the collectives that are waited for at the end of the backward
         pass. If a CUDA stream waits, the watchdog monitors them; otherwise, the host waits."""
@@ -130,7 +139,8 @@ class ReducerGroup(dist.ProcessGroup):
         if self.defers_allreduces:
             self._deferred_works.append(_DeferredWork(tensors, opts))
             return self._deferred_works[-1]
-        return self._start_allreduce(tensors, opts)
+        self.add_work(work := self.start_allreduce(tensors, opts))
+        return work
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -163,7 +173,8 @@ class ReducerGroup(dist.ProcessGroup):
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
             for deferred in self._deferred_works:
-                deferred.work = self._start_allreduce(deferred.tensors, deferred.opts)
+                self.add_work(work := self.start_allreduce(deferred.tensors, deferred.opts))
+                deferred.work = work
             if not self.waits_on_stream:
                 for work in self._works:
                     self.wait_for_ranks(work)
@@ -172,17 +183,6 @@ class ReducerGroup(dist.ProcessGroup):
         finally:
             self._deferred_works.clear()
             self._end_deadline(deadline)
-
-    def _start_allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Start the allreduce of a bucket. If it cannot start because of another rank's ModelError, re-raise that
-        error."""
-        try:
-            work = self._group.allreduce(tensors, opts)
-        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
-            self._monitor.raise_cause_of(error)
-            raise
-        self.add_work(work)
-        return work
 
     def _mark_reduced(self) -> None:
         self.on_reduced()

@@ -357,7 +357,7 @@ class GradientReducer:
         size, rank = self._communicator.size, self._communicator.rank
         if sent.is_complex():
             sent = torch.view_as_real(sent).view(-1)
-        if self._half_dtype is not None:
+        if self._compresses(sent.dtype):
             sent = sent.div_(size).to(self._half_dtype)
         self._reducer_group.begin_bucket(sent)
         received: Tensor | None = None
@@ -386,6 +386,10 @@ class GradientReducer:
             self._reducer_group.add_work(work)
         attached = {index for index in bucket.parameter_indices if self._is_attached(index)}
         self._in_flight.append(_BucketTransfer(bucket, work, sent, received, attached))
+
+    def _compresses(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of `dtype` are divided and rounded before they are sent."""
+        return self._half_dtype is not None and dtype not in HALF_DTYPES
 
     def _take_values(self, bucket: _Bucket) -> dict[int, Tensor]:
         """Return the local gradients of `bucket` by parameter, as 1-D tensors, and remove them from `.grad`."""
@@ -429,7 +433,7 @@ class GradientReducer:
         total.copy_(values_by_rank[0])
         for values in values_by_rank[1:]:
             total += values
-        if self._half_dtype is not None:
+        if self._compresses(elements.dtype):
             total = total.to(self._half_dtype)
         else:
             total /= size
