@@ -61,14 +61,21 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def process_age_seconds() -> float:
-    """Return the time since the start of this process, in seconds; 0 if the system has no /proc."""
+def process_start_ticks() -> int | None:
+    """Return the start time of this process in clock ticks since boot; None if the system has no /proc."""
     try:
         # The command name, in parentheses, may contain spaces. Field 22 is the start time, see proc(5).
-        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except OSError:
+        return None
+
+
+def process_age_seconds() -> float:
+    """Return the time since the start of this process, in seconds; 0 if the system has no /proc."""
+    ticks = process_start_ticks()
+    if ticks is None:
         return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def run_at_low_priority(function: Callable[[], None]) -> None:

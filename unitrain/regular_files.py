@@ -23,11 +23,12 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
         return file.read(status.st_size).decode()  # not max_bytes, because `read` allocates as many bytes as requested
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, *, is_durable: bool = False) -> None:
     """Atomically replace file `path` with a file that contains `text`. If `path` is a link, the link is replaced, and
     its target does not change. Raises OSError.
 
-    If the write fails or is interrupted, the previous file remains.
+    If the write fails or is interrupted, the previous file remains. With `is_durable`, the file is also complete after
+    a power loss.
     """
     new = path.with_name(f"{path.name}.new")
     try:
@@ -35,7 +36,16 @@ def replace_file(path: Path, text: str) -> None:
             new.unlink()  # left by a killed process, or a link to another file
         with new.open("x", encoding="utf-8") as file:
             file.write(text)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         new.replace(path)
+        if is_durable:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except BaseException:
         with suppress(OSError):
             new.unlink()

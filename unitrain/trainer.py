@@ -139,15 +139,14 @@ class Trainer(LoggingMethods):
         ))  # fmt: skip
 
         stateful_objects: dict[str, Stateful] = {
-            "precision": self._precision, "callbacks": self._callbacks, "loss": self._running_loss,
-            "weighting": self._loss_weighting,
+            "precision": self._precision, "callbacks": self._callbacks, "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_metric_names(self._evaluation.names[1:]))
         check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
             stateful_objects["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
-        self._run = TrainingRun(config, backend, self.checkpointer, stateful_objects, config_text)
+        self._run = TrainingRun(config, backend, self.checkpointer, self._running_loss, stateful_objects, config_text)
         self.progress = self._run.progress
         self._is_checkpoint_due = False
         self._schedule_plan = SchedulePlan(self._scheduler, config, self.progress, backend)

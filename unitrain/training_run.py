@@ -33,6 +33,7 @@ from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import TrainingData, describe_order_fix
 from unitrain.errors import CheckpointError
+from unitrain.metrics.running_loss import RunningLoss
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.local_sgd import LocalSGD
@@ -48,6 +49,7 @@ from unitrain.progress.training_progress import EpochEnd, TrainingProgress
 from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
+_LOSS = "loss"  # key in the training state
 _log = get_logger(__name__)
 _PACKAGES = ("unitrain", "horovod", "numpy")
 
@@ -66,8 +68,8 @@ class Stateful(Protocol):
 class TrainingRun:
     """The state of a training run without the model and the optimizer. All ranks must call every method.
 
-    Saves and restores `progress`, the RNG state and `stateful_objects` with the Checkpointer, and writes the history.
-    `epoch_end` is the end of the current epoch while it is incomplete, otherwise None.
+    Saves and restores `progress`, the RNG state, `running_loss` and `stateful_objects` with the Checkpointer, and
+    writes the history. `epoch_end` is the end of the current epoch while it is incomplete, otherwise None.
     `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is stored in the
     output folder and in checkpoints. `description` contains class names, settings and versions, for the history and the
     loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
@@ -81,6 +83,7 @@ class TrainingRun:
         config: TrainConfig,
         backend: Backend,
         checkpointer: Checkpointer,
+        running_loss: RunningLoss,
         stateful_objects: Mapping[str, Stateful],
         config_text: str | None = None,
     ) -> None:
@@ -91,7 +94,7 @@ class TrainingRun:
         self.is_elastic = environment.is_elastic()
         self.continues_in_folder = False
         self._config, self._backend, self._checkpointer = config, backend, checkpointer
-        self._stateful_objects = stateful_objects
+        self._running_loss, self._stateful_objects = running_loss, {_LOSS: running_loss, **stateful_objects}
         self._config_text = config_text
         self._id = secrets.token_hex(8)
         self._restored_training: dict[str, Any] | None = None
@@ -239,7 +242,8 @@ class TrainingRun:
         module.
 
         With `in_memory`, the checkpoint is written to the memory of this host instead of the disk. If a restarted job
-        could not read the checkpoint there, no checkpoint is written. A checkpoint of the same step is replaced.
+        could not read the checkpoint there, no checkpoint is written. A checkpoint of the same step is replaced. Raises
+        NonFiniteLossError on every rank if a loss of the epoch is not finite.
         """
         if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
@@ -253,6 +257,8 @@ class TrainingRun:
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
             parts = {name: part.state_dict() for name, part in self._stateful_objects.items()}
+        # Weights after a loss that is not finite must not replace earlier ones. The losses are already gathered.
+        self._running_loss.check_finite(parts[_LOSS], self.progress.epoch + 1, self.progress.step)
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,
@@ -395,7 +401,8 @@ class TrainingRun:
         folder, text = self._checkpointer.folder, self._config_text
         if folder is not None and text is not None:
             path = folder / files.CONFIG
-            run_on_rank_zero(self._backend, f"write '{path}'", CHECK_WRITABLE, lambda: replace_file(path, text))
+            task = f"write '{path}'"
+            run_on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: replace_file(path, text, is_durable=True))
 
     def _store_batch_size(self, data: TrainingData) -> None:
         data.begin_epoch(0)

@@ -222,4 +222,22 @@ def test_job_file_is_not_written_through_a_symbolic_link(tmp_path: Path, monkeyp
     (folder / ".job.new").symlink_to(other)
     output_folder.record_job(folder)
     assert other.read_text() == "not of this run"
-    assert output_folder.belongs_to_this_job(folder)
+    assert json.loads((folder / ".job").read_text())["job"] == "mine"
+
+
+def test_run_of_this_process_does_not_belong_to_an_earlier_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB", "mine")
+    path = tmp_path / ".job"
+    assert not output_folder.belongs_to_earlier_attempt(tmp_path)
+    for process, belongs in ({"process": "h 1 2"}, True), ({}, True), (None, False):
+        if process is None:
+            output_folder.record_job(tmp_path)
+        else:
+            path.write_text(json.dumps({"job": "mine", "batches": [[4, 8]], **process}))
+        assert output_folder.belongs_to_earlier_attempt(tmp_path) is belongs
+    assert output_folder.stored_batch_sizes(tmp_path) == [(4, 8)]
+    monkeypatch.setenv("UNITRAIN_JOB", "other")
+    assert not output_folder.belongs_to_earlier_attempt(tmp_path)
+    assert output_folder.stored_batch_sizes(tmp_path) == []

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.sharding.state_chunks import load_own_state, parameter_groups
 from unitrain.backends.sharding.state_format import state_dicts_of_shards, state_dicts_on_rank
 from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
@@ -392,7 +392,7 @@ def load_checkpoint(
     rank_zero_parts: dict[str, Any] = {}
     if training is not None:
         rank_zero_parts = {name: training.pop(name) for name in _RANK_ZERO_PARTS if name in training}
-    training = communicator.broadcast_object(training)
+    training = broadcast_with_tensors(communicator, training)  # averaged weights are as large as the model
     assert training is not None
     training |= rank_zero_parts
     problem: CheckpointError | None = None

@@ -4,7 +4,8 @@ A checkpoint written by rank 0 is a folder `step-000000123` with these files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
-    manifest.json       size and sha256 of these two files, versions, step, epoch, results, configuration and run ID
+    manifest.json       size and sha256 of these two files, whether all trainable weights are finite, versions, step,
+                        epoch, results, configuration and run ID
     config.yaml         the text passed as `Trainer(config_text=...)`, if there is one; the manifest has no digest of it
 
 `sharded_files` describes the checkpoints written by all ranks.
@@ -25,7 +26,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ MODEL, TRAINING, MANIFEST, CONFIG = "model.safetensors", "training.pt", "manifes
 RUN_ID = "run_id"
 """Field of the manifest: a random ID of the run that wrote the checkpoint. It does not change when the run resumes from
 its own output_dir."""
+FINITE = "finite"
+"""Field of the manifest: whether all trainable weights are finite. Missing in checkpoints of other programs."""
 _FORMAT, _NEWEST_FORMAT = 1, 2  # of checkpoints written by rank 0, and of sharded ones
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
@@ -98,6 +101,14 @@ def identify_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
     return found
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint, possibly a corrupt or renamed one, and not a folder of checkpoints.
+
+    The output folder of a run may contain a model.safetensors or a manifest.json of another program.
+    """
+    return step_of(path) >= 0 or ("files" in read_manifest(path) and not list_checkpoints(path))
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished checkpoints of killed runs from `folder`, and files or links with such names. Rename a
     checkpoint back if its process was killed between the two renames of `publish`.
@@ -126,6 +137,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
+
+
+def is_finite(path: Path) -> bool:
+    """Return whether the trainable weights of checkpoint `path` are finite, according to its manifest."""
+    return read_manifest(path).get(FINITE) is not False
+
+
+def finite_first(checkpoints: list[Path]) -> list[Path]:
+    """Return `checkpoints` in the same order, except that those whose weights are not finite are moved to the end."""
+    return sorted(checkpoints, key=lambda path: not is_finite(path))
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all elements of the floating-point and complex tensors are finite. Other tensors are ignored."""
+    for tensor in tensors:
+        if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        # The minimum and the maximum need no copy. They are not implemented for 8-bit types.
+        extremes = torch.aminmax(real.detach() if real.element_size() > 1 else real.detach().float())
+        if not all(bool(extreme.isfinite()) for extreme in extremes):
+            return False
+    return True
 
 
 def find_corruption(path: Path, first_file: int = 0, stride: int = 1) -> str | None:
@@ -162,21 +196,21 @@ def find_newest_valid(
     """Return `path_or_folder` if it is a checkpoint, or else the newest valid checkpoint in this folder; None if there
     is none.
 
-    `check` returns the reason why a checkpoint is corrupt, or None. It is called for each checkpoint, newest first,
-    until a checkpoint is valid. Logs a warning for each skipped checkpoint, and if a different run wrote the next older
-    checkpoint. Raises CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a
-    checked one has a format that this version cannot read.
+    A checkpoint whose weights are not finite is returned only if no other one is valid. `check` returns the reason why
+    a checkpoint is corrupt, or None. It is called for each checkpoint, until a checkpoint is valid. Logs a warning for
+    each skipped checkpoint, and if a different run wrote the next older checkpoint. Raises CheckpointError if all
+    checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a format that this version
+    cannot read.
     """
-    candidates = (
-        [path_or_folder]
-        if (path_or_folder / MODEL).exists() or (path_or_folder / MANIFEST).exists()
-        else list_checkpoints(path_or_folder)
-    )
+    candidates = [path_or_folder] if is_checkpoint(path_or_folder) else list_checkpoints(path_or_folder)
     reasons: list[str | None] = []
-    for path in candidates:
+    for path in finite_first(candidates):
         _check_format(path)
         reasons.append(reason := check(path))
         if reason is None:
+            for skipped in candidates[: candidates.index(path)]:
+                if not is_finite(skipped):
+                    _log.warning("Checkpoint '%s' is skipped: its weights are not finite.", skipped)
             _warn_of_other_run(path, candidates)
             return path
         _log.warning("Checkpoint '%s' is skipped: %s.", path, reason)

@@ -87,12 +87,12 @@ class MemoryCheckpoints:
             files.remove_unfinished(self._folder)
             on_disk = files.list_checkpoints(disk_folder)
             run_ids = {files.read_manifest(path).get(files.RUN_ID) for path in on_disk}
-            for path in files.list_checkpoints(self._folder):
+            for path in files.finite_first(files.list_checkpoints(self._folder)):
                 if not continues:
                     files.remove(path)
                     continue
                 # A checkpoint on disk is verified only if it would take precedence over this checkpoint.
-                if any(check(newer) is None for newer in on_disk if files.step_of(newer) >= files.step_of(path)):
+                if any(check(other) is None for other in on_disk if _precedence(other) >= _precedence(path)):
                     return None
                 skip_reason = check(path)
                 if skip_reason is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
@@ -136,3 +136,8 @@ class MemoryCheckpoints:
                 "disk. %s",
                 error,
             )
+
+
+def _precedence(checkpoint: Path) -> tuple[bool, int]:
+    """Return a key that is larger for checkpoints from which a run resumes in preference to others."""
+    return files.is_finite(checkpoint), files.step_of(checkpoint)

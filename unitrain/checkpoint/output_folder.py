@@ -1,15 +1,17 @@
 """File access with errors that all ranks raise, and the file `.job` in the output folder, which records the job that
 owns the folder.
 
-`unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt resumes the
-run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps when its number
-of ranks changes.
+`unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID and another process, an earlier
+attempt of the job started the run in the folder, and the new attempt resumes it. If it contains this process, another
+Trainer of the same attempt started the run. The file also stores the batch sizes of the first attempt, which an elastic
+job keeps when its number of ranks changes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -21,6 +23,7 @@ from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, sharded_files
 from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.errors import CheckpointError
+from unitrain.processes import process_start_ticks
 from unitrain.regular_files import read_regular_file, replace_file
 from unitrain.threads import start_thread
 
@@ -163,7 +166,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir(exist_ok=True)  # a killed process with the same ID may have left it
         probe.rmdir()
-        checkpoints, continues = files.list_checkpoints(folder), resume or belongs_to_this_job(folder)
+        checkpoints, continues = files.list_checkpoints(folder), resume or belongs_to_earlier_attempt(folder)
         if checkpoints and not continues:
             raise CheckpointError(
                 f"Output folder '{folder}' already holds a run, up to {checkpoints[0].name}. "
@@ -176,15 +179,30 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     return result
 
 
-def belongs_to_this_job(folder: Path) -> bool:
+def belongs_to_earlier_attempt(folder: Path) -> bool:
     """Return whether an earlier attempt of this job started the run in `folder`."""
-    return environment.job_id() is not None and _read_job_file(folder).get("job") == environment.job_id()
+    return _belongs_to_this_job(folder) and _read_job_file(folder).get("process") != _this_process()
 
 
 def record_job(folder: Path) -> None:
-    """Record this job as the owner of the run in `folder` if the job has an ID. A restarted job keeps its ID."""
-    if environment.job_id() is not None and not belongs_to_this_job(folder):
+    """Record this job and this process as the owner of the run in `folder` if the job has an ID. A restarted job keeps
+    its ID."""
+    if environment.job_id() is None:
+        return
+    recorded = _read_job_file(folder)
+    if recorded.get("job") != environment.job_id():
         _write_job_file(folder, [])
+    elif recorded.get("process") != _this_process():
+        _write_job_file(folder, recorded["batches"])
+
+
+def _belongs_to_this_job(folder: Path) -> bool:
+    return environment.job_id() is not None and _read_job_file(folder).get("job") == environment.job_id()
+
+
+def _this_process() -> str:
+    """Return a text that identifies this process: its host, ID and start time."""
+    return f"{socket.gethostname()} {os.getpid()} {process_start_ticks()}"
 
 
 def stored_batch_sizes(folder: Path) -> list[InitialBatchSizes]:
@@ -193,7 +211,9 @@ def stored_batch_sizes(folder: Path) -> list[InitialBatchSizes]:
     If this job has no ID, return the stored batch sizes of any job.
     """
     stored = (
-        _read_job_file(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
+        _read_job_file(folder).get("batches", [])
+        if environment.job_id() is None or _belongs_to_this_job(folder)
+        else []
     )
     return [InitialBatchSizes(*batch) for batch in stored]
 
@@ -220,7 +240,7 @@ def _read_job_file(folder: Path) -> dict[str, Any]:
     batches = read.get("batches", []) if isinstance(read, dict) else None
     if not isinstance(batches, list) or not all(_is_batch_size(batch) for batch in batches):
         raise _corrupt_file_error(folder, "it has an unexpected format")
-    return dict(read)
+    return {**read, "batches": batches}
 
 
 def _is_batch_size(batch: Any) -> bool:
@@ -236,4 +256,5 @@ def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
 
 
 def _write_job_file(folder: Path, batches: list[InitialBatchSizes]) -> None:
-    replace_file(folder / _JOB_FILE, json.dumps({"job": environment.job_id(), "batches": batches}))
+    content = {"job": environment.job_id(), "process": _this_process(), "batches": batches}
+    replace_file(folder / _JOB_FILE, json.dumps(content), is_durable=True)

@@ -44,9 +44,11 @@ from unitrain.backends.sharding.tensor_chunks import (
     own_chunks,
 )
 from unitrain.checkpoint.files import (
+    FINITE,
     MANIFEST,
     MODEL,
     TRAINING,
+    are_finite,
     file_list_digest,
     flush,
     publish,
@@ -75,7 +77,8 @@ class StateShard:
 
     `chunks` contains the chunks of tensors, by folder. `keys` maps each optimizer tensor to its parameter index and
     state key. `values` contains the values of the optimizer state that are not tensors. `tied` maps the names of tied
-    tensors, by folder, to the names under which they are stored. `local_state` is this rank's local SGD state, with
+    tensors, by folder, to the names under which they are stored. `trainable` contains the names of the parameters that
+    require gradients. `local_state` is this rank's local SGD state, with
     tensors in host memory.
     """
 
@@ -83,6 +86,7 @@ class StateShard:
     keys: dict[str, StateKey] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    trainable: frozenset[str] = frozenset()
     local_state: dict[str, Any] = field(default_factory=dict)
 
     def copy_to_host(self) -> StateShard:
@@ -114,7 +118,8 @@ def collect_shard(
             chunks[folder] = own_chunks(stored, rank, size)
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = own_state(optimizer, names, rank, size)
-    return StateShard({**chunks, OPTIMIZER_FOLDER: own.chunks}, own.keys, own.values, tied)
+    trainable = frozenset(name for parameter, name in names.items() if parameter.requires_grad)
+    return StateShard({**chunks, OPTIMIZER_FOLDER: own.chunks}, own.keys, own.values, tied, trainable)
 
 
 def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -163,7 +168,9 @@ def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) 
     """
     try:
         written = _write_files(staging_folder, shard, rank)
-        report = {"token": token, "files": {name: asdict(file) for name, file in written.items()}}
+        weights = (chunk.data for chunk in shard.chunks[MODEL_FOLDER] if chunk.name in shard.trainable)
+        files = {name: asdict(file) for name, file in written.items()}
+        report = {"token": token, "files": files, FINITE: are_finite(weights)}
         temporary = staging_folder / f".{_stem(rank)}.new"
         temporary.write_text(json.dumps(report))
         flush(temporary)
@@ -223,7 +230,10 @@ def commit(
         files |= report["files"]
         _report_path(staging_folder, rank).unlink()
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
-    fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": file_list_digest(files)}
+    is_finite = all(report[FINITE] for report in reports)
+    fields = {
+        **manifest_fields, FINITE: is_finite, "ranks": size, "tied": tied, "files_sha256": file_list_digest(files),
+    }  # fmt: skip
     write_manifest(staging_folder, 2, fields, files)
     for name in (*shard.chunks, *([LOCAL_FOLDER] if shard.local_state else []), "."):
         flush(staging_folder / name)

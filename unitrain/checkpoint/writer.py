@@ -52,8 +52,9 @@ class Retention:
     def obsolete_checkpoints(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
 
-        Checkpoints without a readable manifest are ignored. Checkpoints of later steps are also ignored: if they were
-        valid, the run would have resumed from them.
+        A checkpoint whose weights are not finite replaces only other such checkpoints. Checkpoints without a readable
+        manifest are ignored. Checkpoints of later steps are also ignored: if they were valid, the run would have
+        resumed from them.
         """
         if self.keep_last is None:
             return []
@@ -63,11 +64,15 @@ class Retention:
             for path in files.list_checkpoints(newest.parent)
             if files.step_of(path) <= newest_step and files.read_manifest(path)
         ]
-        kept_checkpoints = {*valid[: self.keep_last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
+        usable = list(filter(files.is_finite, valid)) or valid
+        kept_checkpoints = {
+            newest, *usable[: self.keep_last], *self._milestones(usable), *self.sort_by_result(usable)[:1],
+        }  # fmt: skip
         return [path for path in reversed(valid) if path not in kept_checkpoints]
 
     def sort_by_result(self, checkpoints: list[Path]) -> list[Path]:
-        """Return the checkpoints with a finite result named `keep_best`, the best one first.
+        """Return the checkpoints with a finite result named `keep_best`, the best one first, and those whose weights
+        are not finite last.
 
         `checkpoints` must be sorted, newest first. Among equal results, newer checkpoints come first.
         """
@@ -83,7 +88,9 @@ class Retention:
             if isinstance(result, int | float) and math.isfinite(result)
         }
         # `sorted` keeps the order of equal results.
-        return sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.keep_best_mode == "max")
+        return files.finite_first(
+            sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.keep_best_mode == "max")
+        )
 
     def remove_obsolete(self, newest: Path) -> None:
         """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""
@@ -200,6 +207,7 @@ class CheckpointWriter:
         self.current_write = _PendingWrite()
         target = files.checkpoint_path(self._folder, step)
         weights = model.state_dict()  # called on all ranks, because it gathers sharded parameters
+        trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if self._communicator.rank == 0:
             state = weights, training
 
@@ -208,7 +216,8 @@ class CheckpointWriter:
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
                 start_time = time.monotonic()
-                files.write(target, *state, manifest)
+                is_finite = files.are_finite(value for name, value in state[0].items() if name in trainable)
+                files.write(target, *state, {**manifest, files.FINITE: is_finite})
                 self._report_written(step, target, start_time)
                 self._retention.remove_obsolete(target)
 

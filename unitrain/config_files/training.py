@@ -71,7 +71,7 @@ def _choose_rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
         suffix = 2
         while True:
             candidate = folder.with_name(f"{folder.name}-{suffix}")
-            if not candidate.exists() or output_folder.belongs_to_this_job(candidate):
+            if not candidate.exists() or output_folder.belongs_to_earlier_attempt(candidate):
                 return str(candidate)
             suffix += 1
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
@@ -29,7 +30,7 @@ class RunningLoss:
     """
 
     def __init__(self, communicator: Communicator, *, exact: bool = False) -> None:
-        self._communicator = communicator
+        self._communicator, self._exact = communicator, exact
         self._means = create_means(("loss",), communicator.device, exact=exact)
         # Losses of the current step; discarded if an exception interrupts the step.
         self._step_losses: list[tuple[Tensor, int, Tensor | float | None]] = []
@@ -108,6 +109,20 @@ class RunningLoss:
         ranks = self._communicator.allgather_object(self._means.state())
         return {"steps": self.steps, "seen": list(self._synced_totals), "ranks": ranks}
 
+    def check_finite(self, state: dict[str, Any], epoch: int, step: int) -> None:
+        """Raise NonFiniteLossError if `state`, a result of `state_dict`, contains a sum that is not finite. Does not
+        communicate, and has the same result on every rank."""
+        if _is_finite(state["ranks"]):
+            return
+        sums_by_rank = []
+        for rank_state in state["ranks"]:
+            means = create_means(("loss",), torch.device("cpu"), exact=self._exact)
+            means.load_state(rank_state)
+            sums_by_rank.append(means.local_sums().tolist())
+        mean = _compute_mean(*_sum_over_ranks(sums_by_rank))
+        if not math.isfinite(mean):
+            raise _non_finite_error(mean, epoch, step, sums_by_rank)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. With the same number of ranks, each rank restores its sums; otherwise rank 0 restores
         the total. All ranks must call this method."""
@@ -122,6 +137,17 @@ class RunningLoss:
             self._means.load_sum(ranks)
         _, restored_count = _sum_over_ranks(self._communicator.allgather_object(self.local_sums()))
         self._restored_count = restored_count - count
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether all floating-point numbers in a state are finite."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    if isinstance(value, Tensor):
+        return bool(value.isfinite().all())
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _sum_over_ranks(sums_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
