@@ -723,3 +723,43 @@ def test_unfinished_checkpoints_that_are_files_or_links_are_removed(tmp_path: Pa
     files.remove_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["user"]
     assert (tmp_path / "user" / "file").read_text() == "kept"
+
+
+def test_second_trainer_of_an_attempt_does_not_resume_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB", "mine")
+    fit_linear(tmp_path, max_epochs=1)
+    with pytest.raises(CheckpointError, match="already holds a run, up to step-000000003"):
+        fit_linear(tmp_path, max_epochs=2)
+    assert fit_linear(tmp_path, max_epochs=2, resume=True) == 6
+    content = json.loads((tmp_path / ".job").read_text())
+    (tmp_path / ".job").write_text(json.dumps({**content, "process": "an earlier attempt"}))
+    assert fit_linear(tmp_path, max_epochs=3) == 9  # a restart
+    with pytest.raises(CheckpointError, match="already holds a run, up to step-000000009"):
+        fit_linear(tmp_path, max_epochs=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "manifest.json", "training.pt", "pytorch_model.bin", "config.yaml"]
+)
+@pytest.mark.parametrize("content", [b"", b'{"name": "app", "icons": []}'])
+def test_file_of_another_program_does_not_block_a_resume(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert fit_linear(tmp_path, max_epochs=1, resume=True) == 3  # there is no checkpoint yet
+    assert fit_linear(tmp_path, max_epochs=2, resume=True) == 6
+    assert (tmp_path / name).read_bytes() == content
+    other = tmp_path / "renamed"
+    files.checkpoint_path(tmp_path, 6).rename(other)
+    assert files.find_newest_valid(other, required=True) == other
+    assert files.find_newest_valid(tmp_path, required=True) == files.checkpoint_path(tmp_path, 3)
+
+
+def fit_linear(folder: Path, **settings: Any) -> int:
+    """Train with three steps per epoch, and return the number of steps."""
+    model = nn.Linear(2, 1)
+    config = TrainConfig(batch_size=2, output_dir=folder, progress="off", **settings)
+    backend = LocalBackend(torch.device("cpu"))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss(), backend=backend, config=config)
+    trainer.fit(TensorDataset(torch.ones(6, 2), torch.ones(6, 1)))
+    return trainer.progress.step

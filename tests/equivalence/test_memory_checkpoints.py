@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -100,6 +101,10 @@ def run(
     finally:
         for name in variables:
             del os.environ[name]
+        job_file = Path(folder, "run", ".job")
+        if backend.rank == 0 and job_file.exists():  # the next attempt has other processes
+            job_file.write_text(json.dumps({**json.loads(job_file.read_text()), "process": "of this attempt"}))
+        backend.barrier()
 
 
 @pytest.fixture(scope="module", params=GROUPS_WITH_EQUAL_RESULTS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
