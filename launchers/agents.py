@@ -5,8 +5,8 @@ on this host and start the remote processes themselves. One agent per host termi
 launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
 Both functions return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains
-the variables in `Command.environment` with their values. For the variables that `build_command` forwards, the plan
-contains only the names; `Agents` sends their values over the connections to the hosts.
+only the names of the variables that `build_command` forwards. `Agents` reads their values from its environment, and
+sends them over the connections to the hosts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
 def build_command(
     commands: Sequence[tuple[Host, Command]], forwarded: Iterable[str], python: str, through_slurm: bool
 ) -> tuple[str, ...]:
-    """Return a command that runs all `commands`, each on its host, and forwards the variables named in `forwarded`.
+    """Return a command that runs all `commands`, each on its host, and forwards the variables named in `forwarded`. The
+    environments of the commands are not used.
 
     The agents of other hosts are started over ssh or, if `through_slurm` is true, all agents are started with srun.
     """
@@ -62,8 +63,7 @@ def build_command(
             if through_slurm
             else _agent_command(host, python)
         )
-        variables = dict(command.environment)
-        hosts.append({"name": host.name, "start": start, "argv": command.argv, "variables": variables})
+        hosts.append({"name": host.name, "start": start, "argv": command.argv})
     return _main_command(python, hosts, forwarded, "")
 
 
@@ -152,8 +152,7 @@ class Agents:
         self._cleanup_hosts = {host["name"] for host in plan["hosts"] if not host["argv"]}
         self._ssh_hosts = {host["name"] for host in plan["hosts"] if host["start"][0] == SSH[0]}
         for host in plan["hosts"]:
-            variables = {**forwarded, **host.get("variables", {})}
-            job = {"argv": host["argv"], "folder": plan["folder"], "marker": plan["marker"], "variables": variables}
+            job = {"argv": host["argv"], "folder": plan["folder"], "marker": plan["marker"], "variables": forwarded}
             # A new session, so that Ctrl-C is forwarded to the ranks and does not interrupt ssh.
             process = subprocess.Popen(host["start"], stdin=subprocess.PIPE, start_new_session=True)
             self._running[host["name"]] = process

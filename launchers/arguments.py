@@ -10,15 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from unitrain.launchers.errors import LaunchError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# TOKENS and TOKENIZERS, as in TOKENIZERS_PARALLELISM, are deliberately not included.
-_SECRET_WORDS = {
-    *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
-    *("SECRET", "SECRETS", "SSHPASS", "TOKEN"),
-}
-# For names such as PGPASSWORD and GITHUBTOKEN, which do not have an underscore before the word. _PWD includes the
-# underscore, so that PWD is not treated as a secret.
-_SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "_PWD")
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 # Launchers set these variables on each rank. Forwarding a single value would assign the same rank to all processes.
@@ -75,9 +66,9 @@ def parse_exports(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Parse the values of `-x`, each NAME or NAME=VALUE. Return all names, and the values of NAME=VALUE.
 
-    Raises LaunchError for invalid names, for NAME if the variable is not set, and for variables that the launcher sets
-    on each rank. NAME=VALUE with a value that is probably secret also raises LaunchError, because every user of the
-    host can read the command line.
+    Any value may be secret, and every user of the host can read command lines. Launchers therefore pass values out of
+    band, in the environment of a process or through a pipe, and messages show NAME=... Raises LaunchError for invalid
+    names, for NAME if the variable is not set, and for variables that the launcher sets on each rank.
     """
     environ = os.environ if environ is None else environ
     names: dict[str, None] = {}
@@ -88,13 +79,8 @@ def parse_exports(
             raise LaunchError(f"-x needs the name of a variable, got {name!r}. Write -x NAME or -x NAME=VALUE")
         if name in _RANK_VARIABLES:
             raise LaunchError(
-                f"-x {text} sets {name} to one value on all ranks, but the launcher sets it on each rank. "
-                f"Leave -x {text} out. Use -np to set the number of ranks."
-            )
-        if equals and is_likely_secret(name, value):
-            raise LaunchError(
-                f"-x {name}=... puts a value that is probably secret on the command line, which all users of this "
-                f"host can read. Set it first, with: export {name}=..., and pass only its name: -x {name}"
+                f"-x {name} sets {name} to one value on all ranks, but the launcher sets it on each rank. "
+                f"Leave -x {name} out. Use -np to set the number of ranks."
             )
         if equals:
             values[name] = value
@@ -114,16 +100,6 @@ def check_no_backend(values: Mapping[str, str]) -> None:
             f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is not supported, because unitrain launch sets this "
             f"variable. Use: --backend {values['UNITRAIN_BACKEND']}"
         )
-
-
-def is_likely_secret(name: str, value: str = "") -> bool:
-    """Return whether a variable probably contains a secret that must be hidden from other users of the host.
-
-    The criterion is a keyword in the name, such as KEY in WANDB_API_KEY, or a URL with a password in the value.
-    """
-    upper = name.upper()
-    has_secret_name = upper.endswith(_SECRET_SUFFIXES) or not _SECRET_WORDS.isdisjoint(upper.split("_"))
-    return has_secret_name or _URL_WITH_PASSWORD.search(value) is not None
 
 
 def names_forwarded_by_default() -> list[str]:

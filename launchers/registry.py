@@ -67,7 +67,7 @@ def build(launcher: str, spec: LaunchSpec) -> Command:
             f"Backend 'local' runs one process, but {launcher} would start {spec.num_processes}. "
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
         )
-    return function(spec)
+    return function(spec).without_values_of(spec.forwarded)
 
 
 def build_local(launcher: str | None, script: str, num_processes: int, backend: str, **fields: Any) -> Command:

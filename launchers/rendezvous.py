@@ -26,20 +26,24 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
         address = "127.0.0.1"
     else:
         address = hosts[0].name.strip("[]")
-        if (
-            len(hosts) > 1
-            and not settings.get("MASTER_ADDR")
-            and (address == "localhost" or address.startswith("127."))
-        ):
-            raise LaunchError(
-                f"Ranks on {len(hosts)} hosts connect to the first host, but on each host {address!r} refers to that "
-                "host itself. Use a name by which the other hosts can reach the first host, as in: -H "
-                f"{socket.gethostname()}:{hosts[0].slots}"
-            )
+        if not settings.get("MASTER_ADDR"):
+            check_address_of_first_host(address, len(hosts), hosts[0].slots)
     return {
         "MASTER_ADDR": settings.get("MASTER_ADDR") or address,
         "MASTER_PORT": str(user_port or (_find_free_port() if port is None else port)),
     }
+
+
+def check_address_of_first_host(address: str, num_hosts: int, slots: int) -> None:
+    """Raise LaunchError if `address` of the first of several hosts refers to a different machine on each host. `slots`
+    is the number of slots of the first host."""
+    name = address.strip("[]")
+    if num_hosts > 1 and (name in ("localhost", "::1") or name.startswith("127.")):
+        raise LaunchError(
+            f"Ranks on {num_hosts} hosts connect to the first host, but on each host {name!r} refers to that host "
+            "itself. Use a name by which the other hosts can reach the first host, as in: -H "
+            f"{socket.gethostname()}:{slots}"
+        )
 
 
 def master_port_fix(environment: Mapping[str, str]) -> str:

@@ -7,8 +7,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -33,7 +33,8 @@ class LaunchSpec:
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
-        forwarded: Names of variables to forward to every rank. A value in `environment` takes precedence.
+        forwarded: Names of variables to forward to every rank. A value in `environment` takes precedence. The values of
+            these variables are on no command line, and are not shown.
         launcher_args: Options of the launcher, placed after the options derived from this spec. With mpirun and srun,
             they replace default options of the same name.
         elastic: The allowed number of ranks of an elastic job, or None. `unitrain launch` restarts the job, except with
@@ -122,19 +123,32 @@ class Command:
     """A program with its arguments, and variables to add to the inherited environment.
 
     For launchers that must be started on each host, `per_host` contains one command per host, and `argv` starts all of
-    them.
+    them. `private_names` are variables whose values `shell` does not show.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     per_host: tuple[tuple[str, Command], ...] = ()
+    private_names: frozenset[str] = frozenset()
 
     def shell(self) -> str:
         """Return the command as a line for a shell, or one line per host."""
         if self.per_host:
             return "\n".join(f"on {host}: {command.shell()}" for host, command in self.per_host)
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        variables = [
+            f"{name}={'...' if name in self.private_names else shlex.quote(value)}"
+            for name, value in self.environment.items()
+        ]
         return " ".join([*variables, shlex.join(self.argv)])
+
+    def without_values_of(self, names: Iterable[str]) -> Command:
+        """Return this command with `names` as additional private names, also in the commands of the hosts."""
+        hidden = frozenset(names)
+        return replace(
+            self,
+            per_host=tuple((host, command.without_values_of(hidden)) for host, command in self.per_host),
+            private_names=self.private_names | hidden,
+        )
 
 
 def after_options(program: Sequence[str]) -> tuple[str, ...]:

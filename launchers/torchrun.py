@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unitrain.launchers import agents, slurm
-from unitrain.launchers.arguments import is_likely_secret, names_forwarded_by_default
+from unitrain.launchers.arguments import names_forwarded_by_default
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per_host
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
@@ -39,38 +39,25 @@ def build(spec: LaunchSpec) -> Command:
     spec = replace(spec, max_restarts=0)  # the supervisor restarts the job on all hosts
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     commands = list(zip(hosts, commands_per_host(spec), strict=True))
-    names = {*names_forwarded_by_default(), *spec.forwarded}
+    # Every user of this host can read the command line, so it contains only the names of the variables. All hosts have
+    # the same values, which `agents` reads from its environment.
+    variables = commands[0][1].environment
+    names = {*names_forwarded_by_default(), *spec.forwarded, *variables}
     return Command(
-        agents.build_command(
-            [(host, _without_forwarded_values(command, spec)) for host, command in commands],
-            names,
-            spec.python,
-            through_slurm=job is not None,
-        ),
+        agents.build_command(commands, names, spec.python, through_slurm=job is not None),
+        variables,
         per_host=tuple((host.name, command) for host, command in commands),
     )
-
-
-def _without_forwarded_values(command: Command, spec: LaunchSpec) -> Command:
-    """Return `command` without variables that are forwarded by name, because every user of this host can read the
-    command line."""
-    names = set(spec.forwarded) - spec.environment.keys()
-    environment = {
-        name: value for name, value in command.environment.items() if name not in names or value != os.environ.get(name)
-    }
-    return replace(command, environment=environment)
 
 
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
     """Return one command per host that runs processes, in host order.
 
-    The commands contain the values of forwarded variables, except values that are probably secret. Raises LaunchError
-    if the first of several hosts is named localhost or 127.*, and if the range of an elastic job does not fit the
-    hosts.
+    The commands contain the values of forwarded variables. Raises LaunchError if the first of several hosts is named
+    localhost or 127.*, and if the range of an elastic job does not fit the hosts.
     """
     counts = processes_per_host(spec.num_processes, spec.hosts)
-    secrets = _secret_names(spec)
-    forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ and name not in secrets}
+    forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ}
     spec = replace(spec, environment={**forwarded, **spec.environment})
     variables = rendezvous_variables(spec.hosts, spec.port or DEFAULT_PORT, spec.environment)
     address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
@@ -146,11 +133,11 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
     commands = commands_per_host(spec)
     lines = "\n".join(
         # Hosts without a process come last and have no line.
-        f"  on {host.name}: {command.shell()}"
+        f"  on {host.name}: {command.without_values_of(spec.forwarded).shell()}"
         for host, command in zip(spec.hosts, commands, strict=False)
     )
-    secrets = ", ".join(_secret_names(spec))
-    prerequisite = f", with {secrets} set in the environment" if secrets else ""
+    private_names = ", ".join(spec.forwarded)
+    prerequisite = f", with your values of {private_names}" if private_names else ""
     lines += (
         "\n  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
     )
@@ -177,14 +164,6 @@ def _options_with_restarts(
         local_address=spec.hosts[node_rank].name,
         run_id=spec.environment.get("UNITRAIN_JOB", "unitrain"),
     )
-
-
-def _secret_names(spec: LaunchSpec) -> list[str]:
-    return [
-        name
-        for name in spec.forwarded
-        if name not in spec.environment and is_likely_secret(name, os.environ.get(name, ""))
-    ]
 
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:

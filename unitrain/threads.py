@@ -1,7 +1,7 @@
 """Background threads whose unexpected exceptions are reported, and whose loops continue after them.
 
 Every thread of unitrain is started here, except threads that pass their exceptions to the thread that waits for them,
-and one in `unitrain.processes`, which this module imports.
+and one in `unitrain.processes`.
 Python ends a thread at an exception that nothing catches. A thread that detects failures, receives signals or forwards
 output would then be missing for the rest of the job.
 """

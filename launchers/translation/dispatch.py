@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from unitrain.launchers.errors import LaunchError, did_you_mean
-from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.rendezvous import DEFAULT_PORT, check_address_of_first_host
 from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
 from unitrain.launchers.translation.job import Job, parse_number
@@ -83,7 +83,20 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
         )
     if kind is not None and target != kubernetes.LAUNCHER:
         raise LaunchError(f"--kind {kind} is an option for kubernetes, but --to is {target}. Leave --kind out")
-    return TARGETS[target](job) if kind is None else kubernetes.build(job, kubernetes.ManifestSettings(kind=kind))
+    _check_first_host(job)
+    settings = kubernetes.ManifestSettings(kind=kind)
+    translation = TARGETS[target](job) if kind is None else kubernetes.build(job, settings)
+    if translation.lines and job.private_values:
+        remark = f"NAME=... stands for the value in the original command: {', '.join(job.private_values)}."
+        return replace(translation, remarks=[*translation.remarks, remark])
+    return translation
+
+
+def _check_first_host(job: Job) -> None:
+    """Raise LaunchError if the address at which several hosts connect to the first host is localhost or 127.*."""
+    address = job.address or (job.hosts[0] if job.hosts else None)
+    if address is not None:
+        check_address_of_first_host(address, len(job.ranks_per_host), job.ranks_per_host[0])
 
 
 def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from unitrain.launchers import mpirun
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import format_hosts
+from unitrain.launchers.translation import openmpi
 from unitrain.launchers.translation.hosts import place_processes, read_hosts
 from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
@@ -42,8 +43,6 @@ SYNTAX = Syntax(
 _TOPICS = topic_by_option(
     ssh="--ssh-port --ssh-identity-file --start-timeout",
     output="--output-filename --prefix-output-with-timestamp",
-    binding="--binding-args",
-    network="--network-interfaces",
     elastic="--min-np --max-np --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range "
     "--host-discovery-script",
     variables="--config-file",
@@ -90,15 +89,16 @@ def parse(words: Sequence[str]) -> Job:
         _tuning_option(option)
         for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)
     ]
-    forwarded_options = [
-        _forwarded_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
-    ]
+    variables, forwarded, forwarded_options = _take_mpi_options(options)
+    forwarded_options += [_interface_option(option) for option in options.take_all("--network-interfaces")]
     forwarded_options += _merge_ssh_options(options.take_all("--ssh-port", "--ssh-identity-file"))
     counts, names, remarks = place_processes(size, hosts)
     return Job(
         program=options.program,
         ranks_per_host=counts,
         hosts=names,
+        environment=variables,
+        forwarded=forwarded,
         discovery_script=discovery_script,
         launcher_options=(*tuning_options, *forwarded_options, *elastic, *options.remaining(_TOPICS)),
         remarks=remarks,
@@ -115,7 +115,8 @@ def build(job: Job) -> Translation:
         start.append("--disable-cache")  # otherwise, horovodrun caches for an hour which hosts are reachable
     if job.address is not None and job.address not in job.hosts[:1]:
         remarks.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
-    line = CommandLine([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
+    variables = variables_for(job, LAUNCHER)
+    line = CommandLine([*start, *job.program], variables, job.directory, private_names=job.private_values)
     return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 
@@ -134,14 +135,32 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
     return LauncherOption(LAUNCHER, option.words, "other", variables=variables)
 
 
-def _forwarded_option(option: ParsedOption) -> LauncherOption:
-    """Return an option that horovodrun passes to mpirun or to libraries, with the equivalent options of mpirun or the
-    variables of the libraries."""
-    launcher_option = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "other"))
-    value = option.values[0]
-    if option.name in ("--mpi-args", "--binding-args"):
-        return replace(launcher_option, equivalents={"mpirun": tuple(shlex.split(value))})
-    return replace(launcher_option, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+def _take_mpi_options(options: Options) -> tuple[dict[str, str], tuple[str, ...], list[LauncherOption]]:
+    """Take --mpi-args and --binding-args, which contain options of mpirun. Return the variables that these set, the
+    names of the variables that they forward, and the launcher options.
+
+    For horovodrun, the options are written as they were, with the variables by name.
+    """
+    values: dict[str, str] = {}
+    forwarded: dict[str, None] = {}
+    launcher_options: list[LauncherOption] = []
+    for option in options.take_all("--mpi-args", "--binding-args"):
+        variables, names, nested = openmpi.parse_options(shlex.split(option.values[0]))
+        values |= variables
+        forwarded |= dict.fromkeys(names)
+        words = [word for name in (*variables, *names) for word in ("-x", name)]
+        words += [word for nested_option in nested for word in nested_option.words]
+        launcher_options.append(LauncherOption(LAUNCHER, (option.name, shlex.join(words)), "other", is_nested=True))
+        launcher_options += [
+            replace(nested_option, equivalents={LAUNCHER: (), **nested_option.equivalents}) for nested_option in nested
+        ]
+    return values, tuple(forwarded), launcher_options
+
+
+def _interface_option(option: ParsedOption) -> LauncherOption:
+    """Return --network-interfaces with the variables of the libraries."""
+    variables = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), option.values[0])
+    return LauncherOption(LAUNCHER, option.words, "network", variables=variables)
 
 
 def _take_elastic_options(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:

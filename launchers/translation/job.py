@@ -24,6 +24,7 @@ class LauncherOption:
         topic: The topic of the option, a key of the advice in `writing`.
         equivalents: The words with the same effect under other launchers.
         variables: The environment variables with the same effect under any launcher.
+        is_nested: Whether the job contains the content of this option as further options and variables.
     """
 
     launcher: str
@@ -31,6 +32,7 @@ class LauncherOption:
     topic: str
     equivalents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    is_nested: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class Job:
         ranks_per_host: The number of ranks on each host, in rank order.
         hosts: The names of the hosts; empty if the command line does not contain them.
         environment: Variables to set on every rank.
+        public_names: Variables in `environment` whose values may be shown, because they come from other options. All
+            other values may be secret.
         forwarded: Names of variables to forward to every rank.
         address: The address of the rendezvous; None for the first host.
         port: The port of the rendezvous; None for 29500.
@@ -56,6 +60,7 @@ class Job:
     hosts: tuple[str, ...] = ()
     backend: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    public_names: frozenset[str] = frozenset()
     forwarded: tuple[str, ...] = ()
     address: str | None = None
     port: int | None = None
@@ -69,6 +74,11 @@ class Job:
     def size(self) -> int:
         """The total number of processes."""
         return sum(self.ranks_per_host)
+
+    @property
+    def private_values(self) -> dict[str, str]:
+        """The variables in `environment` that are passed out of band and not shown."""
+        return {name: value for name, value in self.environment.items() if name not in self.public_names}
 
     @property
     def named_hosts(self) -> tuple[Host, ...]:

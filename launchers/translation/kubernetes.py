@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from unitrain.launchers import mpirun
-from unitrain.launchers.arguments import is_likely_secret, merge_options
+from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation import torchrun
@@ -71,7 +72,7 @@ def build(job: Job, settings: ManifestSettings | None = None) -> Translation:
     _check_runtime(settings, kind)
     job.check_equal_ranks_per_host(kind)
     options = [word for option in job.launcher_options for word in option.words]
-    for word in (*job.program, *job.environment.values(), job.directory or "", *options):
+    for word in (*job.program, job.directory or "", *options):
         if has_expansion(word):
             raise LaunchError(
                 f"{as_typed(word)!r} needs a shell to expand it, but containers run their command without one. Write "
@@ -100,7 +101,24 @@ def build(job: Job, settings: ManifestSettings | None = None) -> Translation:
     build_spec = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
     version, spec = build_spec(job, settings, name, launcher_words, remarks)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-    return Translation(text=dump_manifest(manifest), remarks=remarks)
+    return Translation(
+        text=dump_manifest(manifest),
+        remarks=remarks,
+        private_values=job.private_values,
+        secret=_secret_name(name) if job.private_values or job.forwarded else None,
+    )
+
+
+def build_secret(name: str, namespace: str | None, values: Mapping[str, str]) -> str:
+    """Return the manifest of the Kubernetes Secret `name`."""
+    metadata = {"name": name, **({} if namespace is None else {"namespace": namespace})}
+    return dump_manifest(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": dict(values)}
+    )
+
+
+def _secret_name(job_name: str) -> str:
+    return f"{job_name}-env"
 
 
 def is_object_name(text: str) -> bool:
@@ -280,9 +298,7 @@ def _mpirun_words(
     command = ["mpirun", "-np", str(job.size)]
     command += [word for variable in dict.fromkeys(names) for word in ("-x", variable)]
     command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
-    common = _container_fields(
-        replace(job, environment=variables, backend=None, launcher_options=()), settings, name, remarks, "mpirun"
-    )
+    common = _container_fields(job, settings, name, remarks, variables)
     if "workingDir" in common:
         command += ["-wdir", common["workingDir"]]
     command += job.program
@@ -322,33 +338,34 @@ def _torchrun_words(job: Job, launcher_words: list[str]) -> list[str]:
 
 
 def _container_fields(
-    job: Job, settings: ManifestSettings, name: str, remarks: list[str], launcher: str = LAUNCHER
+    job: Job, settings: ManifestSettings, name: str, remarks: list[str], values: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the fields of a container that depend on the job: working directory, variables and resources.
 
-    If values are read from a Kubernetes secret, add a remark that explains how to create the secret.
+    `values` are the variables of the container, by default those of the job. The container reads the values of the
+    user's variables from a Kubernetes Secret. A remark explains how to create it.
     """
     fields: dict[str, Any] = {}
     if job.directory is not None:
         fields["workingDir"] = job.directory
     variables: list[dict[str, Any]] = []
     secrets: list[str] = []
-    values = variables_for(job, launcher)
+    values = variables_for(job, LAUNCHER) if values is None else values
     for variable in dict.fromkeys([*values, *job.forwarded]):
-        if variable in values and not is_likely_secret(variable, values[variable]):
+        if variable in values and variable not in job.private_values:
             variables.append({"name": variable, "value": values[variable]})
         else:
             secrets.append(variable)
             variables.append(
-                {"name": variable, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": variable}}}
+                {"name": variable, "valueFrom": {"secretKeyRef": {"name": _secret_name(name), "key": variable}}}
             )
     if secrets:
         # --from-literal would show the values to every user who lists the processes of this host.
         namespace = f" --namespace {settings.namespace}" if settings.namespace else ""
         create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
         remarks.append(
-            f"The values of {', '.join(secrets)} are read from the secret {name}-env. Set them in a shell, and create "
-            f"the secret with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
+            f"The values of {', '.join(secrets)} are read from the secret {name}-env, which unitrain submit creates. "
+            f"To create it yourself, set them in a shell, and run: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
         fields["env"] = variables

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, format_hosts
 from unitrain.launchers.translation.hosts import Placement, divide_evenly, place_processes, read_hosts
@@ -67,17 +66,17 @@ def build(job: Job) -> Translation:
     job.check_hosts_named(LAUNCHER)
     extra_options, remarks = options_for(job, LAUNCHER)
     variables = variables_for(job, LAUNCHER) | job.rendezvous_variables  # MPICH does not set a rendezvous address
-    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
+    private = {name: value for name, value in variables.items() if name in job.private_values}
     options = ["-n", str(job.size)]
     if job.hosts:
         options += ["-hosts", format_hosts(job.named_hosts)]
     for name, value in variables.items():
-        if name not in secrets:
+        if name not in private:
             options += ["-genv", name, value]
     if job.directory is not None:
         options += ["-wdir", job.directory]
-    # Ranks inherit mpiexec's environment. Secrets are set there, because other users can read the command line.
-    line = CommandLine([LAUNCHER, *options, *extra_options, *job.program], secrets)
+    # Ranks inherit mpiexec's environment. Every user of the host can read the command line.
+    line = CommandLine([LAUNCHER, *options, *extra_options, *job.program], private, private_names=private)
     return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 

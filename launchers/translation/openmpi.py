@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.launchers import mpirun
-from unitrain.launchers.arguments import is_likely_secret, merge_options
+from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, format_hosts
 from unitrain.launchers.translation.hosts import (
@@ -60,10 +60,11 @@ _TOPICS = topic_by_option(
     output="--output-filename --tag-output --timestamp-output --merge-stderr-to-stdout --xml --xml-file --xterm "
     "--quiet --report-child-jobs-separately",
     binding="--bind-to --bind-to-core --bind-to-socket --cpu-set --cpu-list --cpus-per-proc --cpus-per-rank "
-    "--report-bindings --use-hwthread-cpus",
+    "--use-hwthread-cpus",
     mapping="--map-by --rank-by --rankfile --cartofile --bynode --bycore --npersocket --ppr --nolocal --oversubscribe "
     "--nooversubscribe",
-    diagnosis="--verbose --debug --debugger --tv --display-map --display-allocation --display-devel-map "
+    diagnosis="--report-bindings "
+    "--verbose --debug --debugger --tv --display-map --display-allocation --display-devel-map "
     "--display-devel-allocation --display-diffable-map --display-topo --debug-daemons --debug-devel --do-not-launch",
     elastic="--enable-recovery --disable-recovery --continuous --max-restarts",
 )
@@ -102,6 +103,14 @@ def parse(words: Sequence[str]) -> Job:
     )
 
 
+def parse_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[LauncherOption]]:
+    """Parse `words`, options of mpirun that another launcher passes to it. Return the variables that they set, the
+    names of the variables that they forward, and the other options."""
+    options = Options(SYNTAX, [*words, "program"])
+    variables, forwarded = options.take_exports()
+    return variables, forwarded, [*_take_binding_and_mca_options(options), *options.remaining(_TOPICS)]
+
+
 def build(job: Job) -> Translation:
     """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
@@ -115,12 +124,12 @@ def build(job: Job) -> Translation:
         options += ["-H", format_hosts(job.named_hosts)]
     else:  # without -H, mpirun allows at most as many processes as cores
         options += ["-H", f"localhost:{job.size}"]
-    # Values that are probably secret are forwarded by name: every user of the host can read the command line.
+    # The values of the job are forwarded by name: every user of the host can read the command line.
     open_mpi_variables = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
-    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
-    names = [*job.forwarded, *secrets, *(("PATH",) if has_several_hosts and "PATH" not in job.forwarded else ())]
+    private = {name: value for name, value in variables.items() if name in job.private_values}
+    names = [*job.forwarded, *private, *(("PATH",) if has_several_hosts and "PATH" not in job.forwarded else ())]
     options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
-    options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]
+    options += [word for name, value in variables.items() if name not in private for word in ("-x", f"{name}={value}")]
     if job.directory is not None:
         options += ["--wdir", job.directory]
     ssh_options = (mpirun.SSH_OPTION,) if has_several_hosts else ()
@@ -129,7 +138,9 @@ def build(job: Job) -> Translation:
         remarks.append(
             "Ranks on other hosts receive only the variables named with -x. Add the variables that they need."
         )
-    line = CommandLine([LAUNCHER, *options, *job.program], {**open_mpi_variables, **secrets})
+    line = CommandLine(
+        [LAUNCHER, *options, *job.program], {**open_mpi_variables, **private}, private_names=job.private_values
+    )
     return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 

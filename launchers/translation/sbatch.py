@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from unitrain.launchers.arguments import is_likely_secret, merge_options
+from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import PREEMPTED_EXIT_CODE, LaunchError
 from unitrain.launchers.spec import CONFIG_SUFFIXES
 from unitrain.launchers.srun import task_options
@@ -43,11 +43,10 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in srun_only)),
         LAUNCHER,
     )
-    secrets = [name for name, value in job.environment.items() if is_likely_secret(name, value)]
-    if secrets:
-        raise LaunchError(
-            f"{secrets[0]}=... is probably secret and would be written into the script. "
-            f"Leave it out, and set it in the shell that runs sbatch, which forwards it: export {secrets[0]}=..."
+    if private_names := list(job.private_values):
+        remarks.append(
+            f"The script does not contain the values of {', '.join(private_names)}. sbatch forwards its environment, "
+            f"in which unitrain submit sets them. To use the script without it: export {' '.join(private_names)}"
         )
     defaults = [
         f"--job-name={job_name(job)}",
@@ -68,7 +67,7 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     variables = {**variables_for(job, LAUNCHER), **rendezvous_variables(job, remarks)}
     if job.port is None:
         del variables["MASTER_PORT"]
-    exports = [f"export {name}={quote(value)}" for name, value in variables.items()]
+    exports = [f"export {name}={quote(value)}" for name, value in variables.items() if name not in job.private_values]
     if job.port is None:
         exports.append(f"export MASTER_PORT={_PORT}")
     exports.append(f"export UNITRAIN_JOB_KEY={_KEY}")
@@ -104,7 +103,8 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     remarks.append(f"To resume from the newest checkpoint, {needs}.")
     if job.max_restarts:
         remarks.append(f"--max-restarts {job.max_restarts} is left out: Slurm does not requeue a job that fails.")
-    return Translation(text="\n".join(lines) + "\n", remarks=[*job.remarks, *remarks])
+    text = "\n".join(lines) + "\n"
+    return Translation(text=text, remarks=[*job.remarks, *remarks], private_values=job.private_values)
 
 
 def _task_options(job: Job) -> list[str]:

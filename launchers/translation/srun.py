@@ -143,7 +143,8 @@ def build(job: Job) -> Translation:
             "Run the command in an allocation, such as the shell that this command starts: "
             f"salloc --nodes {len(job.ranks_per_host)} --ntasks-per-node {max(job.ranks_per_host)}"
         )
-    line = CommandLine([LAUNCHER, *placement, *srun_options, *job.program], variables)
+    words = [LAUNCHER, *placement, *srun_options, *job.program]
+    line = CommandLine(words, variables, private_names=job.private_values)
     return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_remarks(job)])
 
 

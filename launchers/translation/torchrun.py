@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.spec import after_options
 from unitrain.launchers.torchrun import RESTART_VARIABLES, c10d_rendezvous_options, static_rendezvous_options
 from unitrain.launchers.translation.job import Job, LauncherOption, parse_number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
@@ -138,7 +139,7 @@ def build(job: Job) -> Translation:
         extra_options = ["--max-restarts", str(job.max_restarts), *extra_options]
     launcher, program = torchrun_and_program(job)
     lines = [
-        CommandLine([*launcher, *options, *extra_options, *program], variables, job.directory, name)
+        CommandLine([*launcher, *options, *extra_options, *program], variables, job.directory, name, job.private_values)
         for name, options in zip(names, options_per_host, strict=True)
     ]
     if len(lines) > 1 and job.forwarded:
@@ -172,13 +173,13 @@ def torchrun_and_program(job: Job) -> tuple[list[str], tuple[str, ...]]:
     or --no-python if needed."""
     python = job.python
     if python is None:
-        return ["torchrun"], ("--no-python", *job.program)
+        return ["torchrun"], ("--no-python", *after_options(job.program))
     program = list(job.program[1:])
     if program[:1] == ["-u"]:  # torchrun passes -u itself
         program.pop(0)
     launcher = ["torchrun"] if "/" not in python else [python, "-m", "torch.distributed.run"]
     if program[:1] == ["-m"]:
-        return launcher, ("--module", *program[1:])
+        return launcher, ("--module", *after_options(program[1:]))
     if program[:1] and program[0].startswith("-"):
-        return launcher, ("--no-python", *job.program)
-    return launcher, tuple(program)
+        return launcher, ("--no-python", *after_options(job.program))
+    return launcher, after_options(program)

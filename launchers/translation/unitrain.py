@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unitrain.launchers.arguments import check_no_backend, is_likely_secret, parse_launcher_args
+from unitrain.launchers.arguments import check_no_backend, parse_launcher_args
 from unitrain.launchers.devices import parse_devices, select_devices_without_query
 from unitrain.launchers.elastic import DEFAULT_ELASTIC_RESTARTS, parse_elastic
 from unitrain.launchers.errors import LaunchError
@@ -105,6 +105,7 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
         hosts=names,
         backend=backend,
         environment=variables,
+        public_names=frozenset(selected.variables if selected is not None else ()),
         forwarded=tuple(dict.fromkeys(forwarded)),
         max_restarts=max_restarts,
         discovery_script=script,
@@ -141,7 +142,7 @@ def build(job: Job) -> Translation:
     has_rendezvous = len(job.ranks_per_host) > 1 or job.address or job.port
     if has_rendezvous and launcher != "horovodrun":  # horovodrun has its own rendezvous
         variables |= job.rendezvous_variables
-    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
+    private = {name: value for name, value in variables.items() if name in job.private_values}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
         options += ["--launcher", launcher]
@@ -152,10 +153,10 @@ def build(job: Job) -> Translation:
     if launcher == "horovodrun" and any(option.words == ("--mpi",) for option in job.launcher_options):
         options.append("--mpi")
         extra_options = [word for word in extra_options if word != "--mpi"]
-    for name in dict.fromkeys([*job.forwarded, *secrets]):
+    for name in dict.fromkeys([*job.forwarded, *private]):
         options += ["-x", name]
     for name, value in variables.items():
-        if name not in secrets:
+        if name not in private:
             options += ["-x", f"{name}={value}"]
     default_restarts = DEFAULT_ELASTIC_RESTARTS if "--elastic" in unitrain_options else 0
     if job.max_restarts not in (None, default_restarts):
@@ -163,7 +164,8 @@ def build(job: Job) -> Translation:
     options += unitrain_options
     if extra_options:
         options += ["--launcher-args", join(extra_options)]
-    line = CommandLine(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
+    words = ["unitrain", "launch", *options, *job.program[1:]]
+    line = CommandLine(words, private, job.directory, private_names=private)
     return Translation([line], [*job.remarks, *remarks])
 
 

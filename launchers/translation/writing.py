@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unitrain.launchers.translation.job import Job
@@ -93,33 +93,42 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
         },
         "set them before the command.",
     ),
-    "other": ({}, "the option concerns that launcher only, and a replacement is not needed."),
+    "other": ({}, "it has no equivalent here. Check whether the job depends on it."),
 }
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command, and its host if it must run on a specific host."""
+    """A command, and its host if it must run on a specific host. The values of `private_names` are not shown."""
 
     words: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
     directory: str | None = None
     host: str | None = None
+    private_names: Collection[str] = ()
 
     def shell(self) -> str:
         """Return the command as text for a shell."""
-        assignments = [f"{name}={quote(value)}" for name, value in self.variables.items()]
+        assignments = [
+            f"{name}={'...' if name in self.private_names else quote(value)}" for name, value in self.variables.items()
+        ]
         change_directory = f"cd {quote(self.directory)} && " if self.directory is not None else ""
         return change_directory + " ".join([*assignments, join(self.words)])
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A job written for a launcher: command lines, or the text of a file, and remarks for the user."""
+    """A job written for a launcher: command lines, or the text of a file, and remarks for the user.
+
+    `private_values` are variables of the job that the text does not contain: sbatch forwards them from its environment,
+    and the pods of a manifest read them from the Kubernetes Secret `secret`.
+    """
 
     lines: Sequence[CommandLine] = ()
     remarks: Sequence[str] = ()
     text: str | None = None
+    private_values: Mapping[str, str] = field(default_factory=dict)
+    secret: str | None = None
 
 
 def variables_for(job: Job, launcher: str) -> dict[str, str]:
@@ -154,16 +163,17 @@ def options_for(job: Job, launcher: str, *, advice_target: str | None = None) ->
     words: list[str] = []
     remarks: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:
-        assignments = [f"{name}={value}" for name, value in job.environment.items() if is_open_mpi_variable(name)]
         remarks += [
-            f"{join([assignment])} is left out: only Open MPI reads this variable." for assignment in assignments
+            f"{name} is left out: only Open MPI reads this variable."
+            for name in job.environment
+            if is_open_mpi_variable(name)
         ]
     for option in job.launcher_options:
         if option.launcher == launcher:
             words += option.words
         elif launcher in option.equivalents:
             words += option.equivalents[launcher]
-        elif not option.variables:
+        elif not option.variables and not option.is_nested:
             alternative = advice(option.topic, advice_target)
             remarks.append(f"{join(option.words)} of {option.launcher} is left out: {alternative}")
     return words, remarks

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
+from fake_programs import write_program
 
-from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_launcher_args
-from unitrain.launchers.agents import parse_plan
-from unitrain.launchers.arguments import is_likely_secret
-from unitrain.launchers.torchrun import commands_per_host
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "secret"),
-    [
-        ("WANDB_API_KEY", "", True), ("HF_TOKEN", "", True), ("aws_secret_access_key", "", True), ("MY_PASS", "", True),
-        ("DATABASE_URL", "postgres://me:word@host/runs", True), ("TOKENIZERS_PARALLELISM", "false", False),
-        ("PGPASSWORD", "", True), ("SSHPASS", "", True), ("MYSQL_PWD", "", True), ("GITHUBTOKEN", "", True),
-        ("PWD", "/home/me", False), ("OLDPWD", "/home/me", False), ("COMPASS", "north", False),
-        ("MAX_TOKENS", "512", False), ("KEYBOARD", "us", False), ("DATABASE_URL", "http://host:80/a@b", False),
-    ],
-)  # fmt: skip
-def test_is_likely_secret_detects_secret_names_and_urls_with_passwords(name: str, value: str, secret: bool) -> None:
-    assert is_likely_secret(name, value) is secret
+from unitrain.launchers import (
+    LaunchError,
+    LaunchSpec,
+    build,
+    parse_elastic,
+    parse_exports,
+    parse_hosts,
+    parse_launcher_args,
+)
+from unitrain.launchers.agents import add_cleanup, parse_plan
 
 
 def test_parse_exports_accepts_names_and_values() -> None:
@@ -45,14 +40,9 @@ def test_parse_exports_accepts_names_and_values() -> None:
             "-x LEVEL forwards a variable that is not set here. Set it, with: export LEVEL=..., or leave -x LEVEL out",
         ),
         (
-            "HF_TOKEN=abc",
-            "-x HF_TOKEN=... puts a value that is probably secret on the command line, which all users of this host "
-            "can read. Set it first, with: export HF_TOKEN=..., and pass only its name: -x HF_TOKEN",
-        ),
-        (
             "RANK=7",
-            "-x RANK=7 sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave "
-            "-x RANK=7 out. Use -np to set the number of ranks.",
+            "-x RANK sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave "
+            "-x RANK out. Use -np to set the number of ranks.",
         ),
     ],
 )
@@ -94,41 +84,67 @@ def test_launcher_args_precede_the_program() -> None:
         build("none", LaunchSpec(script="train.py", launcher_args=("--verbose",)))
 
 
-def test_torchrun_commands_on_several_hosts_contain_forwarded_values_except_secrets(
-    monkeypatch: pytest.MonkeyPatch,
+# Values that a list of words or patterns does not recognize as secret.
+VALUES = {
+    "API_KEYS": "a1b2,c3d4", "DB_PASSWORD1": "hunter2", "PRIVATEKEY": "-----BEGIN RSA PRIVATE KEY-----",
+    "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=https;AccountKey=abc==", "OPENAI": "sk-proj-abcdef",
+    "GH": "ghp_abcdefghij", "LEVEL": "my-level", "DATABASE_URL": "postgres://me:word@host/runs", "EMPTY": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hosts", ["", "a:1,b:1"])
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun", "none"])
+@pytest.mark.parametrize("is_forwarded", [True, False])
+def test_values_are_on_no_command_line_and_not_shown(
+    launcher: str, hosts: str, is_forwarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "abc")
-    monkeypatch.setenv("LEVEL", "3")
-    hosts = parse_hosts("a:1,b:1")
-    launch_spec = LaunchSpec(
-        script="t.py", num_processes=2, hosts=hosts, forwarded=("HF_TOKEN", "LEVEL", "A"), environment={"A": "b"}
+    """A value is set before the launch and forwarded by name, or part of -x NAME=VALUE."""
+    write_program(tmp_path, "mpirun", "echo Open MPI")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if hosts and launcher == "none":
+        hosts = "localhost:1"
+    for name, value in VALUES.items() if is_forwarded else ():
+        monkeypatch.setenv(name, value)
+    texts = list(VALUES) if is_forwarded else [f"{name}={value}" for name, value in VALUES.items()]
+    forwarded, values = parse_exports(texts)
+    spec = LaunchSpec(
+        script="t.py",
+        num_processes=1 if launcher == "none" else 2,
+        hosts=parse_hosts(hosts) if hosts else (),
+        forwarded=forwarded,
+        environment={**values, "UNITRAIN_LAUNCH": "1"},
     )
-    for command in commands_per_host(launch_spec):
-        assert {"LEVEL": "3", "A": "b"}.items() <= command.environment.items()
-        assert "HF_TOKEN" not in command.environment
-    command = build("torchrun", launch_spec)
-    assert "abc" not in command.shell()
-    assert "abc" not in " ".join(command.argv)
+    command = build(launcher, spec)
+    commands = [command] if launcher != "mpirun" or not hosts else [command, add_cleanup(command, launcher, spec)]
+    for name, value in filter(all, VALUES.items()):
+        assert all(value not in word for one in commands for word in one.argv)
+        assert value not in command.shell()
+        assert command.environment.get(name, os.environ.get(name)) == value
+    if not is_forwarded:
+        assert "GH=..." in command.shell()
 
 
-def test_torchrun_plan_for_several_hosts_contains_names_of_forwarded_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LEVEL", "my-level")
-    monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
+def test_torchrun_forwards_the_names_of_all_variables_to_several_hosts() -> None:
     command = build(
         "torchrun",
         LaunchSpec(
-            script="t.py", num_processes=2, hosts=parse_hosts("a:1,b:1"), forwarded=("LEVEL", "A"), backend="horovod",
+            script="t.py", num_processes=2, hosts=parse_hosts("a:1,b:1"), forwarded=("A",), backend="horovod",
             environment={"A": "b"},
         ),
     )  # fmt: skip
-    assert "my-level" not in " ".join(command.argv)
     plan = parse_plan(command.argv[4:])
-    assert "LEVEL" in plan["forwarded"]
-    for host in plan["hosts"]:
-        assert {"A": "b", "UNITRAIN_BACKEND": "horovod"}.items() <= host["variables"].items()
+    assert {"A", "UNITRAIN_BACKEND", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"} <= set(plan["forwarded"])
+    assert {"A": "b", "UNITRAIN_BACKEND": "horovod"}.items() <= command.environment.items()
+    assert all("variables" not in host for host in plan["hosts"])
 
 
-def test_printed_commands_do_not_contain_forwarded_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "abc")
-    for launcher in ("torchrun", "horovodrun", "none"):
-        assert "abc" not in build(launcher, LaunchSpec(script="train.py", forwarded=("HF_TOKEN",))).shell()
+def test_error_for_an_elastic_job_does_not_contain_values() -> None:
+    spec = LaunchSpec(
+        script="t.py", num_processes=2, hosts=parse_hosts("a:1,b:1"), forwarded=("GH",),
+        environment={"GH": "ghp_abcdefghij"}, elastic=parse_elastic("1:2"),
+    )  # fmt: skip
+    with pytest.raises(LaunchError, match=r"with your values of GH:") as caught:
+        build("torchrun", spec)
+    assert "ghp_" not in str(caught.value)
+    assert "GH=..." in str(caught.value)

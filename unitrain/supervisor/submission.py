@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import yaml
 
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.launchers import LaunchError, parse_exports
-from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.errors import did_you_mean
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
@@ -75,11 +75,9 @@ def build_submission(request: SubmitRequest) -> Translation:
     timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
     forwarded, values = parse_exports(request.exports)
     if scheduler == "kubernetes":
-        # Pods do not inherit the environment of this shell. Values that are probably secret are read from a Kubernetes
-        # Secret.
+        # Pods do not inherit the environment of this shell. They read the values from a Kubernetes Secret.
         variables = environment.copy()
-        inherited = {name: variables.get(name, "") for name in forwarded if name not in values}
-        values |= {name: value for name, value in inherited.items() if not is_likely_secret(name, value)}
+        values |= {name: variables.get(name, "") for name in forwarded if name not in values}
     size = request.num_processes or request.nodes * max(request.gpus_per_node or 1, 1)
     if size < request.nodes:
         raise LaunchError(f"-np {size} leaves some of {request.nodes} nodes without a rank. Use: --nodes {size}")
@@ -135,13 +133,29 @@ def _submit(scheduler: str, translation: Translation, stdout: int | None = None)
         )
     try:
         return subprocess.run(
-            command, input=translation.text, stdout=stdout, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False
+            command,
+            input=_submitted_text(translation),
+            env=environment.copy() | dict(translation.private_values),
+            stdout=stdout,
+            text=True,
+            timeout=_SUBMIT_TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(
             f"{command[0]} did not respond within {_SUBMIT_TIMEOUT_SECONDS} s, but may have accepted the job. Check "
             f"with: {'squeue --me' if scheduler == 'slurm' else 'kubectl get pods'}"
         ) from None
+
+
+def _submitted_text(translation: Translation) -> str:
+    """Return the text for the standard input of sbatch or kubectl: a Kubernetes Secret with the values of the user's
+    variables precedes the manifest."""
+    text = translation.text or ""
+    if translation.secret is None:
+        return text
+    namespace = yaml.safe_load(text)["metadata"].get("namespace")
+    return f"{kubernetes.build_secret(translation.secret, namespace, translation.private_values)}---\n{text}"
 
 
 def _directives(request: SubmitRequest) -> list[str]:
