@@ -68,6 +68,7 @@ class Evaluation:
 
         Raises DataError on every rank if there are no samples.
         """
+        shard.refresh()
         device = self._communicator.device
         losses, local_samples = create_means(("loss",), device, exact=self._exact), 0
         loss_kinds: set[LossKind] = set()

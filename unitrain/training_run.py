@@ -212,7 +212,8 @@ class TrainingRun:
         another job holds the lock, or if the run resumes within an epoch and the order settings of `data` differ from
         those of the checkpoint. A run that resumes at the start of an epoch may use different data.
         """
-        order = self._data_order or data.order_settings
+        # A callback may have changed the length of the data between the epochs of an earlier `fit`.
+        order = (self._data_order if self._data is None else self._data.order_settings) or data.order_settings
         for name in {**data.order_settings, **order} if self.progress.sample else ():
             saved, current = order.get(name), data.order_settings.get(name)
             if saved != current:
@@ -269,7 +270,7 @@ class TrainingRun:
             "epoch_end": None if self.epoch_end is None else asdict(self.epoch_end),
             "seed": self._config.seed,
             "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},
-            "order": self._data_order,
+            "order": self._data_order if self._data is None else self._data.order_settings,
             **self._gather_data_state(),
             "row": row,
             "logical_ranks": self._config.logical_ranks,
@@ -377,7 +378,6 @@ class TrainingRun:
             # have written rows.
             self._change_history("", self._rewind)
             self._is_history_rewound = True
-        self._data_order = data.order_settings
         if self._config.logical_ranks is not None:
             randomness.seed_after_step(self._config.seed, self.progress.step)
         elif self._rng_states is not None:

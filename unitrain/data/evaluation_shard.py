@@ -23,14 +23,16 @@ from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.errors import DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
+_SUBJECT = "The evaluation data"  # of error messages
+
 
 class EvaluationShard:
     """This rank's shard of evaluation data; the shard may be empty. Each shard of map-style data is contiguous.
 
     Every sample is evaluated; `drop_last` of a DataLoader is ignored. Indices are drawn from a sampler once, so every
-    evaluation uses the same samples. An iterable dataset is restarted for every evaluation, with the same random seed.
-    With stream="shared", its items are assigned to ranks round-robin; with "own", each rank evaluates all items that
-    its dataset yields.
+    evaluation uses the same samples. Without a sampler, `refresh` divides the samples again if their number changed. An
+    iterable dataset is restarted for every evaluation, with the same random seed. With stream="shared", its items
+    are assigned to ranks round-robin; with "own", each rank evaluates all items that its dataset yields.
 
     With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
     ranks.
@@ -60,7 +62,6 @@ class EvaluationShard:
         logical_ranks: int | None = None,
         class_name: str = "TrainConfig",
     ) -> None:
-        subject = "The evaluation data"
         batch_size_name = "eval_batch_size" if class_name == "TrainConfig" else "batch_size"
         self._rank, self._has_logical_ranks = communicator.rank, logical_ranks is not None
         check_logical_ranks(f"{class_name}(logical_ranks=...)", logical_ranks, communicator)
@@ -78,7 +79,7 @@ class EvaluationShard:
                 seed=0,
                 batch_size_name=batch_size_name,
                 class_name=class_name,
-                subject=subject,
+                subject=_SUBJECT,
                 yields_every_item=True,
                 limit_batches=limit_batches,
                 items_per_limited_batch=items_per_limited_batch,
@@ -98,25 +99,30 @@ class EvaluationShard:
         compared: dict[str, Any] = {"sampler": None if source.sampler is None else type(source.sampler).__name__}
         if limit_batches is not None:  # the batch size then determines the evaluated samples
             compared["batch_size"] = source.batch_size
-        check_same_data(subject, communicator, source.length, compared)
-        self._order, bounds = DrawnOrder(torch.arange(source.length, device="cpu"), None)
-        if source.sampler is not None:
-            self._order, bounds = draw_order(
-                source.sampler,
-                communicator,
-                lambda drawn: drawn,
-                yields_batches=source.batch_size is None,
-                seed=0,
-                epoch=0,
-            )
-        shards, num_shards = [communicator.rank], communicator.size
+        check_same_data(_SUBJECT, communicator, source.length, compared)
+        shards, self._num_shards = [communicator.rank], communicator.size
         if logical_ranks is not None:
             shards = list(local_logical_ranks(logical_ranks, communicator.rank, communicator.size))
-            num_shards = logical_ranks
+            self._num_shards = logical_ranks
+        self._communicator, self._shards = communicator, shards
+        self._limit_batches, self._items_per_limited_batch = limit_batches, items_per_limited_batch
+        drawn = DrawnOrder(torch.arange(source.length, device="cpu"), None)
+        if source.sampler is not None:
+            is_batch_sampler = source.batch_size is None
+            drawn = draw_order(
+                source.sampler, communicator, lambda drawn: drawn, yields_batches=is_batch_sampler, seed=0, epoch=0
+            )
+        self._divide(drawn)
+
+    def _divide(self, drawn: DrawnOrder) -> None:
+        """Divide the samples among the ranks."""
+        self._order, bounds = drawn
+        limit_batches = self._limit_batches
 
         def divide(count: int) -> list[range]:
             """Return the index ranges, of `count` samples or batches, that belong to the shards of this process."""
-            return [range(shard * count // num_shards, (shard + 1) * count // num_shards) for shard in shards]
+            num_shards = self._num_shards
+            return [range(shard * count // num_shards, (shard + 1) * count // num_shards) for shard in self._shards]
 
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
@@ -124,14 +130,22 @@ class EvaluationShard:
             self._slices = [batches[batch_index] for part in parts for batch_index in part]
             starts = [batches[part.start].start for part in parts if part.start < len(batches)]
         else:
-            length, step = len(self._order), source.batch_size or 1
+            length, step = len(self._order), self._source.batch_size or 1
             if limit_batches is not None:
-                length = min(length, limit_batches * (items_per_limited_batch or step))
+                length = min(length, limit_batches * (self._items_per_limited_batch or step))
             parts = divide(length)
             self._slices = [slice(start, min(start + step, part.stop)) for part in parts for start in part[::step]]
             starts = [part.start for part in parts]
-        if logical_ranks is not None:
+        if self._has_logical_ranks:
             self.part_starts = tuple(starts)
+
+    def refresh(self) -> None:
+        """Divide the samples again if their number has changed. All ranks must call this method. Raises the errors of
+        the constructor."""
+        if isinstance(self._source, IndexedSource) and self._source.sampler is None:
+            self._source.read_length(self._communicator, _SUBJECT)
+            if self._source.length != len(self._order):
+                self._divide(DrawnOrder(torch.arange(self._source.length, device="cpu"), None))
 
     @classmethod
     def from_config(
@@ -233,6 +247,11 @@ class EvaluationShard:
             with closing(self._source.batches(epoch=0)) as batches:
                 yield from batches
         else:
+            if self._source.sampler is None and not self._source.has_current_length():
+                raise DataError(
+                    f"{_SUBJECT} had {self._source.length} samples when it was divided among the ranks, but now has a "
+                    "different number. Create a new ShardedLoader for it."
+                )
             seeds = None
             if self._has_logical_ranks:
                 seeds = (derive_seed(0, SeedPurpose.EVALUATION, part.start) for part in self._slices)

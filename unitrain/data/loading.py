@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from itertools import tee
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -68,6 +69,7 @@ class IndexedSource:
             shuffle = self.sampler is None and is_random_sampler(data.sampler)
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
+        self._data = data
         self.length = _read_length(data)
         # Seeds new workers, so that augmentations are reproducible and the global generator does not advance.
         self._generator = torch.Generator()
@@ -75,8 +77,8 @@ class IndexedSource:
         # A custom collate_fn may drop samples.
         self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
         self._dataset = dataset
-        self._tensors = _find_tensors(dataset) if self._may_index_tensors(data, num_workers) else None
-        self._needs_batch_seeds = needs_batch_seeds and self._tensors is None
+        self._indexes_tensors = self._may_index_tensors(data, num_workers) and _has_tensors(dataset)
+        self._needs_batch_seeds = needs_batch_seeds and not self._indexes_tensors
         self._loader = _create_loader(
             data, self._indices, num_workers, pin_memory, self._generator, needs_batch_seeds=self._needs_batch_seeds
         )
@@ -93,7 +95,17 @@ class IndexedSource:
         Prefetching with user code would advance the RNG before the preceding step has used it, so checkpoints would
         store a wrong RNG state.
         """
-        return self._tensors is not None or self._loader.num_workers > 0
+        return self._indexes_tensors or self._loader.num_workers > 0
+
+    def read_length(self, communicator: Communicator, subject: str) -> None:
+        """Read the length of the dataset again, because a callback may have changed it. All ranks must call this
+        method. Raises the errors of `check_same_data`."""
+        self.length = call_on_all_ranks(communicator, lambda: _read_length(self._data))
+        check_same_data(subject, communicator, self.length, {})
+
+    def has_current_length(self) -> bool:
+        """Return whether the dataset still has the length that was read last."""
+        return self.length == _read_length(self._data)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch` method, if it has one. Persistent workers that are already running have their
@@ -108,8 +120,8 @@ class IndexedSource:
         `worker_seed`; the generator of the user's DataLoader has no effect. Persistent workers start in the first call
         and keep their RNG state in later calls.
         """
-        if self._tensors is not None and isinstance(order, Tensor):
-            return self._index_tensors(*self._tensors, order, positions)
+        if self._indexes_tensors and isinstance(order, Tensor):
+            return self._index_tensors(order, positions)
         assert not self.may_drop_samples
         self._set_order(order, positions, worker_seed)
         return _start_iteration(self._loader)
@@ -165,9 +177,7 @@ class IndexedSource:
         workers = data.num_workers if isinstance(data, DataLoader) else num_workers
         return workers == 0 and not self.may_drop_samples
 
-    def _index_tensors(
-        self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
-    ) -> Iterator[Any]:
+    def _index_tensors(self, order: Tensor, positions: Iterator[slice]) -> Iterator[Any]:
         """Yield each batch by indexing each tensor once, which is much faster than stacking single samples.
 
         Each batch is a copy. A view of a larger tensor would be cheaper, but memory alignment affects the rounding of
@@ -175,12 +185,9 @@ class IndexedSource:
         """
         if self.sampler is not None:  # it may yield negative indices
             order = _normalize_negative_indices(order, self.length)
-        order = (order if subset is None else subset[order]).to(tensors[0].device)
-        pin = self._loader.pin_memory and order.device.type == "cpu"
         for part in positions:
-            chosen = order[part]
-            batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+            batch = _index_dataset(self._dataset, order[part])
+            yield [_pin(tensor) for tensor in batch] if self._loader.pin_memory else batch
 
 
 class _Indices(Sampler[list[int]]):
@@ -267,41 +274,53 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _find_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return (tensors, None) for a TensorDataset, (tensors, indices) for a Subset of one; None for any other dataset.
+def _has_tensors(dataset: Any) -> bool:
+    """Return whether `dataset` is a TensorDataset, or a Subset of one."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
 
-    Also return None if the tensors are on different devices, or if the indices of a Subset are out of range or not
-    integers; the Subset then handles or rejects the indices.
+
+def _index_dataset(dataset: Any, indices: Tensor) -> list[Tensor]:
+    """Return the batch of the samples `indices`, int64, of a TensorDataset or a Subset of one.
+
+    The tensors and the indices of a Subset are read for each batch, because callbacks may replace them. Samples are
+    loaded one by one if the tensors are on different devices, or if the indices of a Subset are out of range or not
+    integers; the dataset then handles or rejects the indices.
     """
-    if type(dataset) is Subset:
-        inner = _find_tensors(dataset.dataset)
-        if inner is None:
-            return None
-        tensors, subset = inner
-        complete_dataset: Any = dataset.dataset
-        indices = _subset_indices(dataset.indices, len(complete_dataset))
-        return None if indices is None else (tensors, indices if subset is None else subset[indices])
-    if type(dataset) is TensorDataset and len({tensor.device for tensor in dataset.tensors}) == 1:
-        return dataset.tensors, None
-    return None
+    chosen: Tensor | None = indices
+    inner: Any = dataset
+    while type(inner) is Subset and chosen is not None:
+        subset: Any = inner
+        chosen, inner = _select(subset.indices, chosen), subset.dataset
+        if chosen is not None:
+            length, (lowest, highest) = len(inner), (int(bound) for bound in chosen.aminmax())
+            chosen = None if lowest < -length or highest >= length else chosen
+            chosen = _normalize_negative_indices(chosen, length) if chosen is not None and lowest < 0 else chosen
+    if chosen is None or len({tensor.device for tensor in inner.tensors}) != 1:
+        batch: list[Tensor] = default_collate([dataset[index] for index in indices.tolist()])
+        return batch
+    chosen = chosen.to(inner.tensors[0].device)
+    return [tensor.index_select(0, chosen) for tensor in inner.tensors]
 
 
-def _subset_indices(indices: Any, length: int) -> Tensor | None:
-    """Return the indices of a Subset of a dataset with `length` samples, as non-negative int64 [indices]; None unless
-    they are integers in range."""
+def _select(subset_indices: Any, chosen: Tensor) -> Tensor | None:
+    """Return the elements `chosen` of the indices of a Subset, as int64; None unless they are integers."""
     try:
-        index_tensor = torch.as_tensor(indices, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+        if isinstance(subset_indices, Tensor | np.ndarray):
+            selected = torch.as_tensor(subset_indices, device="cpu")[chosen]
+        else:
+            selected = torch.tensor([subset_indices[index] for index in chosen.tolist()], device="cpu")
+    except (TypeError, ValueError, RuntimeError, LookupError):
         return None
     # torch interprets uint8 and bool as masks.
-    if index_tensor.dim() != 1 or index_tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+    if selected.dim() != 1 or selected.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         return None
-    index_tensor = index_tensor.to("cpu", torch.int64)
-    return (
-        _normalize_negative_indices(index_tensor, length)
-        if bool(((index_tensor >= -length) & (index_tensor < length)).all())
-        else None
-    )
+    return selected.to(torch.int64)
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 def _normalize_negative_indices(indices: Tensor, length: int) -> Tensor:

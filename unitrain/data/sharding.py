@@ -294,6 +294,8 @@ class TrainingShard(TrainingData):
         """Return the order of an epoch and this rank's micro-batches in it, and set the end of the epoch."""
         source, bounds = self._source, None
         order: Tensor | list[Any]
+        if not start:  # the rest of an epoch has the length with which the epoch began
+            source.read_length(self._communicator, "The training data")
         if source.sampler is None:
             order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
         else:
