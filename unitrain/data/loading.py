@@ -310,7 +310,8 @@ def _select(subset_indices: Any, chosen: Tensor) -> Tensor | None:
         if isinstance(subset_indices, Tensor | np.ndarray):
             selected = torch.as_tensor(subset_indices, device="cpu")[chosen]
         else:
-            selected = torch.tensor([subset_indices[index] for index in chosen.tolist()], device="cpu")
+            # NumPy converts lists several times faster than torch.
+            selected = torch.from_numpy(np.array([subset_indices[index] for index in chosen.tolist()]))
     except (TypeError, ValueError, RuntimeError, LookupError):
         return None
     # torch interprets uint8 and bool as masks.
