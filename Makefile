@@ -21,6 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
 
 CASES ?= 1000
+SEQUENCES ?= 200
 TRIALS ?= 100
 FIRST ?= 0
 
@@ -43,10 +44,10 @@ test: $(INSTALLED) $(HOROVOD)
 test-ci: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) -m "ci and not nightly"
 
-# The nightly tier: every test, then CASES random runs, and TRIALS jobs that are disturbed by random faults.
+# The nightly tier: every test, then CASES random runs, SEQUENCES random sequences of calls, and TRIALS jobs that are disturbed by random faults.
 test-all: $(INSTALLED) $(HOROVOD) $(TRAINERS)
 	$(PYTEST) -m "nightly or not nightly"
-	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
+	$(BIN)/python -m tests.fuzzer --cases $(CASES) --sequences $(SEQUENCES) --first $(FIRST)
 	$(BIN)/python -m tests.chaos --trials $(TRIALS) --first $(FIRST)
 
 # The contract suite and an example with other versions of torch and Python, with the newest packages that allow them.
@@ -89,9 +90,9 @@ docs-serve: docs
 bench: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python benchmarks/step_overhead.py
 
-# Random runs compared with plain torch; FIRST is the first seed.
+# Random runs, and random sequences of calls in one process, compared with plain torch; FIRST is the first seed.
 fuzz: $(INSTALLED) $(HOROVOD)
-	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
+	$(BIN)/python -m tests.fuzzer --cases $(CASES) --sequences $(SEQUENCES) --first $(FIRST)
 
 # Jobs that are disturbed by random, overlapping faults; FIRST is the first seed. Some need root permissions.
 chaos: $(INSTALLED) $(HOROVOD)

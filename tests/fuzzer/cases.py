@@ -210,6 +210,10 @@ def _combine_features(r: random.Random, case: Case) -> None:
 def make_valid(case: Case) -> Case:
     """Return `case` with incompatible fields set to simpler values, so that the case is a valid run."""
     case = copy.deepcopy(case)
+    if case["kind"] == "sequence":
+        from .sequences import make_valid as make_sequence_valid
+
+        return make_sequence_valid(case)
     if case["kind"] == "trainer":
         _make_data_valid(case)
         _make_model_valid(case)
@@ -327,7 +331,7 @@ def _make_results_valid(case: Case) -> None:
 
 
 def _make_layout_valid(case: Case) -> None:
-    case["segments"] = segments = _equalize_step_sizes(case, case["segments"], has_predefined_batches(case))
+    case["segments"] = segments = equalize_step_sizes(case, case["segments"], has_predefined_batches(case))
     segments[-1]["end"] = None
     if case["collate"] == "noise" or case["change"]:
         case["again"] = None
@@ -346,7 +350,7 @@ def _make_layout_valid(case: Case) -> None:
         case["show_every"] = 1
 
 
-def _equalize_step_sizes(case: Case, segments: list[Case], predefined_batches: bool) -> list[Case]:
+def equalize_step_sizes(case: Case, segments: list[Case], predefined_batches: bool) -> list[Case]:
     """Change the segments so that all have the same number of samples per step, regardless of the number of ranks.
     Return the segments.
 
@@ -372,6 +376,11 @@ def simpler_cases(case: Case) -> Iterator[Case]:
         from .loops import simpler_loop
 
         yield from simpler_loop(case)
+        return
+    if case["kind"] == "sequence":
+        from .sequences import simpler
+
+        yield from simpler(case)
         return
     if case["kind"] == "collective":
         from .collectives import simpler_collectives
@@ -407,6 +416,10 @@ def simpler_cases(case: Case) -> Iterator[Case]:
 def to_json(case: Case) -> str:
     """Return `case` as JSON. For a case with the Trainer, the JSON contains only the fields that differ from
     `SIMPLEST`."""
+    if case["kind"] == "sequence":
+        from .sequences import compact
+
+        return json.dumps(compact(case))
     if case["kind"] != "trainer":
         return json.dumps(case)
     return json.dumps({name: value for name, value in case.items() if value != SIMPLEST[name]})
@@ -415,4 +428,8 @@ def to_json(case: Case) -> str:
 def parse_case(text: str) -> Case:
     """Return the case for the text that `to_json` returned."""
     found = json.loads(text)
+    if found.get("kind") == "sequence":
+        from .sequences import parse
+
+        return parse(found)
     return make_valid({**SIMPLEST, **found}) if found.get("kind", "trainer") == "trainer" else found

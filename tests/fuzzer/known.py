@@ -6,6 +6,7 @@ from typing import Any
 
 from .cases import SIMPLEST, make_valid
 from .collectives import MANY_ROWS
+from .sequences import parse
 
 Case = dict[str, Any]
 FORWARD, BACKWARD = ["forward", True, True, "all"], ["backward", 0, True, False]
@@ -239,3 +240,100 @@ CASES: dict[str, Case] = {
     ),
     "large uint64 in sum": _collective(["group", "all_reduce", "sum", "uint64", 1, "large"], backend="horovod"),
 }
+
+# Sequences of calls. `_program` has a section for each list of calls, on the layouts in this order.
+
+
+def _program(objects: Case, *sections: tuple[str, int, list[list[Any]]], settings: Case | None = None) -> Case:
+    parts = [{"backend": backend, "size": size, "settings": {}, "calls": calls} for backend, size, calls in sections]
+    parts[-1]["settings"] = settings or {}
+    return parse({"kind": "sequence", "seed": 0, "objects": objects, "sections": parts})
+
+
+def _trainer(**fields: Any) -> Case:
+    return {"t0": {"kind": "trainer", "validation": "tensors", **fields}}
+
+
+def _own_loop(**fields: Any) -> Case:
+    return {"l0": {"kind": "loop", **fields}}
+
+
+FIT, BEST, RUN = ["t0", "fit", None], ["t0", "best", None], ["l0", "run", 3]
+GENERATORS = {"source": "map", "loader": True, "samples": 18}
+SEQUENCES: dict[str, Case] = {
+    **{
+        f"two models that are reduced in another order on rank 1, on {backend}": _program(
+            _own_loop(models=[[], []], optimizers=["SGD", "SGD"], compose="sandwich", unused=True),
+            (backend, 2, [RUN]),
+        )
+        for backend in ("ddp", "horovod")
+    },
+    "two models that rank 1 calls in another order": _program(
+        _own_loop(models=[[], []], optimizers=["SGD", "SGD"], compose="chain", swap=True), ("ddp", 2, [RUN])
+    ),
+    "a dummy batch of one loader and the statistics of another": _program(
+        _own_loop(models=[["sync_norm"]], loaders=[12, 7]), ("ddp", 2, [RUN])
+    ),
+    "sharding of parameters that share memory": _program(
+        _trainer(features=["alias"], shard="state"), ("ddp", 2, [FIT])
+    ),
+    "sharding of parameters that share memory, in a loop": _program(
+        _own_loop(models=[["alias"]], shard="state"), ("horovod", 2, [RUN])
+    ),
+    "an optimizer with modes, evaluated": _program(
+        _trainer(optimizer="ScheduleFree", optimizer_settings={"lr": 0.1}, samples=24), ("ddp", 2, [FIT])
+    ),
+    "an optimizer with modes, saved": _program(
+        _trainer(optimizer="ScheduleFree", optimizer_settings={"lr": 0.1}, samples=24, keep_best="train_loss",
+                 validation=None), ("ddp", 2, [FIT, BEST])
+    ),
+    "sharding of an optimizer with a global statistic": _program(
+        _own_loop(optimizers=["GlobalScale"], shard="state"), ("ddp", 2, [RUN])
+    ),
+    "sharding of an optimizer with modes": _program(
+        _trainer(optimizer="ScheduleFree", optimizer_settings={"lr": 0.1}, shard="state"), ("ddp", 2, [FIT])
+    ),
+    "a cosine schedule resumed with more epochs": _program(
+        _trainer(scheduler="sized_cosine", output=True), ("ddp", 2, [FIT]), ("local", 1, [FIT]),
+        settings={"t0": {"epochs": 4}},
+    ),
+    "OneCycleLR resumed with more epochs": _program(
+        _trainer(scheduler="sized_one_cycle", output=True), ("ddp", 2, [["t0", "fit", ["stop", 2]]]),
+        ("horovod", 2, [FIT]), settings={"t0": {"epochs": 4}},
+    ),
+    "a planned schedule and other data in the same process": _program(
+        _trainer(scheduler="planned_cosine", source="map", data_change="grow", data_change_at="call", epochs=3),
+        ("ddp", 2, [["t0", "fit", ["stop", 2]], ["t0", "change", "data"], FIT]),
+    ),
+    "the best checkpoint at the last step": _program(
+        _trainer(max_steps=2, checkpoint_every_steps=1, keep_best="val_loss"), ("ddp", 2, [FIT, BEST])
+    ),
+    "the best checkpoint at a stop": _program(
+        _trainer(checkpoint_every_steps=1, keep_best="val_loss", keep_last=1, samples=24, change=["lr", 1]),
+        ("ddp", 2, [["t0", "fit", ["stop", 1]], BEST]),
+    ),
+    **{
+        f"the scheduler after {what} in the validation": _program(
+            _trainer(scheduler="StepLR", scheduler_every="epoch", epochs=4),
+            ("ddp", 2, [["t0", "fit", [place, 1]], FIT]),
+        )
+        for what, place in {"Ctrl-C": "interrupt", "a failing metric": "metric"}.items()
+    },
+    **{
+        f"a sampler with a generator of {kind}": _program(
+            _trainer(**GENERATORS, sampler=kind), ("ddp", 2, [["t0", "fit", ["stop", 2]], FIT])
+        )
+        for kind in ("python", "numpy")
+    },
+    "two generators of a sampler": _program(_trainer(**GENERATORS, sampler="twins"), ("ddp", 2, [FIT])),
+    "tensors replaced between epochs": _program(_trainer(data_change="tensors", epochs=3), ("ddp", 2, [FIT])),
+    "indices replaced between epochs": _program(
+        _trainer(source="subset", data_change="indices", epochs=3), ("ddp", 2, [FIT])
+    ),
+    "a dataset that grows": _program(_trainer(source="map", data_change="grow", epochs=3), ("ddp", 2, [FIT])),
+    "a loss function that returns the accuracy": _program(
+        _trainer(loss="accuracy", samples=24, global_batch=12), ("ddp", 2, [FIT])
+    ),
+    "LBFGS with a line search": _program(_own_loop(optimizers=["LBFGS"]), ("ddp", 2, [["l0", "run", 5]])),
+}  # fmt: skip
+CASES |= SEQUENCES

@@ -61,11 +61,11 @@ def check_samples(case: Case, trace: list[Step]) -> list[str]:
     for epoch in sorted({step.epoch for step in trace}):
         steps = [step.samples for step in trace if step.epoch == epoch]
         is_complete = epoch < max(step.epoch for step in trace) or case["_ended"]
-        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, is_complete)]
+        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in check_epoch(case, epoch, steps, is_complete)]
     return wrong
 
 
-def _check_epoch(case: Case, epoch: int, steps: list[list[int]], is_complete: bool) -> Iterator[str]:
+def check_epoch(case: Case, epoch: int, steps: list[list[int]], is_complete: bool) -> Iterator[str]:
     batches = _samples_by_step(case, epoch)
     if batches is not None:
         expected = [sorted(_without_bad_samples(case, batch)) for batch in batches]
@@ -99,7 +99,7 @@ def _check_epoch(case: Case, epoch: int, steps: list[list[int]], is_complete: bo
 def _possible_samples(case: Case) -> tuple[set[int], float, int]:
     """Return the samples that an epoch in random order may contain, the maximum count of each, and the number of
     samples."""
-    count = case["samples"]
+    count = case["samples"] if case["sampler"] == "twins" else len(parts.training_samples(case)[0])
     everything = set(parts.subset_indices(case)) if case["source"] == "subset" else set(range(count))
     length = len(everything)
     positions = parts.subset_indices(case) if case["source"] == "subset" else list(range(count))
@@ -115,7 +115,7 @@ def _possible_samples(case: Case) -> tuple[set[int], float, int]:
 
 def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
     """Return the samples of each step of an epoch, or None if the order is random."""
-    count, source, size = case["samples"], case["source"], case["segments"][-1]["size"]
+    count, source, size = len(parts.training_samples(case)[0]), case["source"], case["segments"][-1]["size"]
     if source in ("batches", "map_batches") or case["sampler"] == "batches":
         batches = parts.split_into_batches(case, count)
         if case["uneven"] == "drop":
@@ -134,6 +134,12 @@ def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
     step_size = case["global_batch"]
     steps = [order[at : at + step_size] for at in range(0, len(order), step_size)]
     return [step for step in steps if len(step) == step_size or not case["drop_last"]]
+
+
+def steps_in_epoch(case: Case) -> int:
+    """Return the number of steps of an epoch."""
+    steps = _samples_by_step(case, 0)
+    return -(-_possible_samples(case)[2] // case["global_batch"]) if steps is None else len(steps)
 
 
 def _steps_of_own_streams(case: Case, size: int) -> list[list[int]]:
@@ -180,7 +186,7 @@ class Oracle:
         self.features = set(case["features"])
         self.model = parts.Network(case)
         self.optimizer = parts.create_optimizer(case, self.model, late=False)
-        self.scheduler = parts.create_scheduler(case, self.optimizer)
+        self.scheduler = parts.create_scheduler(case, self.optimizer, case.get("total_steps"))
         self.forward, self.loss_fn = parts.Forward(case), parts.loss_function(case)
         self.inputs, self.targets = parts.samples(case)
         self.average: nn.Module | None = copy.deepcopy(self.model) if case["ema"] else None
@@ -309,7 +315,7 @@ class Oracle:
     def _count_samples_or_tokens(self, numbers: list[int]) -> float:
         if self.case["loss"] != "tokens":
             return len(numbers)
-        return int((self.targets[numbers] != parts.MASKED).sum())
+        return int((self._batch(numbers)[1] != parts.MASKED).sum())
 
     def _batch(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
         return self.inputs[numbers].clone(), self.targets[numbers]

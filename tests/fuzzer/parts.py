@@ -21,6 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from .user_objects import OPTIMIZERS, OwnGenerator, TwinGenerators, set_mode
+
 Case = dict[str, Any]
 MASKED = -100
 BRANCH_ABOVE = 1.0  # samples whose second input is larger use the branch
@@ -67,6 +69,9 @@ class Network(nn.Module):
         if "buffer" in features:
             self.register_buffer("scale", torch.ones(()))
         self.double()
+        if "alias" in features:  # two Parameters that share memory
+            self.alias_part, self.alias_twin = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+            self.alias_twin.weight.data = self.alias_part.weight.data
 
     def forward(self, x: Tensor) -> Any:
         number, h = x[:, 0].long(), x[:, 1:]
@@ -83,6 +88,8 @@ class Network(nn.Module):
                 h = getattr(self, name + "_part")(h.view(-1, 2, 3)).view(-1, 6)
         if "tied" in features:
             h = torch.tanh(self.tied_part(torch.tanh(self.tied_part(h))))
+        if "alias" in features:
+            h = torch.tanh(self.alias_twin(torch.tanh(self.alias_part(h))))
         for name in ("frozen", "late"):
             if name in features:
                 h = h + torch.tanh(getattr(self, name + "_part")(h))
@@ -118,7 +125,8 @@ class Forward:
 
 
 def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
-    """Return the user's loss function, which returns the mean or, with "tokens", the pair (sum, count)."""
+    """Return the user's loss function, which returns the mean or, with "tokens", the pair (sum, count). With
+    "accuracy", it returns the mean and the accuracy, which unitrain must not take for a count."""
 
     def tokens(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         total = nn.functional.cross_entropy(tensor_of(output), target, ignore_index=MASKED, reduction="sum")
@@ -128,7 +136,11 @@ def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
         function = nn.functional.mse_loss if case["loss"] == "mse" else nn.functional.cross_entropy
         return function(tensor_of(output), target)
 
-    return tokens if case["loss"] == "tokens" else mean
+    def with_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        value = tensor_of(output)
+        return nn.functional.cross_entropy(value, target), (value.argmax(1) == target).double().mean()
+
+    return {"tokens": tokens, "accuracy": with_accuracy}.get(case["loss"], mean)
 
 
 def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -146,6 +158,24 @@ def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[T
     return inputs, targets
 
 
+VERSION = 100  # added to the index of a sample when its values are replaced
+GROWTH = 4  # samples that a growing dataset gains at a time
+
+
+def training_samples(case: Case) -> tuple[Tensor, Tensor]:
+    """Return the samples of a training dataset. `case["version"]` counts the changes of the data."""
+    count, version, change = case["samples"], case.get("version", 0), case.get("data_change")
+    if case["sampler"] == "twins":
+        return samples(case, count=count * count)
+    if change == "grow":
+        return tuple(part[: count + GROWTH * version] for part in samples(case, count=count + 12 * GROWTH))  # type: ignore
+    if change != "tensors" or not version:
+        return samples(case)
+    inputs, targets = samples(case, offset=10 + version)
+    inputs[:, 0] += VERSION * version
+    return inputs, targets
+
+
 def is_bad(sample: int) -> bool:
     """Return whether the collate function "skip" drops the sample with this index."""
     return sample % 5 == 3
@@ -155,7 +185,9 @@ def is_bad(sample: int) -> bool:
 
 
 class MapDataset(Dataset[Any]):
-    """A dataset that is not a TensorDataset, so unitrain reads its samples one by one."""
+    """A dataset that is not a TensorDataset, so unitrain reads its samples one by one. A test may set `on_read`."""
+
+    on_read: Callable[[], None] | None = None
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -164,6 +196,8 @@ class MapDataset(Dataset[Any]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.on_read is not None:
+            self.on_read()
         return self.inputs[index].clone(), self.targets[index].clone()
 
 
@@ -296,7 +330,7 @@ COLLATE = {"pairs": collate_pairs, "dict": collate_dict, "skip": collate_skip, "
 
 def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     """Return the Dataset or DataLoader of a case, with `batch_size` samples per rank."""
-    inputs, targets = samples(case)
+    inputs, targets = training_samples(case)
     source: Any = case["source"]
     if source == "subset":  # a subset whose first indices are negative
         chosen = subset_indices(case)
@@ -326,9 +360,24 @@ def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     return DataLoader(dataset, sampler=create_sampler(case, dataset), **settings)
 
 
+def change_data(case: Case, data: Any) -> None:
+    """Change the dataset of `training_data` in place, to the version of `case`."""
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(dataset, Subset) and case["data_change"] == "indices":
+        dataset.indices = subset_indices(case)
+        return
+    if isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset):
+        dataset.tensors = training_samples(case)
+    else:
+        dataset.inputs, dataset.targets = training_samples(case)
+
+
 def subset_indices(case: Case) -> list[int]:
     count = case["samples"]
-    return [count - 1, *range(count - 2)]
+    first = case.get("version", 0) if case.get("data_change") == "indices" else 0
+    return [(number + first) % count for number in (count - 1, *range(count - 2))]
 
 
 def create_sampler(case: Case, dataset: Any) -> Any:
@@ -345,7 +394,12 @@ def create_sampler(case: Case, dataset: Any) -> Any:
         "subset_random": lambda: SubsetRandomSampler(range(1, count)),
         "weighted": lambda: WeightedRandomSampler([1.0 + i % 3 for i in range(count)], count),
         "own": lambda: CustomSampler(count),
+        "twins": lambda: TwinGenerators(case["samples"]),
+        **{kind: lambda kind=kind: OwnGenerator(count, kind) for kind in OWN_GENERATORS},
     }[name]()
+
+
+OWN_GENERATORS = ("python", "numpy", "torch")
 
 
 def part_length(count: int) -> int:
@@ -394,7 +448,10 @@ def create_optimizer(case: Case, model: nn.Module, *, late: bool) -> torch.optim
     """Return the optimizer. If `late`, include the parameter group that the case adds during the run."""
     initial_parameters = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
     name, settings = case["optimizer"], dict(case["optimizer_settings"])
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(initial_parameters, **settings)
+    optimizer: torch.optim.Optimizer = (OPTIMIZERS.get(name) or getattr(torch.optim, name))(
+        initial_parameters, **settings
+    )
+    set_mode(optimizer, train=True)
     if late:
         add_late_group(model, optimizer)
     return optimizer
@@ -404,8 +461,9 @@ def add_late_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model.late_part.parameters())})
 
 
-def create_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the torch scheduler of the case."""
+def create_scheduler(case: Case, optimizer: torch.optim.Optimizer, steps: int | None = None) -> Any:
+    """Return the torch scheduler of the case, for a run of `steps` steps if its length depends on the run. Without
+    `steps`, such a scheduler is a function that unitrain calls."""
     s: Any = lr_scheduler
     lr = optimizer.param_groups[0]["lr"]
     made: dict[str, Callable[[], Any]] = {
@@ -430,9 +488,20 @@ def create_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
         "ReduceLROnPlateau": lambda: s.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02),
     }
     name = case["scheduler"]
+    if name is not None and name.partition("_")[0] in ("planned", "sized"):
+        plan = PLANNED[name.partition("_")[2]]
+        return plan(optimizer, steps) if steps else plan
     return None if name is None else made[name]()
 
 
+# Functions that create a scheduler for a number of steps: "planned" by unitrain, or "sized" by the script.
+PLANNED: dict[str, Callable[..., Any]] = {
+    "cosine": lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    "linear": lambda optimizer, steps: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps),
+    "one_cycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=steps, cycle_momentum=False
+    ),
+}
 SCHEDULERS = (
     "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR",
     "CosineAnnealingLR", "ChainedScheduler", "CyclicLR", "CosineAnnealingWarmRestarts", "OneCycleLR", "PolynomialLR",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor
 from unitrain.testing import RankError, RankGroup
 from unitrain.testing.ranks import import_before_fork
 
-from . import cases, collectives, loops, subject
+from . import cases, collectives, loops, sequence_oracle, sequence_subject, sequences, subject
 from .oracle import Oracle, Piece, Step, check_samples
+from .sequence_oracle import WrongError
 
 Case = dict[str, Any]
 CASE_SECONDS = 60.0
@@ -31,6 +33,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], RankGroup] = {}
+        self.refusals: Counter[str] = Counter()  # calls that unitrain refused, as it may, by reason
 
     def run(self, layout: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(backend, *args)` on every rank. Raise RankError after CASE_SECONDS."""
@@ -69,6 +72,8 @@ def find_failures(case: Case, ranks: Pool) -> list[str]:
             return loops.check(case, ranks.run)
         if case["kind"] == "collective":
             return collectives.check(case, ranks.run)
+        if case["kind"] == "sequence":
+            return _check_sequence(case, ranks)
         return _check_trainer(case, ranks)
     except RankError as error:
         kind = "hang" if error.kind in ("Timeout", "CollectiveTimeoutError") else f"died: {error.kind}"
@@ -119,6 +124,101 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         return [str(error)]
     except _RejectedError:
         return []
+
+
+def _check_sequence(case: Case, ranks: Pool) -> list[str]:
+    """Run a program, section by section, and compare each call with the oracle."""
+    folder = tempfile.mkdtemp(prefix="unitrain-fuzz-")
+    kinds = {"trainer": sequence_oracle.TrainerOracle, "loop": sequence_oracle.LoopOracle}
+    oracles = {name: kinds[own["kind"]](own, find_differences) for name, own in case["objects"].items()}
+    layout = ("", 0)
+    try:
+        for number, section in enumerate(case["sections"]):
+            layout = section["backend"], section["size"]
+            rank_records = ranks.run(layout, sequence_subject.run_section, case, number, folder)
+            created: set[str] = set()
+            for place, (name, verb, argument) in enumerate(section["calls"]):
+                where = f"section {number + 1}, call {place + 1}, {name}.{verb}"
+                own, oracle = [records[place : place + 1] for records in rank_records], oracles[name]
+                settings = sequence_subject.settings_of(case, name, number)
+                if name not in created:
+                    oracle.enter(settings)
+                try:
+                    reason = _find_refusal(case["objects"][name], oracle, own, verb)
+                    if reason is not None:
+                        ranks.refusals[reason] += 1
+                        ranks.replace(layout)
+                        return []
+                    records = [one for (one,) in own]
+                    events = _merge_events(records)
+                    if name not in created:
+                        created.add(name)
+                        oracle.create(events.pop(0), settings)
+                    _check_equal_on_ranks(records)
+                    oracle.call(verb, argument, records[0], events)
+                except (WrongError, _FailedError) as error:
+                    ranks.replace(layout)
+                    kind, _, text = str(error).partition(" ")
+                    return [f"{kind} {text} ({where})"]
+    except RankError:
+        ranks.replace(layout)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return []
+
+
+def _find_refusal(definition: Case, oracle: Any, own: list[list[Any]], verb: str) -> str | None:
+    """Return why unitrain may refuse a call, None if it did not refuse it. Raise _FailedError for another error."""
+    errors = [records[0]["error"] if records else ("NotReached", "an earlier call failed", "") for records in own]
+    if not any(errors):
+        return None
+    kinds = {None if error is None else error[0] for error in errors}
+    # A rank that waited for a failed rank reports a timeout.
+    first = min(
+        (error for error in errors if error is not None), key=lambda error: error[0] == "CollectiveTimeoutError"
+    )
+    if len(kinds) == 1:
+        for reason, classes in sequence_oracle.allowed_refusals(definition, oracle, verb).items():
+            if kinds <= classes:
+                return reason
+    where = "" if len(kinds) == 1 else f" on some ranks only: {kinds}"
+    raise _FailedError(f"error {first[0]}: {first[1]}{where}\n{first[2]}")
+
+
+def _merge_events(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a call with the samples of all ranks."""
+    counts = [[event["kind"] for event in record["events"]] for record in records]
+    if any(kinds != counts[0] for kinds in counts):
+        raise WrongError(f"steps: the ranks had different events: {counts}")
+    merged = []
+    for events in zip(*(record["events"] for record in records), strict=True):
+        event = dict(events[0])
+        for name in ("micro_steps", "batches"):
+            if name in event:
+                if len({len(one[name]) for one in events}) > 1:
+                    raise WrongError("steps: the ranks had different numbers of micro-batches")
+                event[name] = [
+                    [Piece(rank, *one[name][at]) for rank, one in enumerate(events)] for at in range(len(event[name]))
+                ]
+        for rank, one in enumerate(events):
+            for name in ("rates", "results", "parameters"):
+                if worst := next(find_differences(one.get(name), event.get(name), 0.0, name), None):
+                    raise WrongError(f"replicas: rank {rank} and rank 0: {worst}")
+        merged.append(event)
+    return merged
+
+
+def _check_equal_on_ranks(records: list[dict[str, Any]]) -> None:
+    """Raise WrongError unless the values and the states of all ranks are equal, except for buffers."""
+    for rank, record in enumerate(records):
+        for name in ("value", "state"):
+            found, first = (
+                {**one[name], "buffers": None} if isinstance(one[name], dict) else one[name]
+                for one in (record, records[0])
+            )
+            if worst := next(find_differences(found, first, 0.0, name), None):
+                raise WrongError(f"replicas: rank {rank} and rank 0: {worst}")
 
 
 def _choose_reference_segment(case: Case) -> Case | None:
@@ -239,7 +339,7 @@ def find_differences(found: Any, expected: Any, tolerance: float, path: str) -> 
         if set(found) != set(expected):
             added, missing = set(found) - set(expected), set(expected) - set(found)
             yield f"{path} has {_abbreviate_names(added)} and lacks {_abbreviate_names(missing)}"
-        for key in found.keys() & expected.keys():
+        for key in [key for key in found if key in expected]:
             loose = LOOSE if any(name in str(key) for name in cases.TORCHMETRICS) else tolerance
             yield from find_differences(found[key], expected[key], max(loose, tolerance), f"{path}.{key}")
     elif isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
@@ -262,6 +362,11 @@ def _abbreviate_names(names: set[Any]) -> str:
 
 def _abbreviate_value(value: Any) -> str:
     return repr(value)[:60]
+
+
+def describe(case: Case) -> str:
+    """Return a sequence of calls as a short program, and an empty text for another case."""
+    return sequences.describe(case) if case["kind"] == "sequence" else ""
 
 
 def failure_kind(failed: list[str]) -> str:

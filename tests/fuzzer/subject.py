@@ -189,6 +189,9 @@ def create_config(case: Case, segment: Case, folder: str) -> unitrain.TrainConfi
             "checkpoint_every_steps": case["checkpoint_every_steps"],
             "async_checkpoints": case["asynchronous"],
         }
+    settings |= {name: case[name] for name in ("shard", "keep_best", "keep_last", "max_seconds") if name in case}
+    if not case["output"]:
+        settings.pop("keep_last", None)
     compression: Any = case["compression"]
     if compression.startswith("powersgd"):
         lossless = compression == "powersgd_full"
