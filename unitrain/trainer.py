@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,18 @@ from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.optim.forward import Forward, ForwardFunction
-from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_checksum
+from unitrain.optim.learning_rate import (
+    LearningRateFactor,
+    check_same_learning_rates,
+    learning_rate_checksum,
+    next_learning_rate,
+)
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
 from unitrain.optim.model_loss import ModelLoss, agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, wrap_scheduler_function
-from unitrain.optim.step import ParameterUpdate, backward, block_gradients
+from unitrain.optim.step import OptimizerMode, ParameterUpdate, backward, block_gradients
 from unitrain.planned_steps import SchedulePlan, remaining_steps
 from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
@@ -175,6 +180,7 @@ class Trainer(LoggingMethods):
         if self._local_sgd is None:
             self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
             self._run.restore_optimizer_state(self.optimizer)
+        self._optimizer_mode = OptimizerMode(self.optimizer)
         self._update = ParameterUpdate(
             self.optimizer, model, self._precision, max_grad_norm=config.max_grad_norm,
             average=self._weight_average if self._local_sgd is None else None,
@@ -256,7 +262,7 @@ class Trainer(LoggingMethods):
         ):
             if self._learning_rate_factor is not None:
                 self._reporter.show_message(str(self._learning_rate_factor))
-            with self._callbacks.call_at_fit_end(self):
+            with self._callbacks.call_at_fit_end(self), self._optimizer_mode.training():
                 self._callbacks.call("on_fit_start", self)
                 self._synchronize()
                 while self.stop_reason is None and not run.is_complete:
@@ -280,7 +286,7 @@ class Trainer(LoggingMethods):
         every rank for data without samples.
         """
         trainer_arguments.check_data(self.backend, "Trainer.evaluate", data=data)
-        with self._weights_averaged_over_ranks():
+        with self._weights_for_evaluation():
             return self._evaluation.evaluate(self._evaluation_shard(data))
 
     def predict(self, data: Data, *, writer: PredictionWriter | None = None) -> Any:
@@ -298,7 +304,7 @@ class Trainer(LoggingMethods):
         """
         trainer_arguments.check_data(self.backend, "Trainer.predict", data=data)
         trainer_arguments.check_writer(self.backend, writer)
-        with self._weights_averaged_over_ranks():
+        with self._weights_for_evaluation():
             return self._evaluation.predict(self._evaluation_shard(data), writer)
 
     def load_weights(self, checkpoint: str | Path) -> None:
@@ -396,7 +402,8 @@ class Trainer(LoggingMethods):
         losses = {"train_loss": running_loss.reduce_epoch_mean(epoch, progress.step)} if running_loss.steps else {}
         seconds = self._timer.stop()
         self._run_metrics.begin_category("other")
-        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
+        rate = next_learning_rate(self.optimizer, self._learning_rate_factor, progress.step)
+        speed = {**rate, "seconds": seconds, "samples_per_second": samples / seconds}
         end = EpochEnd(epoch, losses, speed)
         if self._run.end_epoch_if_complete(shard):
             running_loss.start_epoch()
@@ -460,7 +467,7 @@ class Trainer(LoggingMethods):
         return self._prefetcher(micro_batches, ahead=shard.can_prefetch, overlapped=shard.can_overlap_prefetch)
 
     def _save(self, *, in_memory: bool = False) -> None:
-        with self._run_metrics.measure("checkpoint"), self._weights_averaged_over_ranks():
+        with self._run_metrics.measure("checkpoint"), self._weights_for_evaluation():
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, in_memory=in_memory)
         if not in_memory:
@@ -517,9 +524,13 @@ class Trainer(LoggingMethods):
             average.count_step()
         self._loss_weighting.synchronous_ranks = local_sgd.synchronous_ranks
 
-    def _weights_averaged_over_ranks(self) -> AbstractContextManager[None]:
-        """Return a context manager in which, with local SGD, the model has the mean of the ranks' weights."""
-        return nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights()
+    @contextmanager
+    def _weights_for_evaluation(self) -> Iterator[None]:
+        """Context manager in which the optimizer is in eval mode, if it has modes, and in which, with local SGD, the
+        model has the mean of the ranks' weights."""
+        averaged = nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights()
+        with self._optimizer_mode.evaluating(), averaged:
+            yield
 
     def _validate(
         self, validation: Mapping[str, EvaluationShard], interruption: LoopInterruption | None = None
@@ -528,7 +539,7 @@ class Trainer(LoggingMethods):
         if not validation:
             return {}
         results: dict[str, float] = {}
-        with self._weights_averaged_over_ranks():
+        with self._weights_for_evaluation():
             for prefix, shard in validation.items():
                 results_of_shard = self._evaluation.evaluate(shard, interruption)
                 if not results_of_shard:
@@ -569,7 +580,7 @@ class Trainer(LoggingMethods):
         sums = self._synchronize(self._running_loss.local_sums())
         values = {"loss": self._running_loss.pop_mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         tokens = self._running_loss.count_since_sync if self._loss_weighting.counts_tokens else None
-        values |= {"learning_rate": self._learning_rate()}
+        values |= next_learning_rate(self.optimizer, self._learning_rate_factor, step)
         values |= self._run_metrics.take_logger_metrics(self._timer.take_samples(), tokens)
         self._reporter.report_sync_point(step, values)
         memory = self._run_metrics.record_sync_point(values)
@@ -578,12 +589,6 @@ class Trainer(LoggingMethods):
     def _is_loss_due(self) -> bool:
         step, interval = self.progress.step, self.config.log_every_n_steps
         return self._stopping.is_due(step) if interval is None else step % interval == 0
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group in the next step."""
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        factor = self._learning_rate_factor
-        return rate if factor is None else rate * factor.factor_at(self.progress.step)
 
     def _discard_partial_step(self) -> None:
         """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""

@@ -68,7 +68,7 @@ def check_trainer_arguments(
     check_no_meta_tensors(model)
     check_single_optimizer(optimizer)
     check_is_optimizer("Trainer(optimizer)", optimizer)
-    _check_learning_rates(optimizer)
+    _check_learning_rates(optimizer, config)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
@@ -91,14 +91,23 @@ def check_trainer_arguments(
     validation.check_text("Trainer(config_text=...)", config_text, fix, optional=True)
 
 
-def _check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
+def _check_learning_rates(optimizer: torch.optim.Optimizer, config: Any) -> None:
     name, fix = type(optimizer).__name__, "Build the optimizer with a learning rate, such as lr=0.1"
     if not optimizer.param_groups:
         raise ConfigError(f"Trainer(optimizer), of class {name}, has no parameter groups. {fix}.")
     for group_index, group in enumerate(optimizer.param_groups):
+        description = f"lr in parameter group {group_index} of the Trainer's {name}"
+        # Optimizers that compute their own learning rates, such as Adafactor of transformers, have lr=None.
+        if "lr" in group and group["lr"] is None:
+            if getattr(config, "lr_scaling", "none") != "none":
+                raise ConfigError(
+                    f"{description} is None, so TrainConfig.lr_scaling {config.lr_scaling!r} cannot scale it. "
+                    "Use lr_scaling='none', or build the optimizer with a learning rate."
+                )
+            continue
         rate = group.get("lr")
         plain = float(rate) if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
-        validation.check_non_negative(f"lr in parameter group {group_index} of the Trainer's {name}", plain, fix)
+        validation.check_non_negative(description, plain, fix)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

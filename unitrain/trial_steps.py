@@ -26,7 +26,7 @@ from unitrain.errors import ConfigError
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
-from unitrain.optim.step import ParameterUpdate, backward, block_gradients
+from unitrain.optim.step import OptimizerMode, ParameterUpdate, backward, block_gradients
 from unitrain.randomness import SeedPurpose, derive_seed, preserve_generators, seed_generators
 from unitrain.torch_compat import local_shard
 from unitrain.trainer import Trainer
@@ -101,6 +101,10 @@ class TrialSteps:
         `before_update(step)` is called before each optimizer update. `after_step(step, loss)` is called after the
         update, and returns whether to continue; `loss` is the mean loss of the step's forward passes over all ranks.
         """
+        with OptimizerMode(self.trainer.optimizer).training():
+            self._run(steps, before_update, after_step)
+
+    def _run(self, steps: int, before_update: Callable[[int], None], after_step: Callable[[int, float], bool]) -> None:
         step = 0
         for epoch in count(self.trainer.progress.epoch):
             # Do not assign the iterator to a variable, so that its workers terminate immediately.

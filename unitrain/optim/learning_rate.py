@@ -86,10 +86,18 @@ class LearningRateFactor:
         )
 
 
+def next_learning_rate(optimizer: Optimizer, factor: LearningRateFactor | None, step: int) -> dict[str, float]:
+    """Return {"learning_rate": the rate of the first parameter group in the step after `step` completed steps}, or an
+    empty dictionary if the optimizer computes its learning rates itself."""
+    rate = optimizer.param_groups[0]["lr"]
+    return {} if rate is None else {"learning_rate": float(rate) * (1.0 if factor is None else factor.factor_at(step))}
+
+
 def learning_rate_checksum(optimizer: Optimizer) -> float:
     """Return a number for the comparison of learning rates between ranks: the sum of the learning rates, each
-    multiplied by the number of its parameter group (from 1)."""
-    return sum(group_number * float(group["lr"]) for group_number, group in enumerate(optimizer.param_groups, start=1))
+    multiplied by the number of its parameter group (from 1). A learning rate of None counts as 0."""
+    rates = (0.0 if group["lr"] is None else float(group["lr"]) for group in optimizer.param_groups)
+    return sum(group_number * rate for group_number, rate in enumerate(rates, start=1))
 
 
 def check_same_learning_rates(checksums: Sequence[float], step: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unitrain.backends.sharding.optimizer_checks import has_modes
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.precision import Precision
@@ -59,6 +61,43 @@ class _BlockGradients(torch.autograd.Function):
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the current parameters of `optimizer`, including parameters added by `add_param_group`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class OptimizerMode:
+    """The train and eval mode of optimizers such as those of schedulefree, which evaluate the model with other weights
+    than those that they train, and exchange them in `optimizer.eval()` and `optimizer.train()`.
+
+    The methods do nothing for an optimizer without modes.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._is_training = optimizer, False
+        self._has_modes = has_modes(optimizer)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context manager in which the optimizer is in train mode. Afterwards, it is in eval mode."""
+        self._set_training(True)
+        try:
+            yield
+        finally:
+            self._set_training(False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager in which the optimizer is in eval mode."""
+        was_training = self._is_training
+        self._set_training(False)
+        try:
+            yield
+        finally:
+            self._set_training(was_training)
+
+    def _set_training(self, is_training: bool) -> None:
+        self._is_training = is_training
+        if self._has_modes:
+            optimizer: Any = self._optimizer
+            (optimizer.train if is_training else optimizer.eval)()
 
 
 class ParameterUpdate:

@@ -320,3 +320,36 @@ def closure_values_that_are_not_numbers_raise(backend: Backend) -> None:
     assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
     for value in ((1.0, 2.0), torch.ones(2), None if backend.rank else "loss"):
         raises(ModelError, "The closure of an optimizer step returned", partial(step, value))
+
+
+class _NormalizedSGD(torch.optim.SGD):
+    """An optimizer that divides the gradients by a norm over all parameters, so that its state cannot be sharded."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([parameter for group in self.param_groups for parameter in group["params"]], 1e-3)
+        return super().step(closure)
+
+
+class _OptimizerWithModes(torch.optim.SGD):
+    updates_parameters_independently = True
+
+    def train(self) -> None:
+        """Do nothing."""
+
+    def eval(self) -> None:
+        """Do nothing."""
+
+
+@contract
+def sharding_the_state_of_an_unknown_optimizer_raises(backend: Backend) -> None:
+    model = build()
+    for shard in _SHARDING_MODES[1:]:
+        wrapped = backend.distributed_model(model)
+        for optimizer_class, text in (
+            (_NormalizedSGD, "It is unknown whether _NormalizedSGD updates each parameter independently of all others"),
+            (_OptimizerWithModes, "_OptimizerWithModes.eval() and _OptimizerWithModes.train() compute"),
+        ):
+            optimizer = optimizer_class(model.parameters(), lr=0.1)
+            call = partial(backend.distributed_optimizer, optimizer, wrapped, shard=shard)
+            assert_same_on_every_rank(backend, raises(ModelError, text, call))
+            assert backend.distributed_optimizer(optimizer, wrapped) is optimizer

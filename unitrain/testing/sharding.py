@@ -309,7 +309,7 @@ def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
 
 
 class _FailingSGD(torch.optim.SGD):
-    fails = True
+    fails = updates_parameters_independently = True
 
     def step(self, closure: Any = None) -> Any:
         if self.fails:
@@ -336,6 +336,8 @@ def sharded_state_survives_a_failing_step(backend: Backend) -> None:
 class _DecayingAdam(torch.optim.Adam):
     """Calls `super().step()`, which calls all hooks a second time, and reads the state afterwards."""
 
+    updates_parameters_independently = True
+
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for group in self.param_groups:
@@ -346,6 +348,8 @@ class _DecayingAdam(torch.optim.Adam):
 
 class _Decay(torch.optim.Optimizer):
     """Updates all parameters, including those without gradients."""
+
+    updates_parameters_independently = True
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {})
@@ -436,6 +440,8 @@ def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
 
 
 class _OwnStateDict(torch.optim.SGD):
+    updates_parameters_independently = True
+
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": []}
 

@@ -124,7 +124,9 @@ class Recorder(Callback):
         self._sample_digest += digest_samples(map_tensors(Tensor.cpu, batch), micro_batch.samples)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        self._learning_rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
+        self._learning_rates[:] = [
+            float(group["lr"]) for group in trainer.optimizer.param_groups if group.get("lr") is not None
+        ]
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._steps.append(

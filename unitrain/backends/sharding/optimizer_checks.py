@@ -15,6 +15,9 @@ from unitrain.backends.sharding.partition import is_dense
 from unitrain.errors import ModelError
 
 _INSEPARABLE = (torch.optim.LBFGS,)
+# Optimizers that update each parameter independently of all others, but not each element.
+_PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+_SWITCH = "updates_parameters_independently"
 
 
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: ShardingMode) -> None:
@@ -22,9 +25,10 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
 
     Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model and for an optimizer
     that is already sharded with another setting. With `shard="state"` and "gradients", also raises ModelError for
-    LBFGS, whose update of one parameter depends on others, for parameters that share memory or have gaps in their
-    memory, and for an optimizer whose state dict methods do not call the registered hooks. With `shard="parameters"`,
-    raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
+    LBFGS, whose update of one parameter depends on others, for optimizers that are not part of torch and do not state
+    that they update parameters independently, for parameters that share memory or have gaps in their memory, and for an
+    optimizer whose state dict methods do not call the registered hooks. With `shard="parameters"`, raises ModelError
+    unless the optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
@@ -44,6 +48,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
             f"The state of {name} cannot be sharded, because its update of one parameter depends on all others. "
             'Use shard="none", or another optimizer: torch.optim.AdamW(model.parameters(), ...).'
         )
+    _check_independent_updates(optimizer, shard)
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if not is_dense(parameter):
             raise ModelError(
@@ -56,6 +61,29 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     checks.check_no_shared_memory({names[parameter]: parameter for parameter in updated}, f'shard="{shard}"')
     if state is None:
         _check_state_dict_methods(optimizer)
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` has a train and an eval mode, in which the model has different weights, like the
+    optimizers of schedulefree."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def _check_independent_updates(optimizer: Optimizer, shard: ShardingMode) -> None:
+    name = type(optimizer).__name__
+    if has_modes(optimizer):
+        raise ModelError(
+            f"The state of {name} cannot be sharded, because {name}.eval() and {name}.train() compute the weights of "
+            'all parameters from the complete state. Use shard="none".'
+        )
+    is_known = type(optimizer) in (*ELEMENTWISE, *_PER_PARAMETER)
+    if not is_known and getattr(optimizer, _SWITCH, False) is not True:
+        raise ModelError(
+            f"It is unknown whether {name} updates each parameter independently of all others. With "
+            f"shard={shard!r}, each rank updates only some parameters, so an optimizer that uses a norm or an estimate "
+            'over all parameters would compute different results. Use shard="none" or, if the updates are '
+            f"independent, state it before the optimizer is distributed: optimizer.{_SWITCH} = True."
+        )
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
