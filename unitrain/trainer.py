@@ -319,12 +319,15 @@ class Trainer(LoggingMethods):
         """
         trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
-        load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
+        average = self._weight_average
+        stored_average = None if average is None else average.stored_model
+        load_weights(path, self.backend.unwrap(self.model), stored_average, self.backend)
         self._run.discard_results()
         if self._local_sgd is not None:
             self._local_sgd.restart()
-        if self._weight_average is not None:
-            self._weight_average.discard_counted_steps()
+        if average is not None:
+            average.round_averages()
+            average.discard_counted_steps()
 
     def stop(self, reason: str) -> None:
         """Request that `fit` stop, and display `reason`. Any rank may call it at any time.

@@ -115,7 +115,10 @@ def start_average(average: WeightAverage, distributed_model: nn.Module, config: 
     """
     if config.shard == "parameters":
         feature = "TrainConfig.shard 'parameters'"
-        require_capability(backend, SupportsShardedParameters, feature).shard_copy(average.model, distributed_model)
+        capability = require_capability(backend, SupportsShardedParameters, feature)
+        capability.shard_copy(average.model, distributed_model)
+        if average.stored_model is not average.model:
+            capability.shard_copy(average.stored_model, distributed_model)
     average.start()
 
 

@@ -455,7 +455,8 @@ class TrainingRun:
             part.load_state_dict(training.get(name, {}))
         sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_objects.get(AVERAGE)
         if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
-            self._checkpointer.load_average(Path(sharded_checkpoint), average.model)
+            self._checkpointer.load_average(Path(sharded_checkpoint), average.stored_model)
+            average.round_averages()
         if config.logical_ranks is not None:
             warn_of_differences(training.get("preconditions", {}), self._backend, str(path))
         self._restored_training = training

@@ -18,6 +18,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ModelError
+from unitrain.optim.ema import WeightAverage
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -227,6 +228,94 @@ def test_frozen_integer_parameters_are_copied(first: bool) -> None:
     assert isinstance(averaged, Quantized)
     assert averaged.codes.equal(model.codes)
     assert not averaged.inner.weight.equal(model.inner.weight)
+
+
+class Half(nn.Module):
+    """A model with weights in half precision and a head in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.head = nn.Linear(6, 8).to(dtype), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x.to(self.body.weight.dtype)).float().tanh()
+        output: Tensor = self.head(hidden.to(self.head.weight.dtype)).float()
+        return output
+
+
+def train_half(backend: Backend, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """Train with a slow average. Return its stored state, and the maximum difference of an exact average."""
+    is_sharded = settings.get("shard") == "parameters"  # then all parameters of a block need one dtype
+    model = Half(dtype).to(dtype) if is_sharded else Half(dtype)
+    trainer = make_trainer(backend, model, **{"ema_decay": 0.995, "sync_batch_norm": False, **settings})
+    average = trainer._weight_average
+    assert average is not None
+    exact = [full(parameter).double() for parameter in average.stored_model.parameters()]
+    update = average.update
+    is_first = trainer.progress.step == 0
+
+    def updated() -> None:
+        nonlocal exact, is_first
+        weights = [full(parameter).double() for parameter in backend.unwrap(trainer.model).parameters()]
+        if is_first:
+            exact, is_first = weights, False
+        exact = [0.995 * mean + 0.005 * weight for mean, weight in zip(exact, weights, strict=True)]
+        update()
+
+    average.update = updated  # type: ignore[method-assign]
+    results = trainer.fit(data(), data())
+    assert trainer.averaged_model is not None
+    stored = [full(parameter) for parameter in average.stored_model.parameters()]
+    for evaluated, mean in zip(trainer.averaged_model.parameters(), stored, strict=True):
+        assert full(evaluated).equal(mean.to(evaluated.dtype))
+    dtypes = [dtype] * 4 if is_sharded else [dtype, dtype, torch.float32, torch.float32]
+    assert [parameter.dtype for parameter in trainer.averaged_model.parameters()] == dtypes
+    assert trainer.evaluate(data())["loss"] == results["val_loss"]
+    difference = max(float((mean - want).abs().max()) for mean, want in zip(stored, exact, strict=True))
+    return average.stored_model.state_dict(), difference
+
+
+def full(parameter: Any) -> Tensor:
+    complete: Tensor = parameter.detach()
+    return complete.full_tensor() if hasattr(complete, "full_tensor") else complete.clone()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpoint_format", "shard"),
+    [
+        (torch.bfloat16, "full", "none"),
+        (torch.float16, "sharded", "none"),
+        (torch.bfloat16, "full", "parameters"),
+        (torch.bfloat16, "sharded", "parameters"),
+    ],
+    ids=str,
+)
+def test_averages_of_half_precision_weights_have_float32_precision_and_resume(
+    group: RankGroup, dtype: torch.dtype, checkpoint_format: str, shard: str, tmp_path: Path
+) -> None:
+    sharding: dict[str, Any] = {"shard": shard}
+    uninterrupted = group.run(train_half, dtype, sharding, timeout_seconds=120)
+    settings = {**sharding, "output_dir": str(tmp_path), "checkpoint_format": checkpoint_format, "resume": True}
+    group.run(train_half, dtype, {**settings, "max_epochs": 2}, timeout_seconds=120)
+    for (found, difference), (wanted, other) in zip(
+        group.run(train_half, dtype, settings, timeout_seconds=120), uninterrupted, strict=True
+    ):
+        assert max(difference, other) < 1e-6
+        assert_near(found, wanted, 0)
+
+
+def test_average_of_an_earlier_version_in_half_precision_is_loaded() -> None:
+    model = Half(torch.bfloat16)
+    average = WeightAverage(model, 0.999)
+    average.start()
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    average.load_state_dict({"steps": 3, "pending_steps": 0, "model": state})
+    assert_near(average.model.state_dict(), state, 0)
+    for _ in range(100):
+        average.update()
+    change = average.stored_model.get_parameter("body.weight") - model.body.weight.float()
+    torch.testing.assert_close(change, torch.full_like(change, 0.999**100), rtol=0, atol=0.01)
 
 
 class Uncopyable(nn.Linear):

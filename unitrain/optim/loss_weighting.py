@@ -145,6 +145,7 @@ class LossWeighting:
     ranks have computed their losses: an allreduce sums it while the gradients are reduced, and the gradients are then
     divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
     step (in the first step, in its first micro-batch), because sums over many tokens may overflow in half precision.
+    The factors of losses in float16 are not below the smallest normal number of this format.
 
     `num_ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the
     default is the number of ranks of the communicator. With local steps, `synchronous_ranks` is the group of ranks that
@@ -158,6 +159,7 @@ class LossWeighting:
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
         self._kind: LossKind | None = None
+        self._is_float16 = False  # whether the losses of any rank are in float16
         self.synchronous_ranks: Communicator | Subgroup | None = communicator
 
     @property
@@ -169,7 +171,7 @@ class LossWeighting:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0. Raises ModelError if the
         kind of the loss differs from the kind of earlier losses or, in the first call, between ranks."""
         if self._kind is None:
-            self._check_same_kind(loss.kind)
+            self._exchange_kinds(loss)
             self._kind = loss.kind
         elif self._kind is not loss.kind:
             check_one_loss_kind({loss.kind, self._kind})
@@ -191,14 +193,29 @@ class LossWeighting:
                 approximate = self._sum_over_ranks(tokens)
             else:  # the tokens of logical rank 0, for any number of processes
                 approximate = self._communicator.broadcast(tokens) * self._num_ranks
-            self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
-        return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
+            self._tokens_per_sample = self._round_tokens_per_sample(approximate, micro_batch.step_samples)
+        # A half-precision number cannot represent large numbers of tokens.
+        value = loss.value.float() if loss.value.dtype in (torch.float16, torch.bfloat16) else loss.value
+        return value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(value.dtype)
 
-    def _check_same_kind(self, kind: LossKind) -> None:
-        """Raise ModelError on every rank if the first losses of the ranks have different kinds. All ranks must call
-        this method, only for the first loss, because later losses must have the same kind as the first loss."""
-        sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
-        kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
+    def _round_tokens_per_sample(self, tokens: Tensor, step_samples: int) -> Tensor:
+        """Return the number of tokens per sample by which losses are divided, a power of two, for a step with `tokens`
+        tokens."""
+        tokens_per_sample = _power_of_two(tokens / step_samples)
+        if self._is_float16:  # the gradient of the loss, num_ranks / step_samples / tokens_per_sample, has its dtype
+            limit = self._num_ranks / step_samples / torch.finfo(torch.float16).tiny
+            tokens_per_sample = tokens_per_sample.clamp(max=2.0 ** math.floor(math.log2(limit)))
+        return tokens_per_sample
+
+    def _exchange_kinds(self, loss: Loss) -> None:
+        """Determine whether losses are in float16. Raise ModelError on every rank if the first losses of the ranks have
+        different kinds. All ranks must call this method, only for the first loss, because later losses must have the
+        same kind as the first loss."""
+        own = [[loss.kind is LossKind.SUM, loss.value.dtype == torch.float16]]
+        gathered = torch.tensor(own, dtype=torch.int64, device=self._communicator.device)
+        sums, are_float16 = zip(*self._communicator.allgather(gathered).tolist(), strict=True)
+        self._is_float16 = any(are_float16)
+        kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in sums]
         if len(set(kinds)) > 1:
             ranks_by_kind = {
                 kind: [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank is kind] for kind in LossKind
@@ -225,7 +242,9 @@ class LossWeighting:
         # A step without tokens has zero gradients: do not divide by 0.
         factor = torch.where(tokens > 0, micro_batch.step_samples * self._tokens_per_sample / tokens, 1.0)
         self._tokens_per_sample = torch.where(
-            tokens > 0, _power_of_two(tokens / micro_batch.step_samples), self._tokens_per_sample
+            tokens > 0,
+            self._round_tokens_per_sample(tokens, micro_batch.step_samples),
+            self._tokens_per_sample,
         )
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in optimizer_parameters(optimizer):
