@@ -76,6 +76,29 @@ def test_digest_changes_if_one_bit_or_all_signs_change(dtype: torch.dtype) -> No
             before = after
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_digest_changes_if_values_are_swapped_or_permuted(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for size in (2, 5, 300, 70_001):
+        values = torch.arange(size).remainder(100).add(1).to(dtype)
+        digests = {int(digest_bits(values))}
+        orders = [torch.arange(size).roll(shift) for shift in (1, 2, 8, 256)] + [torch.arange(size).flip(0)]
+        orders += [torch.randperm(size, generator=generator) for _ in range(20)]
+        for _ in range(50):  # pairs within a word, within a row, and in different rows
+            first = int(torch.randint(size, (), generator=generator))
+            second = (first + int(torch.randint(1, 1 + min(size, 9), (), generator=generator))) % size
+            order = torch.arange(size)
+            order[first], order[second] = second, first
+            orders.append(order)
+        contents = {bytes(values[order].view(torch.uint8).numpy()) for order in orders} | {
+            bytes(values.view(torch.uint8).numpy())
+        }
+        digests |= {int(digest_bits(values[order])) for order in orders}
+        assert len(digests) == len(contents)
+    matrix = torch.randn(600, 600, generator=generator).to(dtype)
+    assert digest_bits(matrix) != digest_bits(matrix.T.contiguous())
+
+
 def test_model_on_another_device_is_rejected() -> None:
     check_trainable_model(nn.Linear(2, 2), "none", CPU)
     with pytest.raises(

@@ -445,8 +445,8 @@ def _is_close_on_all_ranks(communicator: Communicator, tensor: Tensor) -> bool:
 
 
 def digest_bits(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of the bits of `tensor`: a weighted sum over rows of 256 words, in which the weight of a
-    row depends on its position. The digest does not depend on the order of the words within a row."""
+    """Return a 64-bit digest of the bits of `tensor`, which depends on their positions: a weighted sum of 64-bit words,
+    in which the weight of a word is the product of the weights of its row of 256 words and of its column."""
     content = as_bytes(tensor)
     if num_padding_bytes := -len(content) % 8:
         content = torch.nn.functional.pad(content, (0, num_padding_bytes))
@@ -456,14 +456,27 @@ def digest_bits(tensor: Tensor) -> Tensor:
     num_whole_words = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
     # Chunks limit the memory for the shifted words.
     chunks = words[:num_whole_words].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)
-    summands = torch.cat([*map(_checksum_rows, chunks), _checksum_rows(words[num_whole_words:].unsqueeze(1))])
-    return (summands * (2 * torch.arange(len(summands), device=tensor.device) + 1)).sum()
+    column_weights = _position_weights(0, _WORDS_PER_ROW, tensor.device)
+    rows = [_checksum_rows(chunk, column_weights) for chunk in (*chunks, words[num_whole_words:].unsqueeze(1))]
+    summands = torch.cat(rows)
+    return (summands * _position_weights(_WORDS_PER_ROW, len(summands), tensor.device)).sum()
 
 
-def _checksum_rows(words: Tensor) -> Tensor:
-    """Return a checksum of each row of int64 words, modulo 2**64. In the sum of the words, changes of upper bits may
-    cancel, such as changes of the signs of two numbers, so the sum of the upper halves is also added."""
-    return words.sum(1) + _HASH_MULTIPLIER * (words >> 32).sum(1)
+def _checksum_rows(words: Tensor, column_weights: Tensor) -> Tensor:
+    """Return a checksum of each row of int64 words, modulo 2**64. In a weighted sum of the words, changes of upper bits
+    may cancel, such as changes of the signs of two numbers, so the upper halves are combined with the lower ones."""
+    combined, weights = words ^ (words >> 32), column_weights[: words.shape[1]]
+    # On CPUs, a product with a vector needs no memory for the weighted words. GPUs do not support it for integers.
+    return torch.mv(combined, weights) if words.device.type == "cpu" else (combined * weights).sum(1)
+
+
+def _position_weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Return the weights of the positions from `start` on, int64 [count]: odd numbers with pseudo-random bits, computed
+    as in the generator SplitMix64."""
+    weights = torch.arange(start + 1, start + 1 + count, device=device) * _HASH_MULTIPLIER
+    for shift, multiplier in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        weights = (weights ^ (weights >> shift)) * multiplier
+    return (weights ^ (weights >> 31)) | 1
 
 
 def check_same_parameter_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
