@@ -164,6 +164,7 @@ class RankFailedError(UnitrainError, RuntimeError):
     """A rank of `unitrain.run` failed. `rank` is the first rank that failed; its exception is the `__cause__` of this
     error.
 
+    Also raised if a function of the user, such as a metric, raised an exception on rank `rank` that cannot be pickled.
     `rank` is None if no rank raised an exception, for example because a process was killed.
     """
 

@@ -273,7 +273,6 @@ class Trainer(LoggingMethods):
                     self._local_sgd.synchronize()
                 with self._run_metrics.measure("checkpoint"):
                     self.checkpointer.wait()
-            self.backend.barrier()  # so that no rank returns if a hook has failed on another rank
             if stopping.is_preempted:
                 raise Preempted(stopping.reason)
         return self._validate(validation) if results is None else results

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.errors import CallbackError, ConfigError, UnitrainError
@@ -24,6 +25,7 @@ _HOOKS = (
     "on_epoch_end",
     "on_fit_end",
 )
+_HOOKS_OF_STEPS = ("on_micro_batch_end", "on_before_optimizer_step", "on_step_end")
 
 _log = get_logger(__name__)
 
@@ -137,8 +139,15 @@ class Callbacks:
         """Call `hook` of every callback that overrides it.
 
         An exception other than UnitrainError is raised as a CallbackError. After an exception, the remaining callbacks
-        are not called, except that `on_fit_end` is called for all callbacks.
+        are not called, except that `on_fit_end` is called for all callbacks. All ranks must call this method. Errors of
+        hooks that are called once per epoch or run are raised on all ranks.
         """
+        if hook in _HOOKS_OF_STEPS:
+            self._call(hook, trainer, *arguments)
+        else:
+            call_on_all_ranks(trainer.backend, lambda: self._call(hook, trainer, *arguments))
+
+    def _call(self, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:
         callbacks = self._callbacks_by_hook[hook]
         if hook != "on_fit_end":
             for callback in callbacks:
@@ -159,7 +168,7 @@ class Callbacks:
             yield
         except BaseException as error:
             try:
-                self.call("on_fit_end", trainer)
+                self._call("on_fit_end", trainer)  # the other ranks may not have left fit
             except Exception as hook_error:
                 _log.error(
                     "on_fit_end failed after %s had ended fit: %s",

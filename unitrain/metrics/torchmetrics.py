@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.synchronized_errors import gather_if_different, raise_on_all_ranks
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.errors import ConfigError, MetricError
 
 
@@ -127,9 +127,14 @@ class TorchMetrics:
             reduced: list[_States] = [{} for _ in self._metrics]
         else:
             unmerged_states, reduced = self._reduce_and_gather_states()
-        outcome, error = self._compute_results(unmerged_states, reduced) if root == communicator.rank else ({}, None)
-        self.reset()
-        raise_on_all_ranks(communicator, error)
+
+        def compute_and_reset() -> dict[str, dict[str, float]]:
+            try:
+                return self._compute_results(unmerged_states, reduced) if root == communicator.rank else {}
+            finally:
+                self.reset()
+
+        outcome = call_on_all_ranks(communicator, compute_and_reset)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results
 
@@ -182,9 +187,7 @@ class TorchMetrics:
                     values_by_name[state_entry.name] = reduced.to(state_entry.dtype)
         return merged
 
-    def _compute_results(
-        self, states: list[list[_States]], reduced: list[_States]
-    ) -> tuple[dict[str, dict[str, float]], MetricError | None]:
+    def _compute_results(self, states: list[list[_States]], reduced: list[_States]) -> dict[str, dict[str, float]]:
         results = {}
         for (name, metric), states_of_ranks, reduced_states in zip(
             self._metrics.items(), zip(*states, strict=True), reduced, strict=True
@@ -192,11 +195,11 @@ class TorchMetrics:
             try:
                 with _use_merged_states(metric, states_of_ranks, reduced_states):
                     results[name] = dict(_iterate_numbers(name, metric.compute()))
-            except MetricError as error:
-                return {}, error
+            except MetricError:
+                raise
             except Exception as error:
-                return {}, _metric_error(name, metric, "could not be computed", error)
-        return results, None
+                raise _metric_error(name, metric, "could not be computed", error) from error
+        return results
 
 
 def _find_metrics(metric: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from unitrain.errors import UnitrainError
 from unitrain.monitoring.flight_recorder import FlightRecord, FlightRecorder, describe_differences
 from unitrain.monitoring.stack_inspection import (
     awaited_worker,
@@ -46,7 +45,7 @@ class Failure(NamedTuple):
 
         If the error names another rank as its cause, the failure is attributed to that rank.
         """
-        failed_rank = error.failed_rank if isinstance(error, UnitrainError) else None
+        failed_rank = getattr(error, "failed_rank", None)  # any exception may be raised on all ranks
         return cls(rank if failed_rank is None else failed_rank, text)
 
     def __str__(self) -> str:

@@ -45,8 +45,8 @@ class LoopInterruption:
     def run(self, loop: Callable[[], None], *, is_aligned: bool) -> None:
         """Call `loop`, which calls `check` after each batch, and wait until the loops of all ranks have ended.
 
-        If `is_aligned`, the ranks already communicate before each batch, and exchange `is_requested`. If `loop` raises
-        an Exception, this rank raises it after the loops of the other ranks.
+        If `is_aligned`, the ranks already communicate before each batch, and exchange `is_requested`. Otherwise, if
+        `loop` raises an Exception, this rank raises it after the loops of the other ranks.
         """
         self.is_interrupted, self._is_aligned = False, is_aligned
         self._batches = self._last_exchange_batches = 0
@@ -54,7 +54,8 @@ class LoopInterruption:
         try:
             loop()
         except Exception:
-            self._wait_for_other_ranks()
+            if not is_aligned:  # otherwise the exchange before the next batch of the other ranks reports the error
+                self._wait_for_other_ranks()
             raise
         self._wait_for_other_ranks()
 

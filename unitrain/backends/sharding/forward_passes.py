@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.backends.synchronized_errors import ErrorOnAllRanks, call_on_all_ranks
 
 
 class _BatchInfo(Protocol):
@@ -59,8 +59,8 @@ def align_forward_passes(
 
     If the parameters of `model` are sharded, all ranks call this function, and run one forward pass without gradients
     for each batch with samples. If a rank has no such batch when others have one, the iterable makes this rank take
-    part in their forward pass, and ends on all ranks when `is_interrupted` returns True on any rank. A UnitrainError
-    from `batches` is raised on all ranks.
+    part in their forward pass, and ends on all ranks when `is_interrupted` returns True on any rank. An exception from
+    `batches` is raised on all ranks, as an ErrorOnAllRanks, so iterate inside `call_on_all_ranks`.
     """
     reference = _participants.get(model)
     participant = None if reference is None else reference()
@@ -75,7 +75,10 @@ def _iterate_aligned(
 ) -> Iterator[tuple[Any, InfoT]]:
     iterator = iter(batches)
     while True:
-        fetched = call_on_all_ranks(communicator, lambda: next(iterator, None))
+        try:
+            fetched = call_on_all_ranks(communicator, lambda: next(iterator, None))
+        except Exception as error:  # of the data, or of a rank that has failed after its last batch
+            raise ErrorOnAllRanks(error) from error
         computes = fetched is not None and fetched[1].samples > 0
         # Before the first forward pass, a rank without a batch does not know the order of the blocks.
         needs_order = not computes and not participant.has_gather_order
