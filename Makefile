@@ -30,7 +30,7 @@ DOCS := docs/_build/html
 # make test-torch uses a separate virtual environment for each version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
-.PHONY: demo test test-ci test-all test-torch test-torch-suites check lint types docs docs-serve bench fuzz chaos gpu-check setup horovod clean
+.PHONY: demo test test-ci test-all test-torch test-torch-suites check lint types docs docs-serve bench fuzz chaos soak gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -97,6 +97,10 @@ fuzz: $(INSTALLED) $(HOROVOD)
 # Jobs that are disturbed by random, overlapping faults; FIRST is the first seed. Some need root permissions.
 chaos: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python -m tests.chaos --trials $(TRIALS) --first $(FIRST)
+
+# 20,000 steps of every mode, without additional memory, descriptors, threads, store keys or time per step.
+soak: $(INSTALLED) $(HOROVOD)
+	$(PYTEST) tests/faults/test_soak.py -m nightly
 
 # On a machine with a GPU; everything else runs without one.
 gpu-check: $(INSTALLED) $(HOROVOD)

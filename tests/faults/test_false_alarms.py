@@ -8,7 +8,7 @@ import pytest
 from launches import running_ranks
 
 PROGRAM = """\
-import sys, threading, time
+import contextlib, sys, threading, time
 import torch
 from torch import nn
 import unitrain
@@ -93,9 +93,11 @@ def logical():
     model = backend.distributed_model(inner, logical_ranks=8)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(inner.parameters(), lr=0.01), model)
     loader = unitrain.ShardedLoader(data, backend, batch_size=2, logical_ranks=8)
-    for step, (inputs, targets) in enumerate(loader):
-        (nn.functional.mse_loss(model(inputs, seconds_of(step) / 2), targets) * loader.loss_weight).backward()
-        if (step + 1) % 2 == 0:
+    for index, (inputs, targets) in enumerate(loader):
+        with contextlib.nullcontext() if loader.ends_step else backend.no_sync(model):
+            loss = nn.functional.mse_loss(model(inputs, seconds_of(index // 2) / 2), targets)
+            (loss * loader.loss_weight).backward()
+        if loader.ends_step:
             optimizer.step()
             optimizer.zero_grad()
 

@@ -421,18 +421,17 @@ class GradientReducer:
         width = 2 if bucket.mean.is_complex() else 1
         count = bucket.mean.numel() * width
         if transfer.received is not None:
-            values_by_rank = transfer.received.view(transfer.sent.dtype).view(size, count).unbind()
+            values_by_rank = transfer.received.view(transfer.sent.dtype).view(size, count)
         else:
             start = sum(bucket.splits[: self._communicator.rank]) * width
-            values_by_rank = (transfer.sent[start : start + count],)
+            values_by_rank = transfer.sent[start : start + count].view(1, count)
         is_new = not transfer.attached_indices
         target = bucket.mean if is_new else torch.empty_like(bucket.mean)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
-        is_half = values_by_rank[0].dtype in HALF_DTYPES
+        is_half = values_by_rank.dtype in HALF_DTYPES
         total = torch.empty_like(elements, dtype=torch.float32) if is_half else elements
         total.copy_(values_by_rank[0])
-        for values in values_by_rank[1:]:
-            total += values
+        _add_in_order(total, values_by_rank[1:])
         if self._compresses(elements.dtype):
             total = total.to(self._half_dtype)
         else:
@@ -509,3 +508,14 @@ def _create_gradient_hook(weak_reducer: weakref.ref[GradientReducer], index: int
             reducer.add_gradient(index)
 
     return on_gradient
+
+
+def _add_in_order(total: Tensor, rows: Tensor) -> None:
+    """Add each of `rows`, [rows, elements], to `total`, [elements], in this order."""
+    if rows.device.type == "cpu" and rows.dtype == total.dtype:
+        # With 1,024 rows, this takes a quarter of the time of a loop in Python. On CPUs, the order is fixed.
+        index = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
+        total.view(1, -1).index_add_(0, index, rows)
+        return
+    for row in rows:
+        total += row
