@@ -43,7 +43,11 @@ from unitrain.backends.gradients.hierarchical_group import (
 )
 from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import register_step_check
-from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
+from unitrain.backends.gradients.logical_ranks_model import (
+    LogicalRanksModel,
+    check_logical_ranks_arguments,
+    check_logical_ranks_optimizer,
+)
 from unitrain.backends.gradients.model_groups import ModelGroup, ModelGroups
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
@@ -363,10 +367,12 @@ class ProcessGroupBackend(
             parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
         )
         checks.check_same_parameter_order(self, optimizer, inner)
+        has_logical_ranks = isinstance(distributed, LogicalRanksModel)
         if isinstance(distributed, WrappedModel):
 
             def check_step(optimizer: torch.optim.Optimizer) -> None:
-                check_no_logical_rank(self)
+                if not has_logical_ranks:
+                    check_no_logical_rank(self)
                 distributed.check_reduced(optimizer)
 
             register_step_check(optimizer, inner, check_step, self)
