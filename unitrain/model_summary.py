@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from unitrain import validation
 from unitrain.backends.checks import check_unwrapped_model
 from unitrain.data.batch import map_tensors
 from unitrain.errors import ModelError
+from unitrain.output import plain_console
 from unitrain.randomness import preserve_generators
 
 _WIDTH = 120
@@ -89,7 +89,7 @@ class ModelSummary:
 
     def __str__(self) -> str:
         """Return the table as text."""
-        console = Console(file=io.StringIO(), width=_WIDTH, no_color=True)
+        console = plain_console(file=io.StringIO(), width=_WIDTH, no_color=True)
         with console.capture() as captured:
             console.print(self)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 # In Python 3.10, the class does not accept a type argument at run time.
 if TYPE_CHECKING:
+    from rich.console import Console
+
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
@@ -148,6 +150,19 @@ def _copy(targets: dict[int, int]) -> None:
                 os.write(targets[reader], content)
             if not content:
                 del targets[reader]
+
+
+def plain_console(**options: Any) -> Console:
+    """Return a rich console that prints text as given. Names of metrics and messages may contain brackets and colons,
+    which rich interprets as markup and emoji by default. Use `rich.text.Text` or `style` for styled text."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def replace_unprintable(text: str) -> str:
+    """Return `text`, such as a file name that is not UTF-8, with escape sequences for characters that UTF-8 lacks."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def print_to_stderr(lines: Sequence[str]) -> None:

@@ -353,3 +353,69 @@ def test_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path) ->
             break
     assert (process.returncode, output) == (130, "\nunitrain: interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+UNSUPPORTED_TENSORS = {
+    "is sparse (torch.sparse_coo)": lambda: torch.ones(2).to_sparse(),
+    "is sparse (torch.sparse_csr)": lambda: torch.ones(2, 2).to_sparse_csr(),
+    "has no data (device 'meta')": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:Validating sparse:UserWarning")
+@pytest.mark.parametrize("kind", UNSUPPORTED_TENSORS)
+def test_tensors_that_a_checkpoint_cannot_contain_are_refused(kind: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "table": UNSUPPORTED_TENSORS[kind]()}, tmp_path / "model.pt")
+    result = ckpt("convert", tmp_path / "model.pt", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"Error: Tensor 'table' of '{tmp_path}/model.pt' {kind}, but a checkpoint contains dense" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "folder"])
+def test_fifos_are_refused(name: str, tmp_path: Path) -> None:
+    fifo = tmp_path / name
+    if name == "folder":
+        fifo.mkdir()
+        fifo = fifo / "pytorch_model.bin"
+    os.mkfifo(fifo)
+    result = ckpt("convert", tmp_path / name, tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"Error: '{fifo}' is not a regular file." in result.output
+
+
+@pytest.mark.parametrize("key", ["step", "epoch"])
+@pytest.mark.parametrize("number", [-5, 10**40, 2**63])
+def test_step_and_epoch_outside_the_range_are_refused(number: int, key: str, tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(2)}, key: number}, tmp_path / "model.pt")
+    result = ckpt("convert", tmp_path / "model.pt", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"Error: The {key} of '{tmp_path}/model.pt' is {number:.4g}, but must be from 0" in result.output
+    assert result.output.strip().endswith(f"Set it: --{key} 0")
+    assert ckpt("convert", tmp_path / "model.pt", tmp_path / "out", f"--{key}", "3").exit_code == 0
+    assert ckpt("ls", tmp_path / "out").exit_code == 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64")])
+def test_failed_conversion_leaves_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    monkeypatch.setattr(files, "save_object", fail)
+    result = ckpt("convert", tmp_path / "model.pt", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"Error: '{tmp_path}/out/step-000000000' cannot be written: {error}. Use another folder." in result.output
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["f1[macro]", "acc[/x]", "[bold]", ":smile:", "p$_{$", "a\\[b]"])
+def test_names_of_metrics_are_listed_as_given(name: str, tmp_path: Path) -> None:
+    trainer = build_trainer(network(), max_epochs=1, output_dir=tmp_path)
+    trainer.fit(build_dataset())
+    (checkpoint,) = files.list_checkpoints(tmp_path)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "results": {name: 1.0}}))
+    result = ckpt("ls", tmp_path)
+    assert result.exit_code == 0
+    assert f" {name} " in result.output

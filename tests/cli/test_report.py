@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -352,3 +353,37 @@ def test_missing_matplotlib_is_reported_with_a_fix(run_folder: Path, monkeypatch
     assert result.exit_code == 1
     assert "unitrain report needs a package that is missing: import of matplotlib halted" in result.output
     assert 'with: pip install ".[report]"' in result.output
+
+
+@pytest.mark.parametrize("name", ["f1[macro]", "acc[/x]", "p$_{$", "cost $ per $ unit_", "_hidden", "a\\b", "\udcff"])
+@pytest.mark.parametrize("option", [[], ["--png"]])
+def test_text_in_names_is_not_interpreted(name: str, option: list[str], run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    write_rows(folder, "history.jsonl", [{**row, name: 1.0} for row in read_rows(folder)])
+    result = run(folder, *option)
+    assert result.exit_code == 0, result.output
+    if not option:
+        shown = name.replace("\udcff", "?")
+        assert shown in (folder / "report.html").read_text()
+
+
+def test_folder_whose_name_is_not_utf8_has_a_report(run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    shutil.copytree(run_folder, folder)
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    assert "run\\udcff" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("value", [10**400, [1.0], ["x"]])
+@pytest.mark.parametrize("name", ["train_loss", "lr"])
+def test_value_of_an_unexpected_type_is_reported(name: str, value: object, run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    rows = read_rows(folder)
+    write_rows(folder, "history.jsonl", [*rows[:-1], {**rows[-1], name: value}])
+    result = run(folder)
+    assert result.exit_code in (0, 1)
+    if result.exit_code:
+        assert result.output.startswith(f"Error: The record of a run in '{folder}' contains a value of an unexpected")

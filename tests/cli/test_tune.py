@@ -617,6 +617,33 @@ def test_file_with_invalid_content_is_refused(content: str, tmp_path: Path) -> N
         find_tuned(TunedRun.on_this_machine("train.py", (), "ddp", 1, 1), file)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"variables": {"OMP_NUM_THREADS": value}} for value in ("-5", "", "two", "1\n2", "1\0", "9" * 40)),
+        {"variables": {"MY_SETTING": "\x1b[31m"}},
+        *({"gain": value} for value in (10**400, float("nan"), -1, True, None)),
+        *({"spread": value} for value in (None, 1, [1], ["a", "b"], [1, float("inf")])),
+        {"torch": 2.6},
+        {"machine": ["x"]},
+        {"args": "--lr 1"},
+    ],
+    ids=str,
+)
+def test_entry_with_an_invalid_value_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "unitrain-tuned.json"
+    valid = {
+        "script": "train.py", "backend": "ddp", "num_processes": 1, "variables": {"OMP_NUM_THREADS": "2"}, "gain": 1.2,
+        "spread": [1.1, 1.3], "torch": "2.6", "args": ["--lr", "1"], "num_nodes": 1, "machine": "x",
+    }  # fmt: skip
+    run = TunedRun.on_this_machine("train.py", (), "ddp", 1, 1)
+    file.write_text(json.dumps([valid]))
+    find_tuned(run, file)
+    file.write_text(json.dumps([{**valid, **fields}]))
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it and run `unitrain tune` again"):
+        find_tuned(run, file)
+
+
 def test_file_that_is_a_fifo_or_device_is_refused(script: Path) -> None:
     """Another user may create such a file in a shared folder. Reading a FIFO blocks, and /dev/zero fills the memory."""
     os.mkfifo(TUNED_FILE)

@@ -141,6 +141,18 @@ def only_one_module_starts_threads(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno} starts a thread; use unitrain.threads.start_thread"
 
 
+def only_one_module_creates_consoles_and_loggers(path: str, source: str) -> Iterator[str]:
+    """Report consoles of rich, which interpret markup in names, and loggers whose handlers may end a training run."""
+    allowed = ("output.py", "errors.py", "testing/*")
+    if not path.startswith("unitrain/") or any(fnmatch(path.removeprefix("unitrain/"), one) for one in allowed):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Console", "rich.console.Console"):
+            yield f"{path}:{node.lineno} creates a console; use unitrain.output.plain_console"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("logging.getLogger", "getLogger"):
+            yield f"{path}:{node.lineno} creates a logger; use unitrain.output.get_logger"
+
+
 VIOLATIONS: list[tuple[Rule, str, str]] = [
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.getenv('RANK')"),
@@ -162,6 +174,8 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef test_f(): ...'),
     (packages_do_not_print, "unitrain/x.py", "print(1)"),
     (only_one_module_starts_threads, "unitrain/x.py", "import threading\nthreading.Thread(target=f).start()"),
+    (only_one_module_creates_consoles_and_loggers, "unitrain/x.py", "Console(stderr=True)"),
+    (only_one_module_creates_consoles_and_loggers, "unitrain/x.py", "import logging\nlogging.getLogger(__name__)"),
     (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.zeros(\n3)"),
     (tensors_do_not_depend_on_the_default_device, "unitrain/x.py", "torch.as_tensor(values, dtype=torch.int64)"),
 ]

@@ -20,14 +20,15 @@ from unitrain.bench.results import (
     row_names,
     samples_per_second,
 )
+from unitrain.output import plain_console
 
 _WIDTH_WITHOUT_TERMINAL = 260  # wide enough to avoid wrapped cells
 
 
 def create_console() -> Console:
     """Return the console for tables."""
-    terminal = Console(highlight=False, soft_wrap=True)
-    return terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
+    terminal = plain_console(soft_wrap=True)
+    return terminal if terminal.is_terminal else plain_console(soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def collectives(result: dict[str, Any]) -> Table:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from unitrain.checkpoint import files, sharded_files
 from unitrain.checkpoint.tensor_files import WrittenFile, write_tensors
@@ -30,10 +32,12 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
         unfinished.rename(file)
     except CheckpointError:  # a subclass of OSError
         raise
-    except OSError as error:
-        raise CheckpointError(f"File '{file}' cannot be written: {error.strerror}. Use another folder.") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"File '{file}' cannot be written: {reason}. Use another folder.") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be read-only
+            unfinished.unlink(missing_ok=True)
     return written
 
 

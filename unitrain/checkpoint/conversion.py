@@ -44,10 +44,26 @@ class ForeignCheckpoint:
 def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     """Read a checkpoint of another program without executing code in it.
 
-    Raises CheckpointError for unknown formats and unreadable files.
+    Raises CheckpointError for unknown formats, unreadable files, and tensors that a checkpoint cannot contain.
     """
-    if path.is_dir():
-        return _read_accelerate_folder(path)
+    checkpoint = _read_accelerate_folder(path) if path.is_dir() else _read_file(path)
+    for name, tensor in checkpoint.model.items():
+        kind = (
+            "has no data (device 'meta')" if tensor.is_meta
+            else "is a nested tensor" if tensor.is_nested
+            else "is quantized" if tensor.is_quantized
+            else f"is sparse ({tensor.layout})" if tensor.layout != torch.strided
+            else None
+        )  # fmt: skip
+        if kind is not None:
+            raise CheckpointError(
+                f"Tensor {name!r} of '{path}' {kind}, but a checkpoint contains dense tensors. Save a dense tensor, "
+                "for example with: tensor.to_dense()"
+            )
+    return checkpoint
+
+
+def _read_file(path: Path) -> ForeignCheckpoint:
     if path.suffix == ".safetensors":
         return ForeignCheckpoint("safetensors file", _strip_ddp_prefix(_read_safetensors(path)), None, None, None, None)
     loaded = _load(path)
@@ -99,7 +115,14 @@ def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
     return ForeignCheckpoint("Accelerate folder", _strip_ddp_prefix(model), optimizer, scheduler, None, None)
 
 
+def _check_regular(path: Path) -> None:
+    """Raise CheckpointError for a FIFO or a device, which could block."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"'{path}' is not a regular file. Copy its content to a file.")
+
+
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    _check_regular(path)
     try:
         return read_tensors(path)
     except (OSError, ValueError, SafetensorError) as error:
@@ -107,6 +130,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> Any:
+    _check_regular(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -271,19 +271,24 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     raised unchanged.
     """
     training = plain_state(training)
-    staging_folder = target.with_name(f".{target.name}.unfinished")
-    remove(staging_folder)
-    staging_folder.mkdir()
-    save_model_file(model, staging_folder / MODEL)
-    save_object(training, staging_folder / TRAINING)
+    unfinished = staging_folder(target)
+    remove(unfinished)
+    unfinished.mkdir()
+    save_model_file(model, unfinished / MODEL)
+    save_object(training, unfinished / TRAINING)
     files = {
-        name: {"bytes": (staging_folder / name).stat().st_size, "sha256": sha256(staging_folder / name)}
+        name: {"bytes": (unfinished / name).stat().st_size, "sha256": sha256(unfinished / name)}
         for name in (MODEL, TRAINING)
     }
-    write_manifest(staging_folder, _FORMAT, manifest_fields, files)
+    write_manifest(unfinished, _FORMAT, manifest_fields, files)
     for name in (MODEL, TRAINING, "."):
-        flush(staging_folder / name)
-    publish(staging_folder, target)
+        flush(unfinished / name)
+    publish(unfinished, target)
+
+
+def staging_folder(target: Path) -> Path:
+    """Return the folder in which `write` prepares the checkpoint `target`."""
+    return target.with_name(f".{target.name}.unfinished")
 
 
 def save_object(value: Any, path: Path) -> None:

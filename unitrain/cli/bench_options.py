@@ -153,16 +153,17 @@ def check_output_files(json_file: Path | None, output: Path | None) -> None:
 
 def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path | None) -> None:
     """Print the result, and write it to the files given on the command line."""
+    from rich.text import Text
+
     from unitrain.bench import results, tables
 
     console = tables.create_console()
     table = getattr(tables, result["kind"])(result)
     console.print(table)
     for note in tables.table_notes(result):
-        console.print(note, markup=False)
+        console.print(note)
     for name, reason in result.get("skipped", ()):
-        console.print(f"[bold]skipped[/bold] {name}: ", end="")
-        console.print(reason, markup=False)
+        console.print(Text.assemble(("skipped", "bold"), f" {name}: {reason}"))
     if json_file is not None:
         with report_write_error(json_file):
             results.write(result, json_file)

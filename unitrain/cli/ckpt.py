@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import click
 
 from unitrain.errors import CheckpointError
+from unitrain.output import plain_console, replace_unprintable
 
+# Larger numbers of steps and epochs are not stored as 64-bit integers.
+_MAX_COUNT = 2**63 - 1
 _PATH = click.Path(path_type=Path, exists=True)
 
 
@@ -50,7 +54,6 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
             click.echo(json.dumps({"name": name, **manifest}))
         return
     from rich import box
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
@@ -59,7 +62,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     results = list(dict.fromkeys(name for manifest in manifests.values() for name in manifest.get("results", {})))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("checkpoint")
-    for column in ("epoch", "step", *results, "size"):
+    for column in ("epoch", "step", *map(replace_unprintable, results), "size"):
         table.add_column(column, justify="right")
     for name, manifest in manifests.items():
         values = [manifest.get("results", {}).get(result) for result in results]
@@ -68,7 +71,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         value_texts = ["" if value is None else f"{value:.4g}" for value in values]
         without_size = "damaged manifest" if name in damaged else "no manifest"
         table.add_row(name, *epoch_and_step, *value_texts, decimal(size) if manifest else without_size)
-    Console(width=None if Console().is_terminal else 200).print(table)
+    plain_console(width=None if plain_console().is_terminal else 200).print(table)
 
 
 def _is_well_formed(manifest: dict[str, Any]) -> bool:
@@ -140,7 +143,7 @@ def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
     path = files.find_newest_valid(checkpoint, required=True)
     assert path is not None
     written = consolidate_model(path, file, average=average)
-    click.echo(f"{file}  {decimal(written.bytes)}, sha256 {written.sha256}")
+    click.echo(f"{click.format_filename(file)}  {decimal(written.bytes)}, sha256 {written.sha256}")
 
 
 @ckpt.command()
@@ -157,6 +160,8 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     "epoch"), a safetensors file, a Lightning .ckpt file, or an Accelerate folder. Resume from the converted checkpoint
     with TrainConfig(resume="FOLDER", output_dir=...).
     """
+    from safetensors import SafetensorError
+
     from unitrain.checkpoint import files
     from unitrain.checkpoint.conversion import read_foreign_checkpoint
 
@@ -172,6 +177,12 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
         "step": (foreign_checkpoint.step or 0) if step is None else step,
         "sample": 0,
     }
+    for name in ("epoch", "step"):
+        if not 0 <= progress[name] <= _MAX_COUNT:
+            raise CheckpointError(
+                f"The {name} of '{source}' is {progress[name]:.4g}, but must be from 0 to {_MAX_COUNT}. Set it: "
+                f"--{name} 0"
+            )
     training = {"optimizer": foreign_checkpoint.optimizer, "progress": progress}
     if foreign_checkpoint.scheduler is not None:
         training["scheduler"] = foreign_checkpoint.scheduler
@@ -182,7 +193,15 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
         raise CheckpointError(f"'{target}' already exists. Use another folder.")
-    files.write(target, model, training, {**progress, "converted_from": f"{foreign_checkpoint.format_name} {source}"})
+    origin = replace_unprintable(f"{foreign_checkpoint.format_name} {source}")
+    try:
+        files.write(target, model, training, {**progress, "converted_from": origin})
+    except CheckpointError:  # a subclass of OSError
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        with suppress(OSError):  # the file system may be read-only
+            files.remove(files.staging_folder(target))
+        raise CheckpointError(f"'{target}' cannot be written: {error}. Use another folder.") from None
     parts = [
         f"{len(model)} tensors",
         *(part for part in ("optimizer", "scheduler") if getattr(foreign_checkpoint, part)),
@@ -190,4 +209,4 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     click.echo(
         f"{foreign_checkpoint.format_name}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}"
     )
-    click.echo(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)')
+    click.echo(replace_unprintable(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)'))

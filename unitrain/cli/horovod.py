@@ -147,11 +147,16 @@ class _Progress:
     """Prints one line per build step, and shows the compilation as a progress bar (terminal) or as one line per 10%."""
 
     def __init__(self, plan: BuildPlan) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-        self._terminal = Console().is_terminal
+        from unitrain.output import plain_console
+
+        columns = (
+            TextColumn("  {task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+        )
+        self._terminal = plain_console().is_terminal
         self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("(usually {task.fields[usual]})"))
         self._typical_duration = _format_duration(plan.typical_seconds)
         self._task: Any = None

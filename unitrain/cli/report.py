@@ -46,7 +46,7 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool, goodput: b
         raise click.ClickException(
             f"Cannot write '{output}': {error}. Use another file: unitrain report --output report.html ..."
         ) from error
-    click.echo(output)
+    click.echo(click.format_filename(output))
 
 
 def _print_goodput(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:

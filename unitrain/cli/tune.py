@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import click
 
 from unitrain.cli import FiniteRange, split_words
 from unitrain.errors import ConfigError
+from unitrain.output import plain_console
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
@@ -77,7 +77,6 @@ def tune(
         check_script(script)
     except Exception as error:
         raise click.UsageError(str(error)) from error
-    from rich.console import Console
 
     from unitrain.tune.tuning import Tuner
 
@@ -97,7 +96,7 @@ def tune(
                 with_compression=compression,
                 with_local_sgd=local_sgd,
                 report=click.echo,
-                report_run=partial(Console(stderr=True, highlight=False).print, markup=False),
+                report_run=plain_console(stderr=True).print,
             )
         except ConfigError as error:
             raise click.ClickException(str(error)) from error

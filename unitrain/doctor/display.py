@@ -6,34 +6,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from unitrain.output import plain_console
 
 _COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def show(report: Mapping[str, Any]) -> None:
     """Print the software versions of rank 0, a table of the hosts, and the findings with fixes."""
-    console = Console(highlight=False)
+    console = plain_console()
     facts_by_rank = [entry["facts"] for entry in report["ranks"]]
     first = facts_by_rank[0]
     if len(facts_by_rank) > 1:
         launch = f"{len(facts_by_rank)} ranks under {first['launcher']}"
-        console.print(f"{launch}; environment of rank 0: {', '.join(first['evidence'])}.", markup=False)
+        console.print(f"{launch}; environment of rank 0: {', '.join(first['evidence'])}.")
     transports = ", ".join(
         name if version == "yes" else f"{name} {version}" for name, version in first["transports"].items()
     )
     versions = f"Python {first['python']}, unitrain {first['unitrain']}"
-    console.print(f"{versions}; transports of ddp: {transports}.", markup=False)
+    console.print(f"{versions}; transports of ddp: {transports}.")
     launchers = ", ".join(name for name in first["programs"] if name != "ssh")
-    console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
+    console.print(f"Launchers on PATH: {launchers or 'none'}.")
 
     if len({facts["host"] for facts in facts_by_rank}) > 1:
         console.print(
             "Between hosts, the TCPStore and the connections of Gloo, NCCL and Horovod are neither authenticated nor "
             "encrypted. Keep this network private (docs/security.md).",
-            markup=False,
         )
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -43,13 +43,13 @@ def show(report: Mapping[str, Any]) -> None:
     for rank, facts in enumerate(facts_by_rank):
         hosts.setdefault(facts["host"], []).append(rank)
     for host, host_ranks in hosts.items():
-        table.add_row(*map(escape, _create_host_row(host, host_ranks, report["ranks"])))
+        table.add_row(*_create_host_row(host, host_ranks, report["ranks"]))
     console.print(table)
 
     for finding in report["findings"]:
         level = finding["level"]
-        console.print(f"[bold {_COLORS[level]}]{level}[/]  {escape(finding['what'])}")
-        console.print(f"  Fix: {finding['fix']}", markup=False, style="dim")
+        console.print(Text.assemble((level, f"bold {_COLORS[level]}"), f"  {finding['what']}"))
+        console.print(f"  Fix: {finding['fix']}", style="dim")
     counts = [sum(finding["level"] == level for finding in report["findings"]) for level in ("error", "warning")]
     if any(counts):
         console.print(f"{_count(counts[0], 'error')}, {_count(counts[1], 'warning')}.", style="bold")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from unitrain.bench.results import format_bytes
 from unitrain.bench.tables import create_table
 from unitrain.memory.record import RankMemory
 from unitrain.memory.savings import Saving, Usage, list_savings, persistent_bytes
+from unitrain.output import plain_console
 
 _WIDTH = 80
 _REMAINDER = "remainder"
@@ -126,15 +126,15 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
 
 def show(records: Sequence[RankMemory], ranks: int, console: Console | None = None) -> None:
     """Print the report. Sharding is predicted for `ranks` ranks."""
-    console = console or Console(width=_WIDTH, highlight=False)
+    console = console or plain_console(width=_WIDTH)
     usage = Usage.of_ranks(records)
     savings = list_savings(usage, ranks)
-    console.print(summarize(usage, savings, ranks), markup=False)
+    console.print(summarize(usage, savings, ranks))
     console.print(_memory_table(usage))
     if savings:
         console.print(_savings_table(usage, savings, ranks))
     for note in notes(usage):
-        console.print(note, markup=False)
+        console.print(note)
 
 
 def _memory_table(usage: Usage) -> Table:
@@ -170,7 +170,7 @@ def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table
     for saving in savings:
         setting = f"{saving.setting}\n  {saving.note}" if saving.note else saving.setting
         saved = f"{'~' if saving.is_estimate else ''}{format_bytes(saving.saved_bytes)}"
-        table.add_row(escape(setting), saved, format_bytes(usage.record.peak - saving.saved_bytes))
+        table.add_row(setting, saved, format_bytes(usage.record.peak - saving.saved_bytes))
     return table
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, cast
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -112,8 +112,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
             self._print_line(line)
 
     def _print_line(self, text: str) -> None:
-        # Names of results and reasons for a stop may contain brackets, which rich must not interpret as markup.
-        self._console.print(text, markup=False, emoji=False, highlight=False)
+        self._console.print(text)
 
     def _epoch_text(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
@@ -151,9 +150,9 @@ class _Bar(_TimedDisplay):
         super().__init__(console)
         self._owned_terminal = owned_terminal
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),  # fills the remaining width
-            TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
+            TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}", markup=False),
             TimeRemainingColumn(compact=True),
         )
         # Refreshed in `count_step`, because a refresh thread would compete with the training loop for the GIL.
@@ -202,12 +201,12 @@ def choose_display(style: ProgressStyle, rank: int) -> ProgressDisplay:
     anything."""
     if rank != 0 or style == "off":
         return ProgressDisplay()
-    console = Console(file=cast("TextIO", output.stderr), soft_wrap=True)
+    console = output.plain_console(file=output.stderr, soft_wrap=True)
     if console.is_terminal or style == "lines":
         return _Bar(console) if style != "lines" else _Lines(console)
     terminal = _open_terminal_of_launch()
     if terminal is not None:
-        return _Bar(Console(file=cast("TextIO", output.guard_stream(terminal)), soft_wrap=True), terminal)
+        return _Bar(output.plain_console(file=output.guard_stream(terminal), soft_wrap=True), terminal)
     return _Bar(console) if style == "bar" else _Lines(console)
 
 

@@ -34,6 +34,7 @@ NUM_RUN_COLORS = sum(name.startswith("run-") for name in COLORS)
 _WIDTH, _HEIGHT = 5.4, 2.9
 _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
+    "text.parse_math": False,  # names of metrics may contain $
     "svg.fonttype": "none",  # keep text elements, rendered in the font of the page
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
@@ -152,7 +153,7 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
             figure.suptitle(names[0], x=0.012, ha="left", fontsize=12, fontweight="bold")
         else:
             runs = [
-                Line2D([], [], color=COLORS[f"run-{run_index % NUM_RUN_COLORS}"], label=name)
+                Line2D([], [], color=COLORS[f"run-{run_index % NUM_RUN_COLORS}"], label=_legend_text(name))
                 for run_index, name in enumerate(names)
             ]
             figure.legend(handles=runs, loc="outside upper left", ncols=4, fontsize=10)
@@ -193,7 +194,10 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             continue
         x, y = zip(*line.points, strict=True)
         values = [float("nan") if value is None else value for value in y]
-        options: dict[str, Any] = {"color": COLORS[f"run-{line.run_index % NUM_RUN_COLORS}"], "label": line.label}
+        options: dict[str, Any] = {
+            "color": COLORS[f"run-{line.run_index % NUM_RUN_COLORS}"],
+            "label": _legend_text(line.label),
+        }
         if line.style == "faint":
             options |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
         else:
@@ -265,6 +269,11 @@ def _add_legend(axes: Axes, num_entries: int) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **options)
     else:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=1.2, **options)
+
+
+def _legend_text(text: str) -> str:
+    """Return `text` for a legend. matplotlib omits texts that begin with an underscore."""
+    return f" {text}" if text.startswith("_") else text
 
 
 def _format_tick(value: float, _: int = 0) -> str:

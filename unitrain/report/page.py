@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from unitrain.errors import ReportError
 from unitrain.progress.goodput import GoodputSummary
 from unitrain.report import run_statistics
 from unitrain.report.charts import COLORS, NUM_RUN_COLORS, to_png, to_svg
@@ -32,10 +33,19 @@ class HeadlineValue:
 def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None:
     """Write the report of the runs in `folders` to `output`. Raises ReportError and OSError."""
     records = read_records(list(folders))
-    if as_png:
-        to_png(all_charts(records), [record.name for record in records], output)
-    else:
-        output.write_text(render(records), encoding="utf-8")
+    try:
+        if as_png:
+            to_png(all_charts(records), [record.name for record in records], output)
+        else:
+            output.write_text(render(records), encoding="utf-8")
+    except ReportError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        names = ", ".join(f"'{folder}'" for folder in folders)
+        raise ReportError(
+            f"The record of a run in {names} contains a value of an unexpected type or size "
+            f"({type(error).__name__}: {error}). Remove the row from its .jsonl files if another program wrote it."
+        ) from error
 
 
 def load_template(name: str) -> jinja2.Template:

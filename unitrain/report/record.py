@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ReportError, did_you_mean
+from unitrain.output import replace_unprintable
 from unitrain.progress.goodput import GOODPUT_FILE, AttemptRecord, read_attempts
 from unitrain.progress.history import EPOCHS, STARTS, STEPS
 from unitrain.progress.stragglers import TRAINING
@@ -73,6 +74,7 @@ def read_records(folders: list[Path]) -> list[RunRecord]:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
+    names = [replace_unprintable(name) for name in names]
     return [_read_record(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
@@ -121,6 +123,8 @@ def _read_rows(path: Path) -> list[Row]:
     for line_number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
+            if "\\ud" in line.lower():  # possibly half of a surrogate pair, which UTF-8 lacks
+                row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError):
             row = None
         if not _is_row(row, path.name):

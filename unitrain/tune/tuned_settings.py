@@ -21,6 +21,8 @@ from unitrain.validation import is_positive_integer
 
 TUNED_FILE = Path("unitrain-tuned.json")
 _MAX_BYTES = 1 << 24
+_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
+_PRINTABLE = re.compile(r"[ -~]{0,1000}")  # for the variables of a plug-in
 # Variables that `unitrain tune` may set for the built-in backends.
 BUILT_IN_VARIABLES = frozenset(
     {
@@ -227,6 +229,10 @@ def _load(file: Path) -> list[TunedEntry]:
         raise ConfigError(f"{file} cannot be read: {error}. Delete it and run `unitrain tune` again.") from error
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
 def _parse_entry(entry: Any) -> TunedEntry:
     if not isinstance(entry, dict):
         raise TypeError("an entry is not an object")
@@ -236,13 +242,22 @@ def _parse_entry(entry: Any) -> TunedEntry:
     variables = entry.get("variables")
     if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
         raise TypeError("'variables' of an entry is not an object with strings")
-    if not isinstance(entry.get("gain"), int | float):
-        raise TypeError("'gain' of an entry is not a number")
+    for name, value in variables.items():
+        if not (_NUMBER if name in BUILT_IN_VARIABLES else _PRINTABLE).fullmatch(value):
+            raise ValueError(f"the value of {name!r} of an entry is {value[:40]!r}, which unitrain tune does not write")
+    spread = entry.get("spread")
+    if not isinstance(spread, list) or len(spread) != 2 or not all(map(_is_positive, (entry.get("gain"), *spread))):
+        raise TypeError("'gain' or 'spread' of an entry is not a positive number")
+    for name in ("torch", "machine"):
+        if not isinstance(entry.get(name), str | None):
+            raise TypeError(f"{name!r} of an entry is not a string")
     if "\0" in entry["script"]:
         raise ValueError("'script' of an entry contains a null character")
     for name in ("num_processes", "num_nodes"):
         if entry.get(name) is not None and not is_positive_integer(entry[name]):
             raise TypeError(f"{name!r} of an entry is not a positive integer")
+    if not isinstance(entry.get("args", []), list | None):
+        raise TypeError("'args' of an entry is not a list")
     if not all(isinstance(word, str) for word in entry.get("args") or ()):
         raise TypeError("'args' of an entry contains a value that is not a string")
     tuple_fields = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}

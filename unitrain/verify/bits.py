@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
+from unitrain.output import plain_console
 from unitrain.verify.record import Record
 from unitrain.verify.verdict import Outcome
 
@@ -81,16 +80,16 @@ def find_replica_difference(record: Record) -> str:
 
 def show_bits(rows: Sequence[BitRow], title: str, skipped: Sequence[tuple[str, str]]) -> None:
     """Print the status of each run, the first differences, and the verdict."""
-    terminal = Console(highlight=False, soft_wrap=True)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
-    console.print(title, markup=False)
+    terminal = plain_console(soft_wrap=True)
+    console = terminal if terminal.is_terminal else plain_console(width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(title)
     for row in rows:
         reason = f": {row.reason}" if row.reason else ""
-        console.print(f"  {_name(row.outcome)}: {row.status}{reason}", markup=False)
+        console.print(f"  {_name(row.outcome)}: {row.status}{reason}")
         for line in row.outcome.last_lines:
-            console.print(f"    | {line}", markup=False)
+            console.print(f"    | {line}")
     for name, reason in skipped:
-        console.print(f"  skipped {name}: {reason}", markup=False)
+        console.print(f"  skipped {name}: {reason}")
     failed = sum(row.status in ("differs", "failed") for row in rows)
     if is_bit_equal(rows):
         verdict = f"Verdict: the same bits in {len(rows)} runs."
@@ -98,7 +97,7 @@ def show_bits(rows: Sequence[BitRow], title: str, skipped: Sequence[tuple[str, s
         verdict = f"Verdict: not the same bits. Of {len(rows)} runs, {failed} differ or failed."
     else:
         verdict = "Verdict: nothing was compared. Name several numbers of ranks, as in -np 1,2,3."
-    console.print(verdict, markup=False)
+    console.print(verdict)
 
 
 def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) -> None:

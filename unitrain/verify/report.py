@@ -13,7 +13,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from unitrain.output import plain_console
 from unitrain.verify.difference import Difference, LargestDifference
 from unitrain.verify.verdict import Group, Status, Verdict, VerdictRow
 
@@ -28,10 +30,8 @@ _STYLES = {"same results": "green", "differs": "red", "failed": "red", "by desig
 
 def show(verdict: Verdict, title: str) -> None:
     """Print a table with one section per number of ranks, the reasons for differences, and the verdict."""
-    terminal = Console(highlight=False, soft_wrap=True)
-    console = (
-        terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
-    )
+    terminal = plain_console(soft_wrap=True)
+    console = terminal if terminal.is_terminal else plain_console(soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
     table = Table(
         title=f"{title}\nΔ is the largest difference from the reference",
         title_justify="left",
@@ -53,9 +53,8 @@ def show(verdict: Verdict, title: str) -> None:
         for row in group.rows:
             _print_reasons(console, group, row)
     for name, reason in verdict.skipped:
-        console.print(f"[bold]skipped[/bold] {name}: ", end="")
-        console.print(reason, markup=False)
-    console.print(_format_verdict(verdict), markup=False, style="bold green" if verdict.is_same else "bold red")
+        console.print(Text.assemble(("skipped", "bold"), f" {name}: {reason}"))
+    console.print(_format_verdict(verdict), style="bold green" if verdict.is_same else "bold red")
 
 
 def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> None:
@@ -69,11 +68,11 @@ def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> Non
     path.write_text(json.dumps(_replace_non_finite(report), indent=2) + "\n")
 
 
-def _format_cells(row: VerdictRow) -> list[str]:
+def _format_cells(row: VerdictRow) -> list[str | Text]:
     outcome, difference = row.outcome, row.difference
     style = _STYLES.get(row.status)
-    status = f"[{style}]{row.status}[/{style}]" if style else row.status
-    identity = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
+    status = Text(row.status, style or "")
+    identity: list[str | Text] = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
     if outcome.record is None:
         return [*identity, "", "", "", "", "", "", status]
     identity.append(str(outcome.record.global_batch_sizes()[0]))
@@ -92,14 +91,14 @@ def _print_reasons(console: Console, group: Group, row: VerdictRow) -> None:
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
     verb = _VERBS.get(row.status)
-    console.print(f"[bold]{row.name}[/bold]{f' {verb}' if verb else ''}:")
+    console.print(Text.assemble((row.name, "bold"), f" {verb}:" if verb else ":"))
     parts = [*row.reasons]
     if row.status == "differs" and row.difference is not None:
         parts += _describe_location(row.difference)
     if row.status == "by design":
         parts.append(f"only runs on {group.ranks} ranks can be compared with each other")
     for line in [*(f"{part}." for part in parts), *(f"| {line}" for line in row.outcome.last_lines)]:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
 
 
 def _describe_location(difference: Difference) -> list[str]:
