@@ -348,15 +348,44 @@ def check_several_loaders(backend: Backend) -> None:
                 assert_near(model.norm.running_mean, wanted, 1e-12, order, index)
                 model(inputs={"x": x})
                 assert_near(model.norm.running_mean, wanted, 1e-12, order, index)
-            if backend.rank > 0:  # the sum belongs to no batch, and one batch of this rank is a dummy batch
-                for inputs in (batches[0][0] + 1, [b for (b,) in batches]):
-                    with pytest.raises(ModelError, match=r"current batches are .*a dummy batch.*drop_last=True"):
+            # On other ranks than 0, one batch is a dummy batch, and these inputs belong to no batch, or to all batches.
+            for inputs in (batches[0][0] + 1, [b for (b,) in batches]):
+                if backend.size > 1:
+                    found = r"current batches are .*a dummy batch.*drop_last=True" if backend.rank else "Another rank"
+                    with pytest.raises(ModelError, match=found):
                         model({"x": inputs} if isinstance(inputs, Tensor) else {"x": inputs[0], "others": inputs})
     # The batches of one loader determine whether a rank counts, also for inputs that the rank has generated.
     loader = unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples[1]), backend, batch_size=2)
     for (x,) in loader:
         model({"x": torch.full_like(x, 1.0 + backend.rank)})
         assert_near(model.norm.running_mean, torch.full((2,), 3.0, dtype=torch.float64), 1e-12)
+
+
+def check_losses_of_several_loaders(backend: Backend) -> None:
+    """Training with the sum of the losses of two loaders, one of which has a dummy batch, equals one process."""
+    data = [create_samples("plain", seed, length) for seed, length in ((0, 2 * backend.size), (1, 1))]
+    found = []
+    for device, batch_size in ((backend, 2), (LOCAL, 2 * backend.size)):
+        model = unitrain.sync_batch_norm(Block(recomputed=False), device)
+        wrapped = device.distributed_model(model)
+        optimizer = device.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+        loaders = [
+            unitrain.ShardedLoader(
+                torch.utils.data.TensorDataset(samples), device, batch_size=batch_size, shuffle=False
+            )
+            for samples in data
+        ]
+        for _ in range(2):
+            for batches in zip(*loaders, strict=True):
+                losses = [
+                    wrapped(x).sin().mean() * loader.loss_weight for loader, (x,) in zip(loaders, batches, strict=True)
+                ]
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([*model.parameters(), *model.buffers()])
+    for one, other in zip(*found, strict=True):
+        assert_near(one.detach(), other.detach(), 1e-10)
 
 
 def check_large_means(backend: Backend) -> None:
@@ -397,6 +426,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         check_excluded_rank,
         check_dummy_batches,
         check_several_loaders,
+        check_losses_of_several_loaders,
         check_large_means,
     ],
     ids=lambda check: check.__name__,

@@ -6,8 +6,10 @@ Each layer calls one allreduce in the forward pass and one in the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.current_batches import CurrentBatch
 from unitrain.backends.logical_ranks import TRAINER_REQUIRED_MESSAGE
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
@@ -95,6 +96,20 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
                 buffer.detach().copy_(value)
 
 
+@dataclass(frozen=True)
+class Source:
+    """The samples of a forward pass: those of `rank`, one of `size` ranks or, with `is_logical`, logical ranks.
+
+    If it is unknown to which batch the inputs belong, `error` states the reason.
+    """
+
+    includes_samples: bool
+    rank: int
+    size: int
+    is_logical: bool = False
+    error: ModelError | None = None
+
+
 class SharedStatistics:
     """State shared by all synchronized layers of a model: the communicator, and whether local samples are excluded.
 
@@ -110,25 +125,23 @@ class SharedStatistics:
         self._inputs: list[Any] = []  # the arguments of each forward pass of the model that is in progress
         self._cached_layer_numbers: dict[tuple[int, torch.device], Tensor] = {}
         # The latest count of each layer, and its cached tensor.
-        self._cached_counts_and_layer_numbers: dict[int, tuple[int, Tensor]] = {}
-
-    @property
-    def includes_local_samples(self) -> bool:
-        """Whether the samples of this rank, or of the current logical rank, are included."""
-        current = self._current_batch()
-        return not (self.is_excluded or (current is not None and current.is_dummy))
+        self._cached_counts_and_layer_numbers: dict[int, tuple[float, Tensor]] = {}
 
     @property
     def is_local(self) -> bool:
         """Whether statistics are local, because there is a single rank or no communicator."""
-        return self.communicator is None or self._rank_and_size()[1] == 1
+        if self.communicator is None:
+            return True
+        logical_ranks = [batch.logical_rank for batch in self.communicator.current_batches.entered]
+        if logical_ranks and logical_ranks[0] is not None:
+            return logical_ranks[0].count == 1
+        return self.communicator.size == 1
 
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor, source: Source) -> Tensor:
         """Return the sum of `tensor` over all ranks or, with logical ranks, over all logical ranks, which must all call
         it."""
         assert self.communicator is not None
-        current = self._current_batch()
-        if current is None or current.logical_rank is None:
+        if not source.is_logical:
             return self.communicator.allreduce(tensor, "sum")
         if self.sum_over_logical_ranks is None:
             raise ModelError(
@@ -148,58 +161,64 @@ class SharedStatistics:
         if self._inputs:
             self._inputs.pop()
 
-    def _current_batch(self) -> CurrentBatch | None:
+    def find_source(self) -> Source:
+        """Return the samples of the forward pass that is in progress. Does not raise, because the other ranks wait in
+        this forward pass; `reduce` raises the error on all ranks."""
         assert self.communicator is not None
-        return self.communicator.current_batches.find(self._inputs[-1] if self._inputs else None)
-
-    def _rank_and_size(self) -> tuple[int, int]:
-        """Return the index and the number of ranks or, with logical ranks, of logical ranks."""
-        assert self.communicator is not None
-        current = self._current_batch()
+        try:
+            current = self.communicator.current_batches.find(self._inputs[-1] if self._inputs else None)
+        except ModelError as error:
+            return Source(False, self.communicator.rank, self.communicator.size, error=error)
+        includes_samples = not (self.is_excluded or (current is not None and current.is_dummy))
         if current is None or current.logical_rank is None:
-            return self.communicator.rank, self.communicator.size
-        return current.logical_rank.index, current.logical_rank.count
+            return Source(includes_samples, self.communicator.rank, self.communicator.size)
+        return Source(includes_samples, current.logical_rank.index, current.logical_rank.count, is_logical=True)
 
     def reduce(
-        self, sums: list[Tensor], count: int, layer_number: int, *, is_centered: bool, check: bool
+        self, source: Source, sums: list[Tensor], count: int, layer_number: int, *, is_centered: bool, check: bool
     ) -> tuple[Tensor, Tensor, Tensor | float]:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
-        `sums` are the results of `_local_sums` for `count` values per channel in layer `layer_number`. The number of
-        values is a float on CPUs, and a tensor on GPUs. Raises CollectiveMismatchError on every rank if ranks call
-        different layers, and ModelError if there are fewer than two values per channel. On GPUs, these errors are only
-        detected with `check`, which synchronizes with the device.
+        `sums` are the results of `_local_sums` for `count` values per channel of `source` in layer `layer_number`. The
+        number of values is a float on CPUs, and a tensor on GPUs. Raises CollectiveMismatchError on every rank if ranks
+        call different layers, and ModelError if there are fewer than two values per channel, or if the source is
+        unknown on some ranks. On GPUs, these errors are only detected with `check`, which synchronizes with the device.
         """
-        if not self.includes_local_samples:
+        if not source.includes_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
             sums, count = [torch.zeros_like(tensor) for tensor in sums], 0
+        num_local_values = math.nan if source.error is not None else count
         # If ranks called different layers of the same width, their statistics would be mixed without an error. The
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
         if is_on_cpu:
-            constants = [self._count_and_layer_number_on_cpu(count, layer_number)]
+            constants = [self._count_and_layer_number_on_cpu(num_local_values, layer_number)]
         else:
-            constants = [sums[0].new_full((1,), count), self._layer_number_on_device(layer_number, sums[0].device)]
+            constants = [
+                sums[0].new_full((1,), num_local_values),
+                self._layer_number_on_device(layer_number, sums[0].device),
+            ]
         local = torch.cat([*sums, *constants])
         rows: Tensor | None = None
         if is_centered:
-            rank, size = self._rank_and_size()
-            rows = local.new_zeros(size, len(local))
-            rows[rank] = local
-            rows = self.sum_over_ranks(rows)  # an allgather, because all other ranks add 0
+            rows = local.new_zeros(source.size, len(local))
+            rows[source.rank] = local
+            rows = self.sum_over_ranks(rows, source)  # an allgather, because all other ranks add 0
             total = rows.sum(0)
         else:
-            total = self.sum_over_ranks(local)
+            total = self.sum_over_ranks(local, source)
+        if source.error is not None:
+            raise source.error
         tail = total[2 * channels :]
         num_values: Tensor | float
         if is_on_cpu:
             numbers = tail.tolist()
             num_values = float(numbers[0])
-            self._check_layer_and_count(layer_number, *numbers)
+            self._check_layer_and_count(source.size, layer_number, *numbers)
         else:  # a tensor, because a GPU divides by a float less accurately, by multiplying by the reciprocal
             num_values = tail[0]
             if check:
-                self._check_layer_and_count(layer_number, *tail.tolist())
+                self._check_layer_and_count(source.size, layer_number, *tail.tolist())
         mean, second_moment = (total[: 2 * channels] / num_values).view(2, channels).unbind()
         if rows is None:
             return mean, (second_moment - mean.square()).clamp_min_(0), num_values
@@ -207,7 +226,7 @@ class SharedStatistics:
         differences = rows[:, :channels] / counts.clamp_min(1) - mean  # between the means of each rank and of all ranks
         return mean, second_moment + (differences.square() * counts).sum(0) / num_values, num_values
 
-    def _count_and_layer_number_on_cpu(self, count: int, layer_number: int) -> Tensor:
+    def _count_and_layer_number_on_cpu(self, count: float, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
         cached = self._cached_counts_and_layer_numbers.get(layer_number)
         if cached is None or cached[0] != count:
@@ -223,10 +242,15 @@ class SharedStatistics:
         return cached
 
     def _check_layer_and_count(
-        self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
+        self, size: int, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
     ) -> None:
         name = self.names[layer_number]
-        if layer_number_square_sum * self._rank_and_size()[1] != layer_number_sum**2:
+        if math.isnan(num_values):
+            raise ModelError(
+                f"Another rank could not determine which samples count in BatchNorm {name!r}. Its error states the "
+                "cause."
+            )
+        if layer_number_square_sum * size != layer_number_sum**2:
             raise CollectiveMismatchError(
                 f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
                 "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
@@ -300,6 +324,7 @@ def _check_layer(name: str, layer: BatchNormBase) -> None:
 @disable_compile  # graph break: collectives cannot be compiled
 def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
+    source = shared.find_source()
     with torch.no_grad():
         # The mean of the squares minus the square of the mean loses the digits that both have in common. In float64,
         # enough digits remain for inputs of lower precision, but not for float64 inputs. Their squares are those of the
@@ -311,13 +336,15 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
         mean, variance, num_values = shared.reduce(
-            sums, count, layer.layer_number, is_centered=is_centered, check=check
+            source, sums, count, layer.layer_number, is_centered=is_centered, check=check
         )
         if layer.track_running_stats:
             _update_running_statistics(layer, mean, variance, num_values)
         dtype = _computation_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
-    output: Tensor = _Normalize.apply(x, layer.weight, layer.bias, mean, variance, num_values, layer.eps, shared)
+    output: Tensor = _Normalize.apply(
+        x, layer.weight, layer.bias, mean, variance, num_values, layer.eps, shared, source
+    )
     return output
 
 
@@ -369,10 +396,10 @@ class _Normalize(torch.autograd.Function):
         num_values: Tensor | float,
         eps: float,
         shared: SharedStatistics,
+        source: Source,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.num_values, ctx.shared = eps, num_values, shared
-        ctx.includes_local_samples = shared.includes_local_samples
+        ctx.eps, ctx.num_values, ctx.shared, ctx.source = eps, num_values, shared, source
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         # In eval mode, the kernel uses the passed statistics.
@@ -392,8 +419,8 @@ class _Normalize(torch.autograd.Function):
             )
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        means = ctx.shared.sum_over_ranks(torch.cat([dweight, dbias]).double()) / ctx.num_values
-        if ctx.includes_local_samples:
+        means = ctx.shared.sum_over_ranks(torch.cat([dweight, dbias]).double(), ctx.source) / ctx.num_values
+        if ctx.source.includes_samples:
             scale = (variance.double() + ctx.eps).rsqrt_()
             slope, offset = means.view(2, -1).mul_(scale * weight).unbind()
             slope, offset = (slope * scale).to(mean.dtype), offset.to(mean.dtype)
@@ -403,7 +430,7 @@ class _Normalize(torch.autograd.Function):
             None if dtype is None else gradient_part.to(dtype)
             for gradient_part, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
         )
-        return dx, weight_gradient, bias_gradient, None, None, None, None, None
+        return dx, weight_gradient, bias_gradient, None, None, None, None, None, None
 
 
 def _computation_dtype(x: Tensor) -> torch.dtype:
