@@ -92,6 +92,16 @@ def test_slow_data_workers_are_attributed_to_other_processes_on_their_cores() ->
     assert find_cause(SLOW["forward"]._replace(worker_wait=0.018), NORMAL, "compute") == "forward"
 
 
+@pytest.mark.parametrize(
+    ("waited", "cause"), [(0.019, "other_processes"), (0.016, "other_processes"), (0.014, "forward")]
+)
+def test_part_that_mostly_waits_for_a_core_is_not_named(waited: float, cause: str) -> None:
+    """The forward pass takes 30 ms longer and the backward pass 20 ms."""
+    slow = NORMAL._replace(compute=NORMAL.compute + 0.05, forward=NORMAL.forward + 0.03, cpu_wait=waited)
+    assert find_cause(slow, NORMAL._replace(cpu_wait=0.0), "compute") == cause
+    assert "core" not in describe_figures("forward", slow, 0.1)
+
+
 @pytest.mark.parametrize("earlier", [UNKNOWN, NORMAL])
 def test_slow_link_is_attributed_to_the_sending_rank(earlier: RankFigures) -> None:
     """A slow link delays the gradients on all ranks, because each rank in a ring waits for its predecessor."""

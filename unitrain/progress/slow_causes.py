@@ -94,8 +94,14 @@ CPU_CAUSES = ("cpu_quota", "other_processes", "own_threads")
 def find_cause(figures: RankFigures, reference: RankFigures, phase: str) -> str:
     """Return the cause (a key of CAUSES) that makes `phase` longer in `figures` than in `reference`, the figures of
     other ranks or of earlier steps.
+
+    Waiting for a core is the cause if it explains half of the excess of the rank or of the part of the step that would
+    be named otherwise: a part that is longer because its threads did not run is not itself the cause.
     """
-    min_explained = MIN_EXPLAINED_FRACTION * (figures.work - reference.work)
+    parts = ("forward", "backward") if phase == "compute" else (phase,)
+    part = max(parts, key=lambda part: getattr(figures, part) - getattr(reference, part))
+    part_excess = getattr(figures, part) - getattr(reference, part)
+    min_explained = MIN_EXPLAINED_FRACTION * min(figures.work - reference.work, part_excess)
     throttled = figures.throttled - reference.throttled
     waiting = figures.cpu_wait - reference.cpu_wait
     if phase == "data":
@@ -107,10 +113,7 @@ def find_cause(figures: RankFigures, reference: RankFigures, phase: str) -> str:
         return "own_threads" if is_saturated else "other_processes"
     if phase == "data":
         return "copy" if figures.copy - reference.copy >= min_explained else "data_loading"
-    if phase == "update":
-        return "update"
-    is_forward = figures.forward - reference.forward >= figures.backward - reference.backward
-    return "forward" if is_forward else "backward"
+    return part
 
 
 def describe_figures(cause: str, figures: RankFigures, step_seconds: float) -> str:
@@ -125,9 +128,7 @@ def describe_figures(cause: str, figures: RankFigures, step_seconds: float) -> s
     if cause == "copy":
         return f"copies take {format_milliseconds(figures.copy)} ms a step"
     if cause in ("forward", "backward"):
-        seconds = figures.forward if cause == "forward" else figures.backward
-        waited = format_milliseconds(figures.cpu_wait)
-        return f"{format_milliseconds(seconds)} ms a step; {waited} ms of the step without a core"
+        return f"{format_milliseconds(figures.forward if cause == 'forward' else figures.backward)} ms a step"
     return ""
 
 
