@@ -111,7 +111,7 @@ class TrainingRun:
         self._is_seeded = self._has_rounding_differences = False
         self._data: TrainingData | None = None
         self._fit_count = 0
-        self._history_error: OSError | None = None
+        self._has_history_failed = False
 
     def restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Prepare the output folder, and restore the run from a checkpoint if the configuration requests it.
@@ -351,7 +351,7 @@ class TrainingRun:
         self.epoch_end = None
         try:
             yield
-            self._append(EPOCHS, {**row, **phase_seconds})
+            self._change_history(EPOCHS, lambda history: self._record(history, EPOCHS, {**row, **phase_seconds}))
         except BaseException:
             self.epoch_end = end
             raise
@@ -363,14 +363,20 @@ class TrainingRun:
     def record_steps(self, row: dict[str, Any]) -> None:
         """Record the metrics of a logging interval.
 
-        Does not communicate. If the row cannot be written, the next `record_epoch` raises the error.
+        Does not communicate. If the row cannot be written, a warning is logged once.
         """
-        folder = self._checkpointer.folder
-        if folder is not None and self._backend.rank == 0 and self._history_error is None:
-            try:
-                History(folder).append(STEPS, self._with_epoch_count(row))
-            except OSError as error:
-                self._history_error = error
+        if self._checkpointer.folder is not None and self._backend.rank == 0:
+            self._record(History(self._checkpointer.folder), STEPS, row)
+
+    def _record(self, history: History, file_name: str, row: dict[str, Any]) -> None:
+        """Append a row on rank 0. The history only reports on the run, so an error does not end it: only a checkpoint
+        that cannot be written does."""
+        try:
+            history.append(file_name, self._with_epoch_count(row))
+        except OSError as error:
+            if not self._has_history_failed:
+                _log.warning("'%s' cannot be written: %s. The run continues.", history.folder / file_name, error)
+            self._has_history_failed = True
 
     def _start(self, data: TrainingData) -> None:
         if not self._is_history_rewound:
@@ -390,12 +396,13 @@ class TrainingRun:
             state = self._data.state_to_save(self.data_state, self.progress.epoch, self.progress.position)
             self._saved_data_state = state or self._saved_data_state
         data.resume_from(self._saved_data_state)
-        self._data, self.data_state, self._history_error = data, None, None
+        self._data, self.data_state = data, None
         self._store_batch_size(data)
         if not self.is_complete:
             self._store_config_text()
             self.description |= _describe_start(self._config, self._backend, data)
-            self._append(STARTS, {"step": self.progress.step, **self.description})
+            row = {"step": self.progress.step, **self.description}
+            self._change_history(STARTS, lambda history: history.append(STARTS, self._with_epoch_count(row)))
 
     def _store_config_text(self) -> None:
         folder, text = self._checkpointer.folder, self._config_text
@@ -468,14 +475,6 @@ class TrainingRun:
         history.rewind(self.progress.step)
         if self._is_row_from_this_run and self._row is not None:
             history.append(EPOCHS, self._row)
-
-    def _append(self, file_name: str, row: dict[str, Any]) -> None:
-        def append(history: History) -> None:
-            if self._history_error is not None:
-                raise self._history_error
-            history.append(file_name, self._with_epoch_count(row))
-
-        self._change_history(file_name, append)
 
     def _with_epoch_count(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return `row` with the number of epochs trained so far. Within an epoch, the number is fractional, or None if
