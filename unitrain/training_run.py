@@ -32,7 +32,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.batch_size import InitialBatchSizes
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import TrainingData, describe_order_fix
-from unitrain.errors import CheckpointError
+from unitrain.errors import CheckpointError, UnitrainError
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
@@ -49,7 +49,14 @@ from unitrain.progress.training_progress import EpochEnd, TrainingProgress
 from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
-_LOSS = "loss"  # key in the training state
+_LOSS, _RUN, _VERSIONS = "loss", "run", "versions"  # keys in the training state
+# Versions of the parts of the training state; _RUN stands for the fields that `TrainingRun.save` adds. Increase the
+# version if the structure of a part changes, and let its `load_state_dict` accept the earlier structures, of which
+# `tests/support/stored_runs` contains checkpoints. A missing version is 1.
+STATE_VERSIONS = {
+    _RUN: 2, _LOSS: 1, "precision": 1, "callbacks": 1, "weighting": 1, AVERAGE: 1, COMPRESSION_STATE: 1,
+    loading.LOCAL_SGD: 1,
+}  # fmt: skip
 _log = get_logger(__name__)
 _PACKAGES = ("unitrain", "horovod", "numpy")
 
@@ -157,14 +164,14 @@ class TrainingRun:
         state.get_loss_scale = get_loss_scale
         self._stateful_objects = {**self._stateful_objects, COMPRESSION_STATE: state}
         if self._restored_training is not None:
-            state.load_state_dict(self._restored_training.pop(COMPRESSION_STATE, {}))
+            _load_part(COMPRESSION_STATE, state, self._restored_training.pop(COMPRESSION_STATE, {}))
 
     def track_local_sgd(self, local_sgd: LocalSGD) -> None:
         """Also save the state of `local_sgd` in checkpoints, and restore it. Raises CheckpointError if the state does
         not match."""
         self._stateful_objects = {**self._stateful_objects, loading.LOCAL_SGD: local_sgd}
         if self._restored_training is not None:
-            local_sgd.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
+            _load_part(loading.LOCAL_SGD, local_sgd, self._restored_training.pop(loading.LOCAL_SGD, {}))
 
     @property
     def is_complete(self) -> bool:
@@ -263,6 +270,7 @@ class TrainingRun:
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,
+            _VERSIONS: STATE_VERSIONS,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scheduler_settings": self._unchanged_scheduler_settings(scheduler),
             "classes": loading.class_names(optimizer, scheduler),
@@ -430,6 +438,13 @@ class TrainingRun:
                 f"The checkpoint in '{path}' contains no training progress, so unitrain did not write it during "
                 f"training. Start a new run from its weights: trainer.load_weights('{path}')."
             )
+        for name, saved_version in training.get(_VERSIONS, {}).items():
+            if saved_version > STATE_VERSIONS.get(name, saved_version):
+                raise CheckpointError(
+                    f"The state {name!r} in '{path}' has version {saved_version}, from a newer unitrain; this one "
+                    f"reads versions up to {STATE_VERSIONS[name]}. Update unitrain, or start a new run from its "
+                    f"weights: trainer.load_weights('{path}')."
+                )
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{path}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
@@ -459,7 +474,7 @@ class TrainingRun:
         self._saved_step = self.progress.step
         self._saved_data_state = training.get("data")
         for name, part in self._stateful_objects.items():
-            part.load_state_dict(training.get(name, {}))
+            _load_part(name, part, training.get(name, {}))
         sharded_checkpoint, average = training.get(loading.SHARDED), self._stateful_objects.get(AVERAGE)
         if sharded_checkpoint is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded_checkpoint), average.stored_model)
@@ -491,6 +506,20 @@ class TrainingRun:
         if folder is not None:
             history, task = History(folder), f"write '{folder / file_name}'"
             run_on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
+
+
+def _load_part(name: str, part: Stateful, state: dict[str, Any]) -> None:
+    """Call `part.load_state_dict(state)`. Raises CheckpointError if the state does not have the expected structure. All
+    ranks must call this function."""
+    try:
+        part.load_state_dict(state)
+    except UnitrainError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The state {name!r} in the checkpoint cannot be restored: {type(error).__name__}: {error}. Resume with "
+            "the unitrain and the callbacks that wrote it, or start from its weights: trainer.load_weights(...)."
+        ) from error
 
 
 def _describe_objects(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:

@@ -172,6 +172,21 @@ def test_checkpoints_of_other_programs_are_converted_and_resumed(tmp_path: Path,
     assert resumed.progress.epoch == 9
 
 
+# Files of a run of Lightning 2.6.6 with three steps per epoch, and the (epoch, step) from which unitrain continues.
+LIGHTNING_FILES = {"epoch_end": (1, 3), "within_epoch": (1, 4), "last_batch": (2, 6), "final": (2, 6)}
+
+
+@pytest.mark.parametrize("name", LIGHTNING_FILES)
+def test_completed_epochs_of_lightning_are_not_repeated(tmp_path: Path, name: str) -> None:
+    source = Path(__file__).parents[1] / "support" / "lightning_checkpoints" / f"{name}.ckpt"
+    done = ckpt("convert", source, tmp_path / "converted", "--strip-prefix", "net.")
+    epoch, step = LIGHTNING_FILES[name]
+    assert f"Lightning checkpoint: 2 tensors, optimizer, scheduler; epoch {epoch}, step {step}\n" in done.output
+    (checkpoint,) = (tmp_path / "converted").iterdir()
+    training = torch.load(checkpoint / "training.pt", weights_only=True)
+    assert training["scheduler"]["last_epoch"] == epoch
+
+
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_accelerate_folder_is_converted_and_resumed(tmp_path: Path, weights: str) -> None:
     folder = tmp_path / "checkpoint_0"

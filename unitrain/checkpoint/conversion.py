@@ -91,6 +91,8 @@ def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
         _parse_number(_first_present(entries, _EPOCH_KEYS)),
         _parse_number(_first_present(entries, _STEP_KEYS)),
     )
+    if is_lightning:
+        epoch = _lightning_epochs(entries.get("loops"), epoch)
     format_name = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
     optimizer = _single_state(path, _first_present(entries, _OPTIMIZER_KEYS))
     scheduler = _single_state(path, _first_present(entries, _SCHEDULER_KEYS))
@@ -170,6 +172,23 @@ def _single_state(path: Path, contents: Any) -> dict[str, Any] | None:
             )
         contents = contents[0] if contents else None
     return contents if isinstance(contents, dict) else None
+
+
+def _lightning_epochs(loops: Any, epoch: int | None) -> int | None:
+    """Return the number of completed epochs in a Lightning checkpoint with the entries "loops" and "epoch".
+
+    "epoch" is the index of the current epoch. Lightning increments it after it has written the checkpoint of the end of
+    an epoch. Versions before 1.6 store the number of completed epochs.
+    """
+    try:
+        fit_loop = loops["fit_loop"]
+        processed = int(fit_loop["epoch_progress"]["current"]["processed"])
+        batches = fit_loop["epoch_loop.batch_progress"]
+        # Within the last batch of an epoch, the epoch is not counted yet.
+        is_at_end = batches["is_last_batch"] and batches["current"]["completed"] < batches["current"]["processed"]
+    except (KeyError, TypeError, ValueError):
+        return epoch
+    return processed + bool(is_at_end)
 
 
 def _parse_number(value: Any) -> int | None:
