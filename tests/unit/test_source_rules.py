@@ -41,6 +41,54 @@ PRIVATE_NAMES = {
     "unitrain/testing/worker.py": {"_run_exitfuncs"},
 }
 
+# State that belongs to the process, to a thread or to the key of a weak dictionary, by file and name. All other state
+# belongs to an object.
+PROCESS = "there is one per process"
+WEAK = "the values belong to the keys, which are objects of the user"
+SHARED = "parameters may belong to several models"
+ORDER = "all ranks create these objects in the same order"
+CONTEXT = "the value belongs to the thread"
+STATE_OUTSIDE_OBJECTS = {
+    "unitrain/backends/checks.py": {"_distributed_models": SHARED},
+    "unitrain/backends/gradients/ddp_wrapper.py": {"_instances": SHARED},
+    "unitrain/backends/gradients/end_of_backward.py": {"end_of_backward": "autograd has one queue of callbacks"},
+    "unitrain/backends/gradients/power_sgd.py": {"_scaled_backwards": "the keys are the backward passes of autograd"},
+    "unitrain/backends/gradients/local_gradients.py": {"_instances": SHARED, "_step_check_handles": WEAK},
+    "unitrain/backends/horovod/process_sets.py": {"_num_uses": "Horovod's process sets"},
+    "unitrain/backends/horovod/runtime.py": dict.fromkeys(
+        ("_servers", "_exported_settings", "_group_numbers", "_own_address", "_start_id"), "Horovod runs in the process"
+    ),
+    "unitrain/backends/local.py": {"_running_backends": PROCESS},
+    "unitrain/backends/pipeline/pipeline.py": {"_pipeline_numbers": ORDER},
+    "unitrain/backends/sharding/distributed_model.py": {"_instances": SHARED},
+    "unitrain/backends/sharding/forward_passes.py": {"_participants": WEAK},
+    "unitrain/backends/sharding/optimizer_shards.py": {"_optimizers": WEAK},
+    "unitrain/backends/sharding/optimizer_state.py": {"_sharded_states": WEAK},
+    "unitrain/backends/sharding/state_format.py": {"_root": CONTEXT, "_keeps_shards": CONTEXT},
+    "unitrain/backends/slow_network_exchange.py": {"_unfinished": "outlives the group of an interrupted exchange"},
+    "unitrain/bench/collectives.py": {"_phase_numbers": ORDER, "_measured_cases": WEAK},
+    "unitrain/bench/training.py": {"_prepared": "the benchmark runs in its own processes"},
+    "unitrain/bootstrap/rendezvous.py": {"_rendezvous_numbers": ORDER, "_served_stores": PROCESS},
+    "unitrain/checkpoint/folder_lock.py": {"_held_locks": PROCESS, "_held_locks_mutex": PROCESS},
+    "unitrain/checkpoint/writer.py": {"_writers": "several Trainers may write to one folder"},
+    "unitrain/data/stream_state.py": {"_iterations": "the values belong to the keys, the ids of the user's objects"},
+    "unitrain/data/workers.py": {"_generators": PROCESS},
+    "unitrain/memory/recorder.py": {"_active": "the measurement runs in its own process"},
+    "unitrain/monitoring/flight_record_file.py": {"_late_writers": PROCESS},
+    "unitrain/monitoring/peer_connection.py": {"_open_connections": "closed in forked processes"},
+    "unitrain/monitoring/supervisor_client.py": {"_client": PROCESS},
+    "unitrain/optim/outer_groups.py": {"_phase_numbers": ORDER},
+    "unitrain/output.py": {"stderr": PROCESS, "stdout": PROCESS},
+    "unitrain/processes.py": {
+        "preemption_signals": PROCESS,
+        "_last_fork": PROCESS,
+        "_terminates_with_parent_pid": PROCESS,
+    },
+    "unitrain/progress/prometheus.py": {"_endpoints": PROCESS, "_endpoints_to_close_in_forks": PROCESS},
+    "unitrain/progress/run_metrics.py": {"_is_first_in_process": PROCESS},
+    "unitrain/threads.py": {"_reported": PROCESS},
+}
+
 Rule = Callable[[str, str], Iterator[str]]
 
 
@@ -153,7 +201,50 @@ def only_one_module_creates_consoles_and_loggers(path: str, source: str) -> Iter
             yield f"{path}:{node.lineno} creates a logger; use unitrain.output.get_logger"
 
 
+def state_belongs_to_objects(path: str, source: str) -> Iterator[str]:
+    """Report variables of modules and classes that are not constants."""
+    if not path.startswith("unitrain/") or path.startswith("unitrain/testing/"):
+        return
+    allowed = STATE_OUTSIDE_OBJECTS.get(path, {})
+    for line, name in _find_state_outside_objects(source):
+        if name not in allowed:
+            yield f"{path}:{line} stores state in {name}, which no object owns"
+
+
+def _find_state_outside_objects(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and name of `global` statements, of assignments to attributes of classes, and of variables of modules
+    and classes with a mutable value. Names in upper case are constants."""
+    tree = ast.parse(source)
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from ((node.lineno, name) for name in node.names)
+        for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in {*classes, "cls"}:
+                yield target.lineno, target.attr
+        for statement in node.body if isinstance(node, ast.Module | ast.ClassDef) else []:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if _is_mutable(getattr(statement, "value", None)):
+                yield from ((statement.lineno, name) for name in names if not name.isupper() and name != "__all__")
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func).rpartition(".")[2]
+        immutable = ("TypeVar", "Path", "Struct", "Lock", "RLock", "NewType", "ParamSpec")
+        factories = ("count", "dict", "list", "set", "deque", "defaultdict", "local")
+        return name in factories or (name[:1].isupper() and name not in immutable)
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
 VIOLATIONS: list[tuple[Rule, str, str]] = [
+    (state_belongs_to_objects, "unitrain/x.py", "_current = {}"),
+    (state_belongs_to_objects, "unitrain/x.py", "numbers: Iterator[int] = itertools.count()"),
+    (state_belongs_to_objects, "unitrain/x.py", "_depth = ContextVar('depth', default=0)"),
+    (state_belongs_to_objects, "unitrain/x.py", "_depth = 0\ndef enter():\n    global _depth\n    _depth += 1"),
+    (state_belongs_to_objects, "unitrain/x.py", "class A:\n    is_dummy = False\ndef f():\n    A.is_dummy = True"),
+    (state_belongs_to_objects, "unitrain/x.py", "class A:\n    instances: ClassVar[WeakSet[A]] = WeakSet()"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.getenv('RANK')"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "from os import environ"),
@@ -199,6 +290,15 @@ def test_source_satisfies_the_rules(rule: Rule) -> None:
 )
 def test_each_rule_reports_a_violation(rule: Rule, path: str, source: str) -> None:
     assert list(rule(path, source))
+
+
+def test_all_exceptions_for_state_outside_objects_are_used() -> None:
+    found = {
+        path: {name for _, name in _find_state_outside_objects((ROOT / path).read_text(encoding="utf-8"))}
+        for path in STATE_OUTSIDE_OBJECTS
+    }
+    unused = {path: names.keys() - found[path] for path, names in STATE_OUTSIDE_OBJECTS.items()}
+    assert not any(unused.values()), unused
 
 
 def test_launchers_may_read_the_environment() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ class Lifecycle(ABC):
     """Methods that every backend inherits: the context manager, `on_rank_zero`, and checks of the backend's state."""
 
     rank: int
-    _rank_zero_depth = 0  # number of nested on_rank_zero blocks that the caller is in
     _is_shut_down = False
     _exit_functions: tuple[Callable[[], object], ...] = ()
 
@@ -35,19 +35,35 @@ class Lifecycle(ABC):
                     write_file()
 
         The other ranks do not wait for the block, so a collective inside the block would hang. Collectives therefore
-        raise CollectiveMismatchError there immediately, for every number of ranks. Any rank may enter the block.
+        raise CollectiveMismatchError there immediately, for every number of ranks. Any rank may enter the block. It
+        does not affect other threads.
         """
-        self._rank_zero_depth += 1
+        depths, thread = self._rank_zero_depths, threading.get_ident()
+        depths[thread] = depths.get(thread, 0) + 1
         try:
             yield self.rank == 0
         finally:
-            self._rank_zero_depth -= 1
+            depths[thread] -= 1
+            if not depths[thread]:
+                del depths[thread]
+
+    @property
+    def _rank_zero_depths(self) -> dict[int, int]:
+        """The number of nested `on_rank_zero` blocks by thread, for the threads that are inside such a block."""
+        depths: dict[int, int] = vars(self).setdefault("_depths_by_thread", {})
+        return depths
+
+    @property
+    def _is_on_rank_zero(self) -> bool:
+        """Whether the calling thread is inside `on_rank_zero`."""
+        depths = self._rank_zero_depths
+        return bool(depths) and threading.get_ident() in depths
 
     def check_collective_allowed(self, operation: str) -> None:
         """Raise CollectiveMismatchError inside `on_rank_zero` and ConfigError after `shutdown`. Every collective calls
         this first."""
         self.check_running(operation)
-        if self._rank_zero_depth:
+        if self._is_on_rank_zero:
             raise CollectiveMismatchError(
                 f"{operation} was called inside on_rank_zero, at {call_site(sys._getframe())}, where the other ranks "
                 "do not call it. Move it out of the block, and let every rank call it."

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -439,6 +440,10 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
             if is_rank_zero:
                 expected_message = f"{name} was called inside on_rank_zero"
                 raises(CollectiveMismatchError, expected_message, collective)
+        # Other threads are not inside the block, and may call collectives if all ranks do.
+        with ThreadPoolExecutor(1) as executor:
+            for collective in collectives.values():
+                executor.submit(collective).result()
     for collective in collectives.values():
         collective()
 

@@ -133,7 +133,7 @@ class HorovodBackend(ProcessGroupBackend):
             and self.size > 1
             and not self._is_shut_down
             and not self._is_forked
-            and not self._rank_zero_depth
+            and not self._is_on_rank_zero
         )
 
     def _reset_operation_names(self) -> None:

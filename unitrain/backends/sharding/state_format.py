@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from unitrain.backends.checks import DTYPES
 from unitrain.backends.tensors import as_bytes
 from unitrain.torch_compat import local_shard
 
-_keeps_shards = False
-_root: int | None = None
+# Context variables, so that other threads, which may read a state dict at the same time, get complete tensors.
+_keeps_shards = ContextVar("keeps_shards", default=False)
+_root: ContextVar[int | None] = ContextVar("root", default=None)
 
 
 @contextmanager
@@ -28,24 +30,22 @@ def state_dicts_on_rank(root: int) -> Iterator[None]:
     On `root`, they contain CPU tensors. On the other ranks, they contain None instead of tensors that are sharded. The
     ranks gather one tensor at a time, so only `root` needs memory for the complete state.
     """
-    global _root
-    before, _root = _root, root
+    token = _root.set(root)
     try:
         yield
     finally:
-        _root = before
+        _root.reset(token)
 
 
 @contextmanager
 def state_dicts_of_shards() -> Iterator[None]:
     """Context manager in which state dicts of models and optimizers with sharded parameters contain DTensors, and do
     not communicate."""
-    global _keeps_shards
-    before, _keeps_shards = _keeps_shards, True
+    token = _keeps_shards.set(True)
     try:
         yield
     finally:
-        _keeps_shards = before
+        _keeps_shards.reset(token)
 
 
 def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
@@ -58,9 +58,10 @@ def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> 
     else:
         gathered = communicator.allgather(as_bytes(rows))
         complete = gathered.clone().view(rows.dtype).view(shape)  # the clone is aligned
-    if _root is None:
+    root = _root.get()
+    if root is None:
         return complete
-    return complete.cpu() if communicator.rank == _root else None
+    return complete.cpu() if communicator.rank == root else None
 
 
 def gather_complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -76,4 +77,4 @@ def gather_complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor
 
 def keeps_shards() -> bool:
     """Return whether the caller is inside `state_dicts_of_shards`."""
-    return _keeps_shards
+    return _keeps_shards.get()
