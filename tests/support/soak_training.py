@@ -81,7 +81,7 @@ def wrapping(backend: Backend) -> Steps:
 
 def collectives(backend: Backend) -> Steps:
     while True:
-        backend.allreduce(torch.ones(100_000))
+        backend.allreduce(torch.ones(2000))
         backend.allgather(INPUTS)
         backend.broadcast(INPUTS)
         backend.reducescatter(torch.ones(2 * backend.size))

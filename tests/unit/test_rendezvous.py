@@ -485,6 +485,25 @@ def test_descriptor_limit_is_raised_or_an_error_names_the_required_limit() -> No
     assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in rejected
 
 
+FURTHER_GROUP = """
+import resource
+from unitrain.bootstrap.rendezvous import check_free_descriptors
+from unitrain.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+check_free_descriptors(100)
+try:
+    check_free_descriptors(500)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_process_group_that_exceeds_the_descriptor_limit_is_refused() -> None:
+    output = subprocess.check_output([sys.executable, "-c", FURTHER_GROUP], text=True)
+    assert output.startswith("The process group of this model needs 500 file descriptors, but this process has ")
+    assert "and a limit of 200. Raise the limit before the launcher starts: ulimit -Hn 10" in output
+
+
 @pytest.mark.parametrize(
     ("options", "endpoint"),
     [

@@ -65,7 +65,7 @@ from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.bootstrap.rendezvous import Rendezvous, check_free_descriptors
 from unitrain.errors import ConfigError
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
@@ -270,6 +270,7 @@ class ProcessGroupBackend(
 
     def _create_model_group(self) -> dist.ProcessGroup:
         """Return a new group of all ranks, which must all call this method."""
+        call_on_all_ranks(self, lambda: check_free_descriptors(self.size - 1))
         group: dist.ProcessGroup = dist.new_group(timeout=self._rendezvous.timeout)  # type: ignore[assignment]
         if self._waits_on_stream:
             set_transport_timeout(group, self.device, self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN)

@@ -376,6 +376,19 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
+def check_free_descriptors(num_peers: int) -> None:
+    """Raise ConfigError if this process cannot open a connection to each of `num_peers` ranks, for a further process
+    group."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = sum(1 for _ in Path("/dev/fd").iterdir())
+    if limit != resource.RLIM_INFINITY and limit < num_open + num_peers:
+        raise ConfigError(
+            f"The process group of this model needs {num_peers} file descriptors, but this process has {num_open} open "
+            f"files and a limit of {limit}. Raise the limit before the launcher starts: "
+            f"ulimit -Hn {2 * (num_open + num_peers)}, or put several models into one module."
+        )
+
+
 def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
     """Return the store at an address. If `is_server`, this process serves the store. Does not wait for other ranks.
 

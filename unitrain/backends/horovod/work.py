@@ -37,6 +37,9 @@ _BACKGROUND_POLL_SECONDS = 0.001
 _MISMATCH_CHECK_SECONDS = 2.0
 # The number of completed works that a group keeps, and the size limits of their results. See `CompletionQueue`.
 _NUM_KEPT_WORKS, _MAX_KEPT_ELEMENTS, _MAX_KEPT_BYTES = 1024, 64, 4096
+# Number of backward passes after which a work is no longer kept. Small objects that exist for a long time prevent the
+# allocator from using the memory of large tensors, which was freed between them, again.
+_MAX_KEPT_BACKWARDS = 8
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
@@ -327,13 +330,15 @@ class CompletionQueue:
 
     A work that the callback of another work adds or waits for is completed immediately.
 
-    The queue keeps the latest small works after their completion. DDP's context manager `join` stores a small work in
-    C++, which cannot call the methods of a Python object that Python has deleted.
+    The queue keeps the small works of the latest backward passes after their completion. DDP's context manager `join`
+    stores a small work in C++, which cannot call the methods of a Python object that Python has deleted.
     """
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
-        self._kept_works: deque[HorovodWork] = deque(maxlen=_NUM_KEPT_WORKS)
+        # Completed works, each with the value of `_num_backwards` at its completion.
+        self._kept_works: deque[tuple[int, HorovodWork]] = deque(maxlen=_NUM_KEPT_WORKS)
+        self._num_backwards = 0
         self._completion_lock = threading.Lock()
         self._completing_thread_id: int | None = None
         self._backward_error: Exception | None = None  # the first error of an operation of the last backward pass
@@ -360,6 +365,7 @@ class CompletionQueue:
             self._added_event.set()
         if backward not in (-1, self._last_backward):
             self._last_backward, self._backward_error = backward, None
+            self._num_backwards += 1
             end_of_backward.add(BackwardStage.WAIT_FOR_WORK_OBJECTS, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
@@ -421,7 +427,9 @@ class CompletionQueue:
                     return False
                 work = self._works.popleft()
                 if work.is_small:
-                    self._kept_works.append(work)
+                    self._kept_works.append((self._num_backwards, work))
+                    while self._kept_works[0][0] < self._num_backwards - _MAX_KEPT_BACKWARDS:
+                        self._kept_works.popleft()
                 error = work.exception()
                 # An UnsupportedError concerns only one operation, whose caller receives the error from `wait`.
                 if work.is_in_backward and not isinstance(error, UnsupportedError):
