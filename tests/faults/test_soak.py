@@ -46,7 +46,7 @@ def assert_is_flat(snapshots: list[dict[str, float]]) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_resources_are_constant_in_some_hundred_steps_of_every_mode(backend: str) -> None:
-    for snapshots in run(backend, CASES, 400, 300).values():
+    for snapshots in run(backend, CASES, 240, 300).values():
         assert_is_flat(snapshots)
 
 

@@ -37,6 +37,7 @@ PRIVATE_NAMES = {
     "unitrain/callbacks/memory_snapshot.py": {"_dump_snapshot", "_record_memory_history"},
     "unitrain/horovod_wheel/machine.py": {"_C", "_cuda_getArchFlags"},  # does not import other packages of unitrain
     "unitrain/metrics/torchmetrics.py": {"_computed", "_defaults", "_reductions", "_to_sync", "_update_count"},
+    "unitrain/testing/parameters.py": {"_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks", "_rendezvous"},
     "unitrain/testing/ranks.py": {"_listener", "_socket"},
     "unitrain/testing/worker.py": {"_run_exitfuncs"},
 }

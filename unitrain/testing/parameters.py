@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from unitrain import broadcast_buffers
 from unitrain.backends.base import Backend, ShardingMode
 from unitrain.backends.checks import check_trainable_model
+from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import (
@@ -444,3 +448,43 @@ def models_that_differ_between_ranks_raise(backend: Backend) -> None:
         lambda: backend.distributed_model(build().requires_grad_(not is_last_rank)),
     )
     assert_same_on_every_rank(backend, text)
+
+
+@contract
+def distributing_a_model_again_releases_the_earlier_wrapper(backend: Backend) -> None:
+    options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"compression": "bf16"}]
+    for arguments in options:
+        model = build()
+        parameter, optimizer = next(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+        counts, wrappers = [], []
+        for round_index in range(4):
+            wrapped = backend.distributed_model(model, **arguments)
+            backend.distributed_optimizer(optimizer, wrapped)
+            wrappers.append(weakref.ref(wrapped))
+            if round_index % 2:  # the check of the first backward pass also releases its hooks if there is none
+                backward(wrapped, backend.rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            gc.collect()
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+            counts.append((len(hooks), len(optimizer._optimizer_step_pre_hooks)))
+        assert counts[3] == counts[1], counts
+        if wrapped is not model:
+            assert [wrapper() is not None for wrapper in wrappers] == [False, False, False, True], arguments
+
+
+@contract
+def freezing_parameters_repeatedly_adds_no_keys_to_the_store(backend: Backend) -> None:
+    if not isinstance(backend, ProcessGroupBackend):
+        return
+    shards: tuple[ShardingMode, ...] = ("none", "gradients", "parameters")
+    for shard in shards:
+        model = build()
+        wrapped = backend.distributed_model(model, shard=shard)
+        counts = []
+        for step in range(12):
+            next(wrapped.parameters()).requires_grad_(step % 2 == 0)
+            backward(wrapped, backend.rank)
+            wrapped.zero_grad()
+            counts.append(backend._rendezvous.store.num_keys())
+        assert max(counts) - counts[2] < 5, (shard, counts)  # the watchdogs may add a few keys
