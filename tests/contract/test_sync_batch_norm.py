@@ -370,9 +370,7 @@ def check_losses_of_several_loaders(backend: Backend) -> None:
         wrapped = device.distributed_model(model)
         optimizer = device.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
         loaders = [
-            unitrain.ShardedLoader(
-                torch.utils.data.TensorDataset(samples), device, batch_size=batch_size, shuffle=False
-            )
+            unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples), device, batch_size=batch_size)
             for samples in data
         ]
         for _ in range(2):
