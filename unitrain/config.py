@@ -302,11 +302,11 @@ class TrainConfig:
 
     def _check_output_settings(self) -> None:
         fix = 'Use output_dir="runs/first", or None to write nothing'
-        validation.check_path(_full_name("output_dir"), self.output_dir, fix, optional=True)
+        output_dir = validation.check_path(_full_name("output_dir"), self.output_dir, fix, optional=True)
+        object.__setattr__(self, "output_dir", output_dir)
         if not isinstance(self.resume, bool):
-            validation.check_path(
-                _full_name("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"'
-            )
+            fix = 'Use resume=True, resume="auto" or resume="runs/first"'
+            object.__setattr__(self, "resume", validation.check_path(_full_name("resume"), self.resume, fix))
         if self.resume == "auto":
             object.__setattr__(self, "resume", True)
         if self.resume is True and self.output_dir is None:

@@ -71,7 +71,7 @@ class PredictionWriter:
 
     def __post_init__(self) -> None:
         fix = 'Use PredictionWriter("runs/first/predictions")'
-        validation.check_path("PredictionWriter(folder)", self.folder, fix)
+        object.__setattr__(self, "folder", validation.check_path("PredictionWriter(folder)", self.folder, fix))
         validation.check_boolean("PredictionWriter.overwrite", self.overwrite)
         if Path(self.folder).name in ("", ".."):
             raise ConfigError(

@@ -316,7 +316,7 @@ class Trainer(LoggingMethods):
         there is no such checkpoint, if it does not match the model, or if it has no average; and ConfigError if the run
         does not keep its best checkpoint.
         """
-        trainer_arguments.check_checkpoint(self.backend, checkpoint)
+        checkpoint = trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         average = self._weight_average
         stored_average = None if average is None else average.stored_model

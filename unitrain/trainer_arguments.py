@@ -149,14 +149,16 @@ def check_metric_names(names: Sequence[str]) -> None:
         )
 
 
-def check_checkpoint(backend: Backend, checkpoint: Any) -> None:
-    """Raise ConfigError on every rank unless all ranks pass the same path or name to `load_weights`."""
+def check_checkpoint(backend: Backend, checkpoint: Any) -> Any:
+    """Return the path or name for `load_weights`. Raise ConfigError on every rank unless it is the same on all
+    ranks."""
     backend.check_running("Trainer.load_weights")
     name, fix = "Trainer.load_weights(checkpoint)", 'Use trainer.load_weights("best")'
-    call_on_all_ranks(backend, lambda: validation.check_path(name, checkpoint, fix))
+    path = call_on_all_ranks(backend, lambda: validation.check_path(name, checkpoint, fix))
     checkpoints = gather_if_different(backend, str(checkpoint))
     if checkpoints is not None:
         raise ConfigError(f"{name} differs between ranks: {checkpoints}. Use the same checkpoint on every rank.")
+    return path
 
 
 def check_data(backend: Backend, function_name: str, **data: Any) -> None:

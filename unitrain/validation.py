@@ -9,12 +9,15 @@ the argument and the invalid value; the second suggests a fix. `name` is the arg
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ConfigError, did_you_mean
 
+# A Path has replaced "//" by "/".
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _MAX_SHOWN_CHARACTERS = 60
 _MAX_TEXT_CHARACTERS = 400  # longer than most paths
 _MAX_SHOWN_INTEGER = 10**60  # Python does not format integers of more than 4,300 digits
@@ -101,12 +104,30 @@ def check_text(name: str, value: Any, fix: str, *, optional: bool = False) -> An
 
 
 def check_path(name: str, value: Any, fix: str, *, optional: bool = False) -> Any:
-    """Check that `value` is a non-empty path."""
+    """Check that `value` is a non-empty path of a mounted file system. Return it with "~" replaced by the home folder.
+
+    Python opens neither URLs, such as "s3://bucket", nor "~": both would silently be folders in the working directory.
+    """
     if not (optional and value is None) and not (isinstance(value, str | Path) and str(value)):
         raise ConfigError(f"{name} must be a non-empty path, got {describe_value(value)}. {fix}.")
-    if value is not None and "\0" in str(value):
+    if value is None:
+        return value
+    if "\0" in str(value):
         raise ConfigError(f"{name} must be a path, got {str(value)!r}, which has a NUL character. {fix}.")
-    return value
+    if _URL.match(str(value)):
+        raise ConfigError(
+            f"{name} must be the path of a folder that is mounted on every host, got the URL {str(value)!r}. {fix}, "
+            "and copy the folder to the URL, or mount the bucket."
+        )
+    if not str(value).startswith("~"):
+        return value
+    try:
+        return type(value)(Path(value).expanduser())
+    except RuntimeError:  # raised for an unknown user
+        raise ConfigError(
+            f"{name} is {str(value)!r}, but the home folder of this user is unknown. {fix}, or './{value}' for a "
+            "folder in the working directory."
+        ) from None
 
 
 def check_instance(

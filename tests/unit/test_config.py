@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from one_rank import simulate_rank
 
 from unitrain.backends.compression_setting import PowerSGD
 from unitrain.backends.local_sgd_config import LocalSGDConfig
+from unitrain.callbacks.profiler import Profiler
 from unitrain.config import TrainConfig, check_same_config
 from unitrain.errors import ConfigError
+from unitrain.prediction_writer import PredictionWriter
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,19 @@ from unitrain.errors import ConfigError
             r"warmup_steps configures the scaling .* lr_scaling is 'none'\. Use .*scheduler\.$",
         ),
         ({"max_epochs": 1, "output_dir": ""}, r"output_dir must be a non-empty path, got ''\. Use output_dir="),
+        (
+            {"max_epochs": 1, "output_dir": "s3://bucket/run"},
+            r"got the URL 's3://bucket/run'\. .*, and copy the folder",
+        ),
+        (
+            {"max_epochs": 1, "output_dir": Path("gs://b/run")},
+            r"output_dir must be the path of a folder .* 'gs:/b/run'",
+        ),
+        ({"max_epochs": 1, "resume": "file:///runs"}, r"resume must be the path of a folder .* got the URL"),
+        (
+            {"max_epochs": 1, "output_dir": "~nobody-has-this-name/x"},
+            r"home folder of this user is unknown\. .*'\./~nob",
+        ),
         ({"max_epochs": 1, "resume": 1}, r"resume must be a non-empty path, got 1\. Use resume=True, "),
         ({"max_epochs": 1, "tf32": "yes"}, r"tf32 must be True, False or None, got 'yes'\. Use tf32=True"),
         *(
@@ -204,6 +220,17 @@ UNUSUAL_VALUES: list[Any] = [
     b"x",
     {"a": None},
 ]
+
+
+@pytest.mark.parametrize("path_type", [str, Path])
+def test_home_folder_is_expanded_in_all_paths(path_type: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = TrainConfig(max_epochs=1, output_dir=path_type("~/runs"), resume=path_type("~/runs/step-1"))
+    wanted = path_type(tmp_path / "runs")
+    assert (config.output_dir, config.resume) == (wanted, path_type(tmp_path / "runs/step-1"))
+    assert PredictionWriter(path_type("~/runs")).folder == Profiler(folder=path_type("~/runs")).folder == wanted
+    for unchanged in ("./~/runs", "runs/", "a:b/c", "C:/runs"):
+        assert TrainConfig(max_epochs=1, output_dir=unchanged).output_dir == unchanged
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, LocalSGDConfig, PowerSGD])

@@ -608,6 +608,20 @@ def test_stored_configuration_repeats_or_resumes_the_run(folder: Path) -> None:
     assert yaml.safe_load(stored.read_text())["max_epochs"] == 3
 
 
+def test_output_folder_may_be_in_the_home_folder_but_not_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    (folder / "home.yaml").write_text("output_dir: ~/runs")
+    run_train_command("config/run.yaml", "home.yaml")
+    run_train_command("config/run.yaml", "--output_dir=~/option")
+    run_train_command("home/runs/config.yaml")
+    assert sorted(path.name for path in (folder / "home").iterdir()) == ["option", "runs", "runs-2"]
+    assert not (folder / "~").exists()
+    (folder / "url.yaml").write_text("output_dir: s3://bucket/run")
+    for words in (["url.yaml"], ["--output_dir=s3://bucket/run"]):
+        assert "got the URL 's3://bucket/run'. Use output_dir: runs/first, " in error_message("config/run.yaml", *words)
+    assert not (folder / "s3:").exists()
+
+
 def test_run_from_a_file_has_the_same_weights_as_a_run_from_a_script(folder: Path) -> None:
     run_train_command("config/run.yaml", "--output_dir=from_file")
     import config_parts  # type: ignore[import-not-found]

@@ -35,7 +35,7 @@ class MemorySnapshot(Callback):
         validation.check_integer("MemorySnapshot.steps", steps, 1, "Use 3")
         validation.check_integer("MemorySnapshot.max_entries", max_entries, 1, "Use 100_000")
         fix = 'Use MemorySnapshot(folder="runs/memory")'
-        validation.check_path("MemorySnapshot(folder=...)", folder, fix, optional=True)
+        folder = validation.check_path("MemorySnapshot(folder=...)", folder, fix, optional=True)
         self.skip, self.steps, self.folder, self.max_entries = skip, steps, folder, max_entries
         self._folder: Path | None = None
         self._steps_done = 0

@@ -39,7 +39,8 @@ class Profiler(Callback):
         for name, value, minimum in (("skip", skip, 0), ("steps", steps, 1), ("table_rows", table_rows, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"Profiler.{name} must be an integer of at least {minimum}, got {value!r}. Use 5.")
-        validation.check_path("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
+        fix = 'Use Profiler(folder="runs/profile")'
+        folder = validation.check_path("Profiler(folder=...)", folder, fix, optional=True)
         validation.check_boolean("Profiler.print_table", print_table)
         self.skip, self.steps, self.folder, self.options = skip, steps, folder, options
         self.table_rows, self.print_table = table_rows, print_table

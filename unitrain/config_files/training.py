@@ -24,6 +24,8 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
     import unitrain
 
     values = parsed.values
+    if values.output_dir is not None:
+        values.output_dir = str(Path(values.output_dir).expanduser())
     with unitrain.init(
         values.backend, device=values.device, transport=values.transport, timeout_seconds=values.timeout_seconds
     ) as backend:
@@ -43,7 +45,11 @@ def _resolved_text(parsed: ParsedConfig) -> str:
     values = parsed.values
     changes: dict[str, Any] = {PYTHON_PATH: module_folders(parsed.files)}
     own = None if values.output_dir is None else files.real_path(Path(values.output_dir))
-    if isinstance(values.resume, bool) or values.resume == "auto" or files.real_path(Path(values.resume)) == own:
+    if (
+        isinstance(values.resume, bool)
+        or values.resume == "auto"
+        or files.real_path(Path(values.resume).expanduser()) == own
+    ):
         changes["resume"] = False
     stored = f"{values.output_dir or 'FOLDER'}/{files.CONFIG}"
     return (

@@ -87,7 +87,7 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
     Raises ConfigError if both folders are None.
     """
     name = type(logger).__name__
-    validation.check_path(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
+    folder = validation.check_path(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
         return Path(folder)
     if output_dir is None:
