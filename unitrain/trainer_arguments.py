@@ -4,6 +4,7 @@ user's script (see `unitrain.bootstrap.overrides`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_d
 from unitrain.bootstrap.overrides import load_tool_overrides
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.data.loading import Data, check_is_dataset
-from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.prediction_writer import PredictionWriter
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def check_trainer_arguments(
         )
     fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
     validation.check_function("Trainer(loss_fn)", loss_fn, fix, optional=True)
+    _check_loss_parameters(loss_fn, model)
     validation.check_instance(
         "Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(max_epochs=10)"
     )
@@ -89,6 +91,25 @@ def check_trainer_arguments(
     validation.check_instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
     fix = 'Use config_text=Path("config.yaml").read_text(), or leave it out'
     validation.check_text("Trainer(config_text=...)", config_text, fix, optional=True)
+
+
+def _check_loss_parameters(loss_fn: Any, model: nn.Module) -> None:
+    """Raise ModelError if `loss_fn` is a module with trainable parameters outside of `model`, or a method or partial
+    function of such a module. The gradients of these parameters would not be reduced."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    module = loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__self__", None)
+    if not isinstance(module, nn.Module):
+        return
+    own_ids = set(map(id, model.parameters()))
+    names = [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in own_ids]
+    if names:
+        raise ModelError(
+            f"Trainer(loss_fn), of class {type(module).__name__}, has trainable parameters outside of the model, "
+            f"such as {names[0]!r}, which the Trainer does not train. Make the loss a submodule of the model, let the "
+            "model return the loss, and pass all parameters to the optimizer: see unitrain.ModelLoss. If the "
+            "parameters are not to be trained, freeze them: loss_fn.requires_grad_(False)."
+        )
 
 
 def _check_learning_rates(optimizer: torch.optim.Optimizer, config: Any) -> None:

@@ -224,6 +224,13 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or broadcast its weights with backend.broadcast."
         )
+    if ignored := sorted(getattr(unwrap_compiled(model), "_ddp_params_and_buffers_to_ignore", ())):
+        raise ModelError(
+            f"{type(model).__name__}._ddp_params_and_buffers_to_ignore excludes {', '.join(ignored[:4])} from DDP, but "
+            "unitrain keeps all parameters and buffers equal on all ranks. Remove the attribute and, if the values "
+            "differ between ranks, store them in an attribute that is neither a parameter nor a buffer: "
+            "module.values = [tensor]."
+        )
     tensors = dict(named_tensors(model))
     check_no_meta_tensors(model)
     for name, tensor in tensors.items():

@@ -180,7 +180,9 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             self._compression_removers[inner] = compress_each_backward(
                 model, compressor, lambda: model_id not in self._accumulating_model_ids
             )
-        tracker = LocalGradientTracker(inner, lambda: model_id in self._accumulating_model_ids)
+        tracker = LocalGradientTracker(
+            inner, lambda: model_id in self._accumulating_model_ids, completes_before_hooks=True
+        )
         self._gradient_trackers[inner] = tracker
         self._sharding_modes[inner] = shard
         if self._has_accumulated:

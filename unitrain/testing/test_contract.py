@@ -37,6 +37,7 @@ from unitrain.testing import (
     sharding,
     shared_memory,
     synchronization,
+    undistributed_optimizers,
 )
 from unitrain.testing.cases import CASES
 
@@ -63,6 +64,7 @@ __all__ = [
     "sharding",
     "shared_memory",
     "synchronization",
+    "undistributed_optimizers",
 ]  # importing them fills CASES
 
 BACKENDS = (environment.get_variable("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")

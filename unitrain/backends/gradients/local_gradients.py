@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.base import Communicator
@@ -39,11 +42,22 @@ class LocalGradientTracker:
       the model is inside `no_sync`. A backward pass outside `no_sync` leaves no local gradient.
     - A reducer that determines itself which gradients are local calls `mark_local` and `mark_reduced` instead of
       `track`.
+
+    `completes_before_hooks` states that a gradient is reduced before its post-accumulate hooks run, so that an
+    optimizer may step in such a hook.
     """
 
     _instances: ClassVar[WeakSet[LocalGradientTracker]] = WeakSet()
 
-    def __init__(self, model: nn.Module, is_accumulating: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        is_accumulating: Callable[[], bool] | None = None,
+        *,
+        completes_before_hooks: bool = False,
+    ) -> None:
+        _install_check_of_all_optimizers()
+        self._completes_before_hooks = completes_before_hooks
         self._parameters = list(model.parameters())
         self._names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names_by_id)
@@ -121,6 +135,7 @@ class LocalGradientTracker:
     def mark_reduced(self) -> None:
         """Mark the gradients of the reduced parameters as reduced, also in other trackers that share these parameters.
         Every rank calls this at the end of a backward pass that reduces them."""
+        self._last_reducing_backward = current_backward()
         local = self._local_ids
         if self._ids_outside_reducer:
             local &= self._ids_outside_reducer
@@ -166,22 +181,104 @@ class LocalGradientTracker:
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        known_ids = {key for instance in LocalGradientTracker._instances for key in instance._names_by_id}
-        shapes = [
-            str(list(parameter.shape))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in known_ids and parameter.grad is not None
-        ]
-        if shapes:
-            count, noun = ("1 parameter", "shape") if len(shapes) == 1 else (f"{len(shapes)} parameters", "shapes")
-            more = ", ..." if len(shapes) > _MAX_SHOWN else ""
-            raise ModelError(
-                f"The optimizer holds {count} outside of all distributed models, with {noun} "
-                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. The gradients of such parameters are never reduced "
-                "over ranks. Add the parameters to the model before backend.distributed_model, or also pass their "
-                "module to backend.distributed_model."
-            )
+        if unknown := _parameters_outside_all_models(optimizer):
+            raise _error_for_parameters_outside_all_models(unknown)
+
+    def check_not_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if a hook steps `optimizer` in a backward pass that has not yet reduced the gradients of its
+        parameters."""
+        if self._completes_before_hooks or self._last_reducing_backward == current_backward():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and (name := self._names_by_id.get(id(parameter))) is not None:
+                    raise ModelError(
+                        f"optimizer.step() was called in a hook during the backward pass, in which the gradient of "
+                        f"parameter {name!r} is not yet reduced over ranks. Call optimizer.step() after backward() has "
+                        'returned, or use shard="parameters", which reduces each gradient before it calls hooks.'
+                    )
+
+
+@functools.cache
+def _install_check_of_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(step_pre_hook(_check_any_optimizer))
+
+
+# The optimizers whose steps are checked by their own hook.
+_distributed_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+_undistributed_optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OutsideParameters] = WeakKeyDictionary()
+
+
+def _check_any_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ModelError if `optimizer`, which may not have been passed to `distributed_optimizer`, would update
+    parameters with gradients that are not reduced. Called before each step of all optimizers."""
+    if current_backward() != -1:
+        for tracker in list(LocalGradientTracker._instances):
+            tracker.check_not_in_backward(optimizer)
+    elif optimizer not in _distributed_optimizers and LocalGradientTracker._instances:
+        for tracker in list(LocalGradientTracker._instances):
+            if tracker._local_ids:
+                tracker._check_local_gradients(optimizer)
+        if optimizer not in _undistributed_optimizers:
+            _undistributed_optimizers[optimizer] = _OutsideParameters(_parameters_outside_all_models(optimizer))
+        else:
+            _undistributed_optimizers[optimizer].check()
+
+
+class _OutsideParameters:
+    """Finds out whether backward passes that reduce the gradients of distributed models also compute gradients of
+    `parameters`, which belong to no distributed model, such as the weights of a loss function.
+
+    It is created in the first step of an optimizer that was not passed to `distributed_optimizer`, and observes the
+    backward passes until its second step. Parameters with separate backward passes may be trained on each rank
+    separately.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+        self._last_backward, self._has_distributed_backward = -1, False
+        self._handles = [register_gradient_hook(parameter, self._on_gradient) for parameter in parameters]
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if (backward := current_backward()) != self._last_backward:
+            self._end_backward()
+            self._last_backward = backward
+
+    def _end_backward(self) -> None:
+        trackers = [tracker for tracker in LocalGradientTracker._instances if not tracker._completes_before_hooks]
+        if any(tracker._last_reducing_backward == self._last_backward != -1 for tracker in trackers):
+            self._has_distributed_backward = True
+
+    def check(self) -> None:
+        """Raise ModelError if a backward pass of a distributed model has computed a gradient. End the observation."""
+        if not self._handles:
+            return
+        self._end_backward()
+        if self._has_distributed_backward:
+            raise _error_for_parameters_outside_all_models(self._parameters)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._parameters.clear()
+
+
+def _parameters_outside_all_models(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of `optimizer` that have a gradient and belong to no distributed model."""
+    known_ids = {key for instance in LocalGradientTracker._instances for key in instance._names_by_id}
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [parameter for parameter in parameters if id(parameter) not in known_ids and parameter.grad is not None]
+
+
+def _error_for_parameters_outside_all_models(parameters: list[Tensor]) -> ModelError:
+    shapes = [str(list(parameter.shape)) for parameter in parameters]
+    count, noun = ("1 parameter", "shape") if len(shapes) == 1 else (f"{len(shapes)} parameters", "shapes")
+    more = ", ..." if len(shapes) > _MAX_SHOWN else ""
+    return ModelError(
+        f"The optimizer holds {count} outside of all distributed models, with {noun} "
+        f"{', '.join(shapes[:_MAX_SHOWN])}{more}. The gradients of such parameters are never reduced "
+        "over ranks. Add the parameters to the model before backend.distributed_model, or also pass their "
+        "module to backend.distributed_model."
+    )
 
 
 def register_step_check(
