@@ -153,7 +153,6 @@ class Trainer(LoggingMethods):
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
         self._run = TrainingRun(config, backend, self.checkpointer, self._running_loss, stateful_objects, config_text)
         self.progress = self._run.progress
-        self._is_checkpoint_due = False
         self._schedule_plan = SchedulePlan(self._scheduler, config, self.progress, backend)
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
@@ -364,16 +363,17 @@ class Trainer(LoggingMethods):
             if self.checkpointer.is_memory_enabled:  # so that a restart repeats at most the steps of one interval
                 with self._run_metrics.measure("checkpoint"):
                     self.checkpointer.wait_for_memory()
-            # Unscale, clip, step the optimizer, update the average, step the scheduler.
-            self._update(progress.step, self._learning_rate_factor)
-            if self._local_sgd is not None:
-                self._end_local_step(self._local_sgd)
-            self._running_loss.finish_step()  # counted after the update, so that an interrupted step is repeated
-            self._timer.end_step(micro_batch.step_samples)
-            progress.advance(micro_batch.step_samples, micro_batch.step_end)
-            self._run.data_state = micro_batch.data_state
+            with self._stopping.committing:
+                # Unscale, clip, step the optimizer, update the average, step the scheduler.
+                self._update(progress.step, self._learning_rate_factor)
+                if self._local_sgd is not None:
+                    self._end_local_step(self._local_sgd)
+                self._running_loss.finish_step()  # counted after the update, so that an interrupted step is repeated
+                self._timer.end_step(micro_batch.step_samples)
+                progress.advance(micro_batch.step_samples, micro_batch.step_end)
+                self._run.data_state = micro_batch.data_state
             self._reporter.count_step(epoch, micro_batch.step_samples)
-            self._is_checkpoint_due |= _is_multiple(progress.step, config.checkpoint_every_steps)
+            self._run.is_checkpoint_due |= _is_multiple(progress.step, config.checkpoint_every_steps)
             self._callbacks.call("on_step_end", self)
             if _is_multiple(progress.step, config.memory_checkpoint_every_steps):
                 self._save(in_memory=True)
@@ -388,9 +388,9 @@ class Trainer(LoggingMethods):
                 break
             validates = _is_multiple(progress.step, config.validate_every_steps)
             # At the end of an epoch, `_complete_epoch` validates and saves.
-            if (self._is_checkpoint_due or validates) and shard.ends_epoch(progress.position):
+            if (self._run.is_checkpoint_due or validates) and shard.ends_epoch(progress.position):
                 continue
-            if self._is_checkpoint_due:
+            if self._run.is_checkpoint_due:
                 self._save()
             if validates:
                 results = self._validate_in_fit(validation)
@@ -407,9 +407,10 @@ class Trainer(LoggingMethods):
         rate = next_learning_rate(self.optimizer, self._learning_rate_factor, progress.step)
         speed = {**rate, "seconds": seconds, "samples_per_second": samples / seconds}
         end = EpochEnd(epoch, losses, speed)
-        if self._run.end_epoch_if_complete(shard):
-            running_loss.start_epoch()
-        self._run.epoch_end = end
+        with self._stopping.committing:
+            if self._run.end_epoch_if_complete(shard):
+                running_loss.start_epoch()
+            self._run.epoch_end = end
 
     def _complete_epoch(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Complete the end of an epoch, or of a run that stops within an epoch: validate, step an epoch scheduler, call
@@ -424,7 +425,7 @@ class Trainer(LoggingMethods):
             # After a preemption signal within an epoch, the resumed run first trains the remaining steps.
             has_ended = progress.sample == 0 or self._run.has_reached_limit
             if validation and (has_ended or not self._stopping.is_preempted):
-                if self._is_epoch_checkpoint_due():
+                if self._run.is_epoch_checkpoint_due or self.stop_reason is not None:
                     self._save()
                 results = {} if self._stopping.is_preempted else self._validate_in_fit(validation)
                 if not results:
@@ -432,23 +433,19 @@ class Trainer(LoggingMethods):
                         self._save()
                     return end.results
                 end.results |= results
-            if progress.sample == 0:
-                self._epoch_scheduler.step(end.results)
-            end.is_validated = True
+            with self._stopping.committing:
+                if progress.sample == 0:
+                    self._epoch_scheduler.step(end.results)
+                end.is_validated = True
         goodput = self._run_metrics.goodput_seconds()
         self._reporter.report_epoch(end.epoch, progress.step, end.results, end.speed["samples_per_second"], goodput)
         self._callbacks.call("on_epoch_end", self, end.results)
         self._synchronize()
         self._run.check_weights(self.backend.unwrap(self.model))
         with self._run.completing_epoch(self._timer.gather()):
-            if self._is_epoch_checkpoint_due():
+            if self._run.is_epoch_checkpoint_due or self.stop_reason is not None:
                 self._save()
         return end.results
-
-    def _is_epoch_checkpoint_due(self) -> bool:
-        """Return whether a checkpoint is due at the end of the current epoch."""
-        is_due = self.progress.epoch % self.config.checkpoint_every_epochs == 0
-        return is_due or self._is_checkpoint_due or self.is_finished or self._run.is_saved
 
     def _begin_epoch(self, shard: TrainingData) -> None:
         """Apply the gradient-accumulation schedule to the current epoch, and compute the learning-rate factor for its
@@ -472,8 +469,6 @@ class Trainer(LoggingMethods):
         with self._run_metrics.measure("checkpoint"), self._weights_for_evaluation():
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, in_memory=in_memory)
-        if not in_memory:
-            self._is_checkpoint_due = False
 
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch, *, is_measured: bool = True) -> Loss:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients. Return its
@@ -573,7 +568,7 @@ class Trainer(LoggingMethods):
         check_same_learning_rates(checksums, self.progress.step)
         trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
         self._run_metrics.update_at_sync_point(self._synchronizer, memory_by_rank)
-        self._is_checkpoint_due |= bool(is_due[0])  # according to rank 0's clock
+        self._run.is_checkpoint_due |= bool(is_due[0])  # according to rank 0's clock
         return [row[4:] for row in rows]
 
     def _report_loss(self, epoch: int) -> None:

@@ -96,6 +96,8 @@ class TrainingRun:
     ) -> None:
         self.progress = TrainingProgress()
         self.epoch_end: EpochEnd | None = None
+        self.is_checkpoint_due = False
+        """Whether a checkpoint on disk is due at the next opportunity: after a step, or at the end of the epoch."""
         self.data_state: StreamState | None = None
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
@@ -186,6 +188,13 @@ class TrainingRun:
         return (epochs is not None and progress.epoch >= epochs) or (steps is not None and progress.step >= steps)
 
     @property
+    def is_epoch_checkpoint_due(self) -> bool:
+        """Whether a checkpoint is due at the end of the current epoch. A checkpoint of this step without results is
+        completed."""
+        is_due = self.progress.epoch % self._config.checkpoint_every_epochs == 0
+        return is_due or self.is_checkpoint_due or self.has_reached_limit or self.is_saved
+
+    @property
     def is_saved(self) -> bool:
         """Whether there is a checkpoint of the current step on disk, possibly without results."""
         return self._saved_step == self.progress.step
@@ -256,7 +265,7 @@ class TrainingRun:
         if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
         if not in_memory:
-            self._saved_step = self.progress.step
+            self._saved_step, self.is_checkpoint_due = self.progress.step, False
         is_complete = self._completed_step == self.progress.step
         results, row = (self._results, self._row) if is_complete else ({}, None)
         # The weights were already checked at the end of an epoch. Frequent checkpoints in memory skip the check.

@@ -19,9 +19,11 @@ from torch.utils.data import TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
 from unitrain.errors import Preempted
 from unitrain.progress import stopping
+from unitrain.progress.preemption import CommitGuard
 from unitrain.testing import RankGroup
 
 EPOCHS, STEPS = 4, 3
@@ -178,6 +180,69 @@ def test_interrupted_end_of_an_epoch_is_completed_once(
                     assert row == pytest.approx(wanted_row, rel=1e-9), case
             else:
                 assert value == wanted, case
+
+
+class InterruptedSGD(torch.optim.SGD):
+    """SGD during whose fifth step, between two parameters, SIGINT is sent to this process."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            with torch.no_grad():
+                parameter -= self.param_groups[0]["lr"] * parameter.grad
+            if self.steps == 5 and index == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def train_with_ctrl_c(folder: Path, optimizer_class: Any) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
+    optimizer = optimizer_class(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    config = TrainConfig(max_epochs=2, batch_size=12, output_dir=folder, progress="off", ema_decay=0.5)
+    backend = LocalBackend(torch.device("cpu"))
+    trainer = Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config, scheduler=scheduler)
+    interruptions = 0
+    while not trainer.is_finished:
+        try:
+            trainer.fit(make_data(12 * STEPS))
+        except KeyboardInterrupt:
+            interruptions += 1
+            assert trainer.progress.step == 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert trainer.averaged_model is not None
+    parameters = [*trainer.model.parameters(), *trainer.averaged_model.parameters()]
+    return [parameter.tolist() for parameter in parameters] + [optimizer.param_groups[0]["lr"]], interruptions
+
+
+def test_ctrl_c_during_a_step_is_raised_after_the_step(tmp_path: Path) -> None:
+    expected, _ = train_with_ctrl_c(tmp_path / "whole", torch.optim.SGD)
+    found, interruptions = train_with_ctrl_c(tmp_path / "part", InterruptedSGD)
+    assert interruptions == 1
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(wanted))
+
+
+def interrupt_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_second_ctrl_c_interrupts_a_step() -> None:
+    guard = CommitGuard()
+    guard.install()
+    try:
+        with contextlib.suppress(KeyboardInterrupt), guard:
+            interrupt_this_process()
+            with pytest.raises(KeyboardInterrupt):
+                interrupt_this_process()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_this_process()
+        with guard:
+            pass
+    finally:
+        guard.remove()
 
 
 class PreemptedError:

@@ -103,6 +103,46 @@ class PreemptionHandler:
                     os._exit(128 + signum)
 
 
+class CommitGuard:
+    """Context manager whose block Ctrl-C (SIGINT) does not interrupt, so that changes of the run that belong together
+    are complete. KeyboardInterrupt is raised at the end of the block. A second Ctrl-C interrupts the block.
+
+    It has an effect between `install` and `remove`, in the main thread, and if SIGINT has Python's default handler.
+    """
+
+    def __init__(self) -> None:
+        self._is_installed = self._is_entered = self._is_pending = False
+
+    def install(self) -> None:
+        """Handle SIGINT."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+            self._is_installed = True
+
+    def remove(self) -> None:
+        """Restore Python's default handler of SIGINT."""
+        if self._is_installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_installed = False
+
+    def __enter__(self) -> None:
+        self._is_entered, self._is_pending = True, False
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_entered = False
+        if self._is_pending and error is None:
+            raise KeyboardInterrupt
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_entered and not self._is_pending:
+            self._is_pending = True
+            return
+        signal.default_int_handler(signum, frame)
+
+
 def _ignore_signal(signum: int, frame: FrameType | None) -> None:
     """Do nothing. Without a Python handler, the signal would terminate the process instead of waking the thread."""
 

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from unitrain.backends.base import Communicator
 from unitrain.errors import Preempted
 from unitrain.monitoring import supervisor_client
-from unitrain.progress.preemption import PreemptionHandler
+from unitrain.progress.preemption import CommitGuard, PreemptionHandler
 from unitrain.progress.rank_evidence import RankDetails, RankEvidence
 from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stragglers import MAX_NAMED_RANKS, StragglerDetector
@@ -90,14 +90,15 @@ class StopCoordinator:
     """Stops a `fit` call at the same step on every rank: on request, at the time limit, or after a signal.
 
     Use it as a context manager; `is_active` is True inside it. `reason` states why the ranks stop, and is None while
-    they continue. `is_preempted` is True if they stop because of a signal. All ranks call every method except
-    `request`.
+    they continue. `is_preempted` is True if they stop because of a signal. Ctrl-C does not interrupt the block of the
+    context manager `committing`. All ranks call every method except `request`.
     """
 
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
         self._communicator, self._max_seconds = communicator, max_seconds
         self._preemption = PreemptionHandler(signals)
         self.loop_interruption = LoopInterruption(communicator, self._preemption)
+        self.committing = CommitGuard()
         self.reason: str | None = None
         self.is_preempted = self.is_active = False
         self._requested_reason: str | None = None
@@ -111,6 +112,7 @@ class StopCoordinator:
         self.reason, self.is_preempted, self._requested_reason = None, False, None
         self._start_time = time.perf_counter()
         self._preemption.__enter__()
+        self.committing.install()
         # Exchange after the first step, to measure its duration.
         self._interval_steps = self._next_exchange_step = 1
         self._timing_start = None
@@ -120,6 +122,7 @@ class StopCoordinator:
         self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.is_active = False
+        self.committing.remove()
         self._preemption.__exit__(exc_type, error, traceback)
         if isinstance(error, Preempted):
             supervisor_client.report_preempted()
