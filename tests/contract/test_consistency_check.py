@@ -167,7 +167,7 @@ def use_gloo_for_rows(backend: Backend) -> None:
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_consistency_check_sends_one_message_per_collective(*, is_direct: bool) -> None:
-    num_bytes = 8 * 3 + 4096
+    num_bytes = 8 * 3 + 4096 + 24
     row = [] if is_direct else [("all_gather_single", num_bytes)]
     with RankGroup("ddp", 2) as group:
         if not is_direct:

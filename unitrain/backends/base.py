@@ -35,11 +35,12 @@ method", in the same order. Calls during a backward pass, while gradients are be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -77,6 +78,11 @@ class Communicator(ABC):
     def current_batches(self) -> CurrentBatches:
         """The current batches of the loaders that are iterated over with this communicator."""
         return CurrentBatches()
+
+    @cached_property
+    def layer_numbers(self) -> Iterator[int]:
+        """The numbers of new layers that communicate, equal on ranks that create these layers in the same order."""
+        return count()
 
     @abstractmethod
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from unitrain.backends.composed_collectives import MAX_BROADCASTING_RANKS
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import foreach_copy_
+from unitrain.torch_compat import all_gather_single, foreach_copy_
 
 # Pieces of up to MAX_PACKED_BYTES with the same root are packed into buffers of up to BUFFER_BYTES, because starting a
 # broadcast takes longer than copying.
@@ -33,7 +33,7 @@ _ALIGNMENT_BYTES = 8
 
 
 class Broadcasts:
-    """Starts broadcasts in the default process group.
+    """Starts broadcasts in the process groups of models, or in the default process group.
 
     Args:
         waits_on_stream: whether a GPU stream, rather than the host, waits for the broadcasts, as with NCCL. The
@@ -44,12 +44,14 @@ class Broadcasts:
         self._monitor, self._rank, self._waits_on_stream = monitor, rank, waits_on_stream
         self._counter = count()
 
-    def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+    def start(self, pieces: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup | None = None) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
         Each piece consists of a contiguous tensor, [elements], and the rank of its root. All ranks must pass the same
-        sizes and roots in the same order, and start other collectives in the same order relative to this call. There is
-        no consistency check. Pieces must not be read or written before the returned function returns. With
+        sizes and roots in the same order, and start other collectives of `group`, by default the default group, in the
+        same order relative to this call. There is no consistency check.
+
+        Pieces must not be read or written before the returned function returns. With
         `waits_on_stream`, that function makes the current stream wait for the broadcasts. Otherwise, it blocks until
         they complete, and after a timeout raises CollectiveTimeoutError, which names the missing ranks.
         """
@@ -58,7 +60,7 @@ class Broadcasts:
         contents = [(content, root) for piece, root in pieces if (content := _bytes_in_place(piece)).numel()]
         has_many_ranks = dist.get_world_size() > MAX_BROADCASTING_RANKS
         try:
-            transfers = list(self._start_gathers(contents) if has_many_ranks else self._start_broadcasts(contents))
+            transfers = list((self._start_gathers if has_many_ranks else self._start_broadcasts)(contents, group))
         except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
             self._monitor.raise_cause_of(error)
             raise
@@ -84,7 +86,9 @@ class Broadcasts:
 
         return wait
 
-    def _start_broadcasts(self, contents: Iterable[tuple[Tensor, int]]) -> Iterator[_Transfer]:
+    def _start_broadcasts(
+        self, contents: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup | None
+    ) -> Iterator[_Transfer]:
         """Start one broadcast for each large piece, and for each buffer of small pieces with the same root."""
         small: dict[int, list[Tensor]] = {}
         small_bytes: dict[int, int] = {}
@@ -92,16 +96,16 @@ class Broadcasts:
         def start_packed_broadcast(root: int) -> _Transfer:
             parts = small.pop(root)
             if len(parts) == 1:
-                return _broadcast(parts[0], root)
+                return _broadcast(parts[0], root, group)
             # All ranks allocate a buffer of the same size, but only the root fills it before the broadcast.
             is_root = root == self._rank
             buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
             received = [] if is_root else zip(buffer.split([part.numel() for part in parts]), parts, strict=True)
-            return _Transfer(dist.broadcast(buffer, root, async_op=True), list(received))
+            return _Transfer(dist.broadcast(buffer, root, group=group, async_op=True), list(received))
 
         for content, root in contents:
             if content.numel() > MAX_PACKED_BYTES:
-                yield _broadcast(content, root)
+                yield _broadcast(content, root, group)
                 continue
             if root in small and small_bytes[root] + content.numel() > BUFFER_BYTES:
                 yield start_packed_broadcast(root)
@@ -112,23 +116,25 @@ class Broadcasts:
         for root in list(small):
             yield start_packed_broadcast(root)
 
-    def _start_gathers(self, contents: Iterable[tuple[Tensor, int]]) -> Iterator[_Transfer]:
+    def _start_gathers(
+        self, contents: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup | None
+    ) -> Iterator[_Transfer]:
         """Start one operation for each buffer of pieces with any roots, and for each large piece."""
         packed: list[tuple[Tensor, int]] = []
         num_bytes = 0
         for content, root in contents:
             if content.numel() > MAX_GATHERED_PIECE_BYTES:
-                yield _broadcast(content, root)
+                yield _broadcast(content, root, group)
                 continue
             if num_bytes + content.numel() > MAX_GATHERED_BYTES:
-                yield self._start_gather(packed)
+                yield self._start_gather(packed, group)
                 packed, num_bytes = [], 0
             packed.append((content, root))
             num_bytes += content.numel()
         if packed:
-            yield self._start_gather(packed)
+            yield self._start_gather(packed, group)
 
-    def _start_gather(self, contents: list[tuple[Tensor, int]]) -> _Transfer:
+    def _start_gather(self, contents: list[tuple[Tensor, int]], group: dist.ProcessGroup | None) -> _Transfer:
         """Start an allgather of each rank's pieces, padded to the same size. If the sizes differ too much, sum the
         pieces, at different offsets in buffers that otherwise contain zeros, as integers, which is exact."""
         size = dist.get_world_size()
@@ -156,8 +162,8 @@ class Broadcasts:
                 received.append((part, content))
         if is_padded:
             own = buffer[self._rank * width : (self._rank + 1) * width]
-            return _Transfer(dist.all_gather_single(buffer, own, async_op=True), received)
-        return _Transfer(dist.all_reduce(buffer.view(torch.int64), async_op=True), received)
+            return _Transfer(all_gather_single(buffer, own, group=group, async_op=True), received)
+        return _Transfer(dist.all_reduce(buffer.view(torch.int64), group=group, async_op=True), received)
 
 
 class _Transfer(NamedTuple):
@@ -167,8 +173,8 @@ class _Transfer(NamedTuple):
     received: list[tuple[Tensor, Tensor]]
 
 
-def _broadcast(content: Tensor, root: int) -> _Transfer:
-    return _Transfer(dist.broadcast(content, root, async_op=True), [])
+def _broadcast(content: Tensor, root: int, group: dist.ProcessGroup | None) -> _Transfer:
+    return _Transfer(dist.broadcast(content, root, group=group, async_op=True), [])
 
 
 def _bytes_in_place(piece: Tensor) -> Tensor:

@@ -89,12 +89,13 @@ class ConsistencyCheck:
         root: int = -1,
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
+        caller: str = "",
     ) -> ExchangeResult:
         """Block until every rank has called this method with consistent arguments. All ranks must call this method.
 
         `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
-        small `tensor` in that dtype. Raises, on every rank, the error of the lowest rank with invalid arguments, or
-        CollectiveMismatchError if the arguments differ.
+        small `tensor` in that dtype. `caller` identifies the model that calls the collective. Raises, on every rank,
+        the error of the lowest rank with invalid arguments, or CollectiveMismatchError if the arguments differ.
         """
         self._backend.check_collective_allowed(operation)
         problem: UnitrainError | None = None
@@ -103,7 +104,7 @@ class ConsistencyCheck:
                 check()
             shape = tuple(tensor.shape) if tensor is not None else ()
             dtype_of_call = tensor.dtype if tensor is not None else None
-            call = CollectiveCall(self._num_calls, operation, op, root, dtype_of_call, shape)
+            call = CollectiveCall(self._num_calls, operation, op, root, dtype_of_call, shape, caller=caller)
         except (TensorError, ConfigError) as error:
             problem = error
             call = CollectiveCall(self._num_calls, operation, is_rejected=True)
@@ -263,9 +264,9 @@ class ConsistencyCheck:
 def compute_max_content_bytes(size: int) -> int:
     """Return the maximum size in bytes of a tensor in a row, for `size` ranks. The result is a multiple of 8, because a
     row consists of int64 values."""
-    # The total over ranks is limited to 16 KiB, but at least 1 KiB per rank is allowed. 4 KiB hold the statistics of
-    # a BatchNorm with 250 channels.
-    return max(1024, min(4096, 16384 // size)) // 8 * 8
+    # The total over ranks is limited to 16 KiB, but at least 1 KiB per rank is allowed. 4 KiB hold the statistics of a
+    # BatchNorm with 256 channels; their count and the number of the layer are added to them.
+    return max(1024, min(4096, 16384 // size)) // 8 * 8 + 24
 
 
 def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> int:

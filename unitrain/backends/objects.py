@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,13 +84,16 @@ class _CPUPickler(pickle.Pickler):
         return None
 
 
-def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Broadcast `tensors`, of any dtype, in place from rank 0, in one collective. All ranks must call this function."""
+def broadcast_tensors(
+    communicator: Communicator, tensors: Sequence[Tensor], broadcast: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Broadcast `tensors`, of any dtype, in place from rank 0, in one collective, `communicator.broadcast` by default.
+    All ranks must call this function."""
     if not tensors:
         return
     # A broadcast of bytes supports all dtypes in one collective, without rounding.
     pieces = [as_bytes(tensor).to(communicator.device) for tensor in tensors]
-    shared = communicator.broadcast(torch.cat(pieces))
+    shared = (broadcast or communicator.broadcast)(torch.cat(pieces))
     if communicator.rank == 0:
         return
     for tensor, piece in zip(tensors, torch.split(shared, [piece.numel() for piece in pieces]), strict=True):

@@ -133,7 +133,7 @@ class ProcessGroupBackend(
             max_polling_seconds=environment.max_polling_seconds(self.local_size),
         )
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, message_exchange)
-        self._broadcasts: Broadcasts | None = None
+        self._broadcasts = Broadcasts(self._monitor, self.rank, waits_on_stream=self._waits_on_stream)
 
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place, and return a function that waits for all broadcasts. A piece is a
@@ -141,9 +141,12 @@ class ProcessGroupBackend(
         self.check_collective_allowed("start_broadcasts")
         if self.size == 1:
             return lambda: None
-        if self._broadcasts is None:
-            self._broadcasts = Broadcasts(self._monitor, self.rank, waits_on_stream=self._waits_on_stream)
         return self._broadcasts.start(pieces)
+
+    def _start_broadcasts_in(self, group: ModelGroup, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Start broadcasts like `start_broadcasts`, in the process group of a model."""
+        self.check_collective_allowed("start_broadcasts")
+        return self._broadcasts.start(pieces, group.process_group)
 
     def distributed_model(
         self,
@@ -197,8 +200,11 @@ class ProcessGroupBackend(
         # A rank that skips a parameter starts the buckets at other times relative to collectives of the user.
         group = self._model_groups.acquire(may_be_default=not find_unused_parameters)
         model_number = next(self._model_numbers)
-        check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
-        broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
+        identity = f"model {model_number}, {type(self.unwrap(model)).__name__}"
+        check_bucket = partial(self._check_bucket, identity) if is_debugging else None
+        broadcaster = ForwardBufferBroadcaster(
+            model, self, every_pass=broadcast_buffers, broadcast=lambda tensor: self.broadcast(tensor, caller=identity)
+        )
         buffer_broadcaster = broadcaster if broadcaster.is_needed else None
         if shard == "parameters":
             return self._shard_model(model, shard_blocks, buffer_broadcaster, check_bucket, group, model_number)
@@ -263,6 +269,9 @@ class ProcessGroupBackend(
             distributed.sharding_mode = shard
         self._add_model(distributed, group)
         return distributed
+
+    def _check_bucket(self, caller: str, bucket: Tensor) -> None:
+        self._check_consistency("gradients", bucket, caller=caller)
 
     def _add_model(self, distributed: nn.Module, group: ModelGroup) -> None:
         group.assign(distributed)
@@ -390,7 +399,8 @@ class ProcessGroupBackend(
             optimizer.defaults = defaults
         if shard != "none":
             reducer = distributed.reducer if isinstance(distributed, ShardedGradientModel) else None
-            shard_optimizer_state(optimizer, self, shard=shard, reducer=reducer)
+            start_broadcasts = partial(self._start_broadcasts_in, self._model_groups.group_of(distributed))
+            shard_optimizer_state(optimizer, self, shard=shard, reducer=reducer, start_broadcasts=start_broadcasts)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -128,12 +128,15 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
             self._monitor.wait_for_ranks(work)
         return received
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+    def broadcast(self, tensor: Tensor, root: int = 0, *, caller: str = "") -> Tensor:
+        """As in Communicator. `caller` identifies the model that broadcasts its buffers, so that the buffers of
+        different models are not mixed."""
+
         def check() -> None:
             checks.check_tensor(tensor)
             checks.check_root(root, self.size)
 
-        self._check_consistency("broadcast", tensor, root=root, check=check)
+        self._check_consistency("broadcast", tensor, root=root, check=check, caller=caller)
         result = _contiguous_copy(tensor, _transport_dtype(tensor.dtype))
         if result.numel():
             self._monitor.wait_for_ranks(dist.broadcast(result, root, async_op=True))

@@ -37,9 +37,9 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     ranks must call the layers in the same order, with any number of samples. With gradient accumulation, each
     micro-batch has its own statistics. Eval mode and single-rank runs do not communicate.
 
-    Call it on every rank, before training. Layers that are already synchronized do not change. Raises ConfigError for
-    invalid arguments, and ModelError for a layer that overrides `forward`, for a lazy layer before its first forward
-    pass, and for a layer with a process group.
+    Call it on every rank, for several models in the same order, before training. Layers that are already synchronized
+    do not change. Raises ConfigError for invalid arguments, and ModelError for a layer that overrides `forward`, for a
+    lazy layer before its first forward pass, and for a layer with a process group.
     """
     check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
@@ -49,8 +49,9 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     }
     for name, layer in layers.items():
         _check_layer(name or "the model itself", layer)
-    statistics = SharedStatistics(communicator, tuple(layers))
-    for layer_number, layer in enumerate(layers.values()):
+    names_by_number = {next(communicator.layer_numbers): name for name in layers}  # unique among all models
+    statistics = SharedStatistics(communicator, names_by_number)
+    for layer_number, layer in zip(names_by_number, layers.values(), strict=True):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
         plain_class: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
         layer.__class__ = create_replacing_class(SyncedForward, plain_class)
@@ -117,8 +118,8 @@ class SharedStatistics:
     Copies of the model also share it. An unpickled model has no communicator and normalizes over local samples.
     """
 
-    def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
-        self.communicator, self.names = communicator, names
+    def __init__(self, communicator: Communicator | None, names_by_number: dict[int, str]) -> None:
+        self.communicator, self.names_by_number = communicator, names_by_number
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         # Set by the model while its logical ranks take turns.
         self.sum_over_logical_ranks: Callable[[Tensor], Tensor] | None = None
@@ -226,6 +227,17 @@ class SharedStatistics:
         differences = rows[:, :channels] / counts.clamp_min(1) - mean  # between the means of each rank and of all ranks
         return mean, second_moment + (differences.square() * counts).sum(0) / num_values, num_values
 
+    def sum_gradients(self, source: Source, sums: Tensor, layer_number: int) -> Tensor:
+        """Return the sum over all ranks of `sums`, float64 [elements], in the backward pass of layer `layer_number`.
+        Raises CollectiveMismatchError on every rank if ranks run the backward passes of different layers, which is only
+        detected on CPUs."""
+        if sums.device.type != "cpu":
+            return self.sum_over_ranks(sums, source)
+        identity = self._layer_number_on_device(layer_number, sums.device)
+        total = self.sum_over_ranks(torch.cat([sums, identity]), source)
+        self._check_layer(source.size, layer_number, *total[-2:].tolist())
+        return total[:-2]
+
     def _count_and_layer_number_on_cpu(self, count: float, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
         cached = self._cached_counts_and_layer_numbers.get(layer_number)
@@ -244,28 +256,34 @@ class SharedStatistics:
     def _check_layer_and_count(
         self, size: int, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
     ) -> None:
-        name = self.names[layer_number]
+        name = self.names_by_number[layer_number]
         if math.isnan(num_values):
             raise ModelError(
                 f"Another rank could not determine which samples count in BatchNorm {name!r}. Its error states the "
                 "cause."
             )
-        if layer_number_square_sum * size != layer_number_sum**2:
-            raise CollectiveMismatchError(
-                f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
-                "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
-            )
+        self._check_layer(size, layer_number, layer_number_sum, layer_number_square_sum)
         if num_values < 2:
             raise ModelError(
                 f"BatchNorm {name!r} got {num_values:g} values per channel over all ranks, but a variance needs two. "
                 "Use a larger batch, or model.eval() to normalize by the running statistics."
             )
 
+    def _check_layer(
+        self, size: int, layer_number: int, layer_number_sum: float, layer_number_square_sum: float
+    ) -> None:
+        if layer_number_square_sum * size != layer_number_sum**2:
+            raise CollectiveMismatchError(
+                f"This rank calls BatchNorm {self.names_by_number[layer_number]!r} while another rank calls another "
+                "layer, of this model or of another model, so their statistics would be mixed. Let every rank call the "
+                "same layers in the same order, or leave sync_batch_norm out."
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedStatistics:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedStatistics, (None, self.names)
+        return SharedStatistics, (None, self.names_by_number)
 
 
 class BatchNorm(BatchNormBase):
@@ -343,7 +361,7 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
         dtype = _computation_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
     output: Tensor = _Normalize.apply(
-        x, layer.weight, layer.bias, mean, variance, num_values, layer.eps, shared, source
+        x, layer.weight, layer.bias, mean, variance, num_values, layer.eps, shared, source, layer.layer_number
     )
     return output
 
@@ -397,9 +415,11 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         shared: SharedStatistics,
         source: Source,
+        layer_number: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.num_values, ctx.shared, ctx.source = eps, num_values, shared, source
+        ctx.eps, ctx.num_values, ctx.layer_number = eps, num_values, layer_number
+        ctx.shared, ctx.source = shared, source
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         # In eval mode, the kernel uses the passed statistics.
@@ -419,7 +439,8 @@ class _Normalize(torch.autograd.Function):
             )
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        means = ctx.shared.sum_over_ranks(torch.cat([dweight, dbias]).double(), ctx.source) / ctx.num_values
+        sums = torch.cat([dweight, dbias]).double()
+        means = ctx.shared.sum_gradients(ctx.source, sums, ctx.layer_number) / ctx.num_values
         if ctx.source.includes_samples:
             scale = (variance.double() + ctx.eps).rsqrt_()
             slope, offset = means.view(2, -1).mul_(scale * weight).unbind()
@@ -430,7 +451,7 @@ class _Normalize(torch.autograd.Function):
             None if dtype is None else gradient_part.to(dtype)
             for gradient_part, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
         )
-        return dx, weight_gradient, bias_gradient, None, None, None, None, None, None
+        return dx, weight_gradient, bias_gradient, None, None, None, None, None, None, None
 
 
 def _computation_dtype(x: Tensor) -> torch.dtype:

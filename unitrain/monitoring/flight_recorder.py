@@ -33,7 +33,8 @@ class CollectiveCall:
     """One rank's arguments of collective number `number`.
 
     `operation` is the name of the collective, `op` the reduction ("" if there is none), and `root` the root rank (-1 if
-    there is none). `shape` is [bytes] for objects. `is_rejected` is True if this rank's arguments are invalid.
+    there is none). `shape` is [bytes] for objects. `is_rejected` is True if this rank's arguments are invalid. `caller`
+    is the model that calls the collective, or "".
     """
 
     number: int
@@ -43,6 +44,7 @@ class CollectiveCall:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     is_rejected: bool = False
+    caller: str = ""
 
     @property
     def sequence(self) -> str:
@@ -70,7 +72,7 @@ class CollectiveCall:
         else:
             first_fixed_dim = 1 if self.operation == "allgather" else 0
             arguments = (self.dtype, len(self.shape), self.shape[first_fixed_dim:])
-        content = repr((self.number, self.operation, self.op, self.root, self.is_rejected, arguments))
+        content = repr((self.number, self.operation, self.op, self.root, self.is_rejected, self.caller, arguments))
         return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
 
     @property
@@ -88,6 +90,8 @@ class CollectiveCall:
             arguments.append(self.op)
         if self.root > 0:
             arguments.append(f"root={self.root}")
+        if self.caller:
+            arguments.append(f"of {self.caller}")
         return f"{self.operation}({', '.join(arguments)}) (collective #{self.number})"
 
 

@@ -208,9 +208,9 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
     def record_calls(name: str) -> None:
         original = getattr(backend, name)
 
-        def call(*arguments: object) -> object:
+        def call(*arguments: object, **settings: object) -> object:
             calls.append(name)
-            return original(*arguments)
+            return original(*arguments, **settings)
 
         setattr(backend, name, call)
 

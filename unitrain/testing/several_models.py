@@ -7,13 +7,16 @@ import copy
 import gc
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
-from unitrain.testing.cases import contract, may_raise_unsupported_error
+from unitrain.errors import CollectiveMismatchError
+from unitrain.modules.sync_batch_norm import sync_batch_norm
+from unitrain.testing.cases import contract, may_raise_unsupported_error, raises
 from unitrain.testing.models import FEATURES, assert_gradients, batch, compute_loss, mean_gradients
 
 # `run(models, rank, step)` runs a forward and a backward pass of a rank.
@@ -158,6 +161,49 @@ def updates_of_several_sharded_optimizers_are_not_mixed(backend: Backend) -> Non
             optimizer.step()
         for parameter, other in zip(nn.ModuleList(models).parameters(), nn.ModuleList(twins).parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=0, atol=1e-12)
+
+
+@contract
+def synchronized_layers_of_several_models_are_not_mixed(backend: Backend) -> None:
+    """Ranks that call layers of the same width in different orders raise the same error, also in the backward pass."""
+    torch.manual_seed(0)
+    layers = [sync_batch_norm(nn.BatchNorm1d(FEATURES).double(), backend) for _ in range(2)]
+    inputs = batch(backend.rank).requires_grad_()
+
+    def call(order: Sequence[int]) -> list[Tensor]:
+        outputs: dict[int, Tensor] = {index: layers[index](inputs) for index in order}
+        return [outputs[index] for index in range(2)]
+
+    def backward_in_order(order: Sequence[int]) -> None:
+        outputs = call([0, 1])
+        for index in order:
+            compute_loss(outputs[index]).backward()
+
+    backward_in_order([0, 1])
+    order = [0, 1] if backend.rank == 0 else [1, 0]
+    for action in (partial(call, order), partial(backward_in_order, order)):
+        if backend.size == 1:
+            action()
+        else:
+            raises(CollectiveMismatchError, "BatchNorm", action)
+    backward_in_order([1, 0])
+
+
+@contract
+def buffers_of_several_models_are_not_mixed(backend: Backend) -> None:
+    """Ranks that call models with equal buffers in different orders raise the same error."""
+    models = build_models(2, equal_sizes=True)
+    for index, model in enumerate(models):
+        model.register_buffer("offset", torch.full((3,), float(index)))
+    distributed = [backend.distributed_model(model) for model in models]
+    run_in_random_order([distributed[0], distributed[1]], 0, 0)
+    order = distributed if backend.rank == 0 else distributed[::-1]
+    if backend.size == 1:
+        order[0](batch(0))
+        return
+    text = raises(CollectiveMismatchError, "called different collectives", lambda: order[0](batch(0)))
+    assert "of model" in text, text
+    assert [float(model.offset[0]) for model in models] == [0, 1]  # type: ignore[index]
 
 
 @contract

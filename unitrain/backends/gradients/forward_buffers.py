@@ -5,6 +5,7 @@ A training forward pass is a forward pass with grad mode enabled, even if the mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,11 +29,18 @@ class ForwardBufferBroadcaster:
     broadcast. Before an evaluation, `modules.buffers.broadcast_buffers` broadcasts the running statistics. All other
     buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. Buffers that
     no rank has modified are broadcast too, because a write to `buffer.data` can be detected only by comparing all
-    values.
+    values. `broadcast` is used instead of `communicator.broadcast`.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:
-        self._communicator = communicator
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        *,
+        every_pass: bool = True,
+        broadcast: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._communicator, self._broadcast = communicator, broadcast
         self._every_pass = every_pass
         self._statistics_layers: list[nn.Module] = []
         self._buffer_locations: list[tuple[dict[str, Tensor | None], str]] = []
@@ -72,7 +80,7 @@ class ForwardBufferBroadcaster:
             to_broadcast += self._buffers()
         self._is_first_call = False
         if to_broadcast:
-            broadcast_tensors(self._communicator, to_broadcast)
+            broadcast_tensors(self._communicator, to_broadcast, self._broadcast)
 
     def _buffers(self) -> list[Tensor]:
         # The buffers are looked up each time, because a forward pass may assign different tensors. Writes to

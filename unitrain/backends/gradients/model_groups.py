@@ -33,6 +33,10 @@ class ModelGroup:
         """Whether no model uses the group on this rank, because the model was deleted."""
         return self._get_model() is None
 
+    def is_used_by(self, model: object) -> bool:
+        """Return whether `model` uses the group."""
+        return self._get_model() is model
+
     def assign(self, model: object) -> None:
         """Reserve the group for `model` until `model` is deleted."""
         self._get_model = weakref.ref(model)
@@ -47,9 +51,10 @@ class ModelGroup:
         return self._hierarchical_group
 
     def leave(self) -> None:
-        """End the thread of the hierarchical group."""
+        """Release the process group, and end the thread of the hierarchical group."""
         if self._hierarchical_group is not None:
             self._hierarchical_group.leave()
+        del self.process_group, self._hierarchical_group
 
 
 class ModelGroups:
@@ -91,6 +96,10 @@ class ModelGroups:
             if free_on_all_ranks[index] and (index > 0 or may_be_default):
                 return group
         return None
+
+    def group_of(self, model: object) -> ModelGroup:
+        """Return the group of the distributed `model`."""
+        return next(group for group in self._groups if group.is_used_by(model))
 
     def leave(self) -> None:
         """Release all groups."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -53,6 +54,9 @@ ELEMENTWISE = (
 # Each rank updates about this many bytes, or fewer in large jobs, and broadcasts them while it updates the next ones.
 _BATCH_BYTES = 2**24
 
+# Starts to broadcast pairs of a tensor and its root in place, and returns a function that waits for all broadcasts.
+StartBroadcasts = Callable[[list[tuple[Tensor, int]]], Callable[[], None]]
+
 _sharded_states: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
 
 
@@ -62,6 +66,7 @@ def shard_optimizer_state(
     *,
     shard: ShardingMode = "state",
     reducer: GradientReducer | None = None,
+    start_broadcasts: StartBroadcasts | None = None,
 ) -> None:
     """Shard the state of `optimizer` across the ranks of `communicator`. All ranks must call this function, with equal
     parameters.
@@ -69,15 +74,18 @@ def shard_optimizer_state(
     Elementwise optimizers of torch.optim are sharded by element, all others by tensor. The state must be complete and
     equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state on
     every rank. An unsharded optimizer can load this state. With `shard="gradients"`, `reducer` shards the gradients in
-    the same way; it is None if gradients are complete. Raises ModelError if the optimizer is already sharded by a
-    different backend or with a different model.
+    the same way; it is None if gradients are complete. `start_broadcasts` starts the broadcasts of updated parameters,
+    by default those of `communicator`. Raises ModelError if the optimizer is already sharded by a different backend or
+    with a different model.
     """
     checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
     fix = "Use shard_optimizer_state(optimizer, backend)"
     validation.check_instance("shard_optimizer_state(communicator)", communicator, Communicator, "a backend", fix)
     sharded = _sharded_states.get(optimizer)
     if sharded is None:
-        _sharded_states[optimizer] = ShardedState(optimizer, communicator, shard, reducer)
+        _sharded_states[optimizer] = ShardedState(
+            optimizer, communicator, shard, reducer, start_broadcasts or partial(_start_broadcasts, communicator)
+        )
     elif not sharded.belongs_to(communicator, reducer):
         raise ModelError(
             "The state of this optimizer is sharded over the ranks of another backend or model. Build a new optimizer, "
@@ -124,9 +132,15 @@ class ShardedState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, communicator: Communicator, shard: ShardingMode, reducer: GradientReducer | None
+        self,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        shard: ShardingMode,
+        reducer: GradientReducer | None,
+        start_broadcasts: StartBroadcasts,
     ) -> None:
         self._communicator, self.sharding_mode, self._reducer = communicator, shard, reducer
+        self._start_broadcasts = start_broadcasts
         # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
         self._replaced_gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
         self._is_elementwise = type(optimizer) in ELEMENTWISE
@@ -398,7 +412,7 @@ class ShardedState:
             and shard.stop > shard.start
         ]
         if updated and self._communicator.size > 1:
-            self._pending_broadcasts.append(_start_broadcasts(self._communicator, updated))
+            self._pending_broadcasts.append(self._start_broadcasts(updated))
 
     # --- the state dict ---
 
