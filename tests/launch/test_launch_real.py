@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from launches import SECONDS, read_rank_reports, running_launcher
-from requirements import needs_mpi
+from requirements import needs_mpi, needs_network_namespaces
 
 BIN = Path(sys.executable).parent
 PYTHON = sys.executable
@@ -269,3 +270,14 @@ def test_threads_of_a_backend_exit_with_the_process_group(tmp_path: Path) -> Non
     with running_launcher([*TORCHRUN, str(script)]) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
+
+
+@needs_network_namespaces
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
+def test_host_without_a_loopback_address_is_reported_before_the_launch(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    command = ["unshare", "--net", sys.executable, "-m", "unitrain", "launch", "--launcher", launcher, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Error: Ranks on one host connect through 127.0.0.1, which this host does not have" in done.stderr

@@ -51,6 +51,7 @@ _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAUL
     "mpirun": "horovod",
     "srun": "ddp",
 }
+_LOOPBACK_TIMEOUT_SECONDS = 5.0
 _STANDBY_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")
 # mpirun and srun end if the reader of their output exits. torchrun and horovodrun guard their output themselves.
 _PIPE_SENSITIVE_LAUNCHERS = ("mpirun", "srun")
@@ -127,6 +128,8 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         )
     if request.interface is not None and not (names_other_hosts or _may_use_unnamed_hosts(request, launcher, spec)):
         _check_interface(request.interface)
+    if not (request.is_dry_run or names_other_hosts or launcher in ("none", "srun")):
+        _check_loopback()
     if request.log_dir is not None and not request.is_dry_run:
         _create_log_folder(request.log_dir)
     spec = replace(spec, environment={**spec.environment, **_metrics_variables(request)})
@@ -310,6 +313,22 @@ def _check_interface(interface: str) -> None:
             f"--interface {interface} is not a network interface of this host. {did_you_mean(interface, names)}"
             f"Use one of: {', '.join(names)}. On one host it can be left out."
         )
+
+
+def _check_loopback() -> None:
+    """Raise LaunchError if this host lacks the IPv4 loopback address, which the ranks of one host use. A host with only
+    IPv6 addresses, or a network namespace whose loopback interface is down, lacks it."""
+    try:
+        with (
+            socket.create_server((LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), _LOOPBACK_TIMEOUT_SECONDS),
+        ):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"Ranks on one host connect through {LOOPBACK}, which this host does not have ({error.strerror}). Add it: "
+            f"sudo ip link set lo up && sudo ip address add {LOOPBACK}/8 dev lo"
+        ) from None
 
 
 def _create_log_folder(folder: Path) -> None:
