@@ -367,6 +367,17 @@ def test_profiler_records_the_selected_activities(tmp_path: Path) -> None:
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == 1
 
 
+@pytest.mark.parametrize("name", ["rank-0.json.gz", "rank-0.txt"])
+def test_profile_that_cannot_be_written_does_not_end_training(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile" / name).mkdir(parents=True)
+    trainer = make_trainer(LOCAL, [Profiler(skip=1, steps=1)], output_dir=tmp_path)
+    trainer.fit(data())
+    assert trainer.progress.step == 8
+    assert "Profiler cannot write to" in caplog.text
+
+
 def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'Use Profiler\(folder="runs/profile"\)'):
         make_trainer(LOCAL, [Profiler()]).fit(data())

@@ -12,7 +12,9 @@ from unitrain import validation
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
-from unitrain.output import print_to_stderr
+from unitrain.output import get_logger, print_to_stderr
+
+_log = get_logger(__name__)
 
 
 class Profiler(Callback):
@@ -85,14 +87,22 @@ class Profiler(Callback):
         if profile is not None:
             profile.stop()
             rank = trainer.backend.rank
-            profile.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
-            if self.table_rows:
-                device = "cuda" if trainer.backend.device.type == "cuda" else "cpu"
-                averages = profile.key_averages()
-                table = averages.table(sort_by=f"self_{device}_time_total", row_limit=self.table_rows)
-                (self._folder / f"rank-{rank}.txt").write_text(table)
-                if self.print_table and rank == 0:
-                    print_to_stderr([table])
+            try:
+                self._write(profile, rank, trainer.backend.device.type)
+            except (OSError, RuntimeError) as error:  # for example a full disk, which must not end training
+                _log.warning(
+                    "Profiler cannot write to '%s' on rank %d: %s. The run continues.", *(self._folder, rank), error
+                )
+
+    def _write(self, profile: torch.profiler.profile, rank: int, device_type: str) -> None:
+        profile.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
+        if self.table_rows:
+            averages = profile.key_averages()
+            device = "cuda" if device_type == "cuda" else "cpu"
+            table = averages.table(sort_by=f"self_{device}_time_total", row_limit=self.table_rows)
+            (self._folder / f"rank-{rank}.txt").write_text(table)
+            if self.print_table and rank == 0:
+                print_to_stderr([table])
 
 
 def create_folder(callback_name: str, folder: str | Path | None, output_dir: str | Path | None, default: str) -> Path:
