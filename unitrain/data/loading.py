@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from itertools import tee
@@ -124,7 +125,7 @@ class IndexedSource:
             return self._index_tensors(order, positions)
         assert not self.may_drop_samples
         self._set_order(order, positions, worker_seed)
-        return _start_iteration(self._loader)
+        return _CheckedBatches(_start_iteration(self._loader), self._indices, self._dataset)
 
     def counted_batches(
         self,
@@ -144,13 +145,14 @@ class IndexedSource:
             positions, ahead = tee(positions)
             self._set_order(order, ahead, worker_seed, seeds)
             with closing(iterate_loader(self._loader)) as loaded_batches:
-                for part, batch in zip(positions, load_with_isolated_rng(loaded_batches), strict=True):
+                checked_batches = _CheckedBatches(loaded_batches, self._indices, self._dataset)
+                for part, batch in zip(positions, load_with_isolated_rng(checked_batches), strict=True):
                     items = len(order[part])
                     yield batch if self.may_drop_samples else CountedBatch(items, items, batch)
         elif self.may_drop_samples:
             self._set_order(order, positions, worker_seed)
             with closing(iterate_loader(self._loader)) as loaded_batches:
-                yield from loaded_batches
+                yield from _CheckedBatches(loaded_batches, self._indices, self._dataset)
         else:
             positions, ahead = tee(positions)
             for part, batch in zip(positions, self.batches(order, ahead, worker_seed), strict=True):
@@ -170,6 +172,7 @@ class IndexedSource:
         if seeds is not None:
             batches = (SeededIndices(batch, seed) for batch, seed in zip(batches, seeds, strict=False))
         self._indices.batches = batches
+        self._indices.loading.clear()
 
     def _may_index_tensors(self, data: Data, num_workers: int) -> bool:
         """Return whether tensors may be indexed directly, because batches are collated in this process with torch's
@@ -191,12 +194,42 @@ class IndexedSource:
 
 
 class _Indices(Sampler[list[int]]):
-    """Batch sampler that yields the lists of indices in `batches`, which is set before each epoch."""
+    """Batch sampler that yields the lists of indices in `batches`, which is set before each epoch. `loading` contains
+    the lists whose batches have not been loaded yet."""
 
     batches: Iterator[list[int]] = iter(())
 
+    def __init__(self) -> None:
+        self.loading: deque[list[int]] = deque()
+
     def __iter__(self) -> Iterator[list[int]]:
-        return self.batches
+        for indices in self.batches:
+            self.loading.append(indices)
+            yield indices
+
+
+class _CheckedBatches(Iterator[Any]):
+    """Iterator over the `batches` that a DataLoader loads for `indices`. Raises DataError if an item raises
+    StopIteration, which would otherwise end the epoch early."""
+
+    def __init__(self, batches: Iterator[Any], indices: _Indices, dataset: Any) -> None:
+        self._batches, self._indices, self._dataset_name = batches, indices, type(dataset).__name__
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration as error:
+            if not self._indices.loading:
+                raise
+            items = self._indices.loading.popleft()
+            shown = ", ".join(map(str, items[:8])) + ", ..." * (len(items) > 8)
+            raise DataError(
+                f"StopIteration was raised while a batch of {self._dataset_name} was loaded, of the items {shown}; it "
+                "would end the epoch early. Fix __getitem__ or collate_fn, which probably calls next() on an iterator "
+                "that has ended, for example with next(iterator, None)."
+            ) from error
+        self._indices.loading.popleft()
+        return batch
 
 
 def _create_loader(
