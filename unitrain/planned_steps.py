@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
@@ -16,6 +16,7 @@ from unitrain.errors import ConfigError
 from unitrain.optim.schedulers import PlannedScheduler
 from unitrain.progress.training_progress import TrainingProgress
 
+ItemT = TypeVar("ItemT")
 # If the length of the data differs between epochs, at most this number of epochs is drawn from a sampler in advance.
 _MAX_DRAWN_EPOCHS = 10_000
 
@@ -56,9 +57,19 @@ class SchedulePlan:
             more_steps = None if total_steps is None else total_steps - completed
             call_on_all_ranks(self._communicator, lambda: _check_one_cycle(scheduler, more_steps))
 
-    def begin_epoch(self, data: TrainingData) -> None:
+    def check_epoch(self, data: TrainingData, micro_batches: Iterator[ItemT]) -> Iterator[ItemT]:
+        """Return `micro_batches`, those of the current epoch of `data`, whose order is known now. Raises the errors of
+        `_check_length`."""
+        try:
+            self._check_length(data)
+        except BaseException:
+            del micro_batches  # so that its workers terminate
+            raise
+        return micro_batches
+
+    def _check_length(self, data: TrainingData) -> None:
         """Raise CheckpointError on every rank if the length of `data` has changed, so that the run has a different
-        number of steps than planned. Call it as soon as the order of the epoch is known."""
+        number of steps than planned."""
         config, progress = self._config, self._progress
         is_planned = isinstance(self._scheduler, PlannedScheduler) and config.scheduler_interval == "step"
         if not is_planned or config.max_steps is not None:

@@ -153,6 +153,7 @@ class Trainer(LoggingMethods):
         self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
         self._run = TrainingRun(config, backend, self.checkpointer, self._running_loss, stateful_objects, config_text)
         self.progress = self._run.progress
+        self._check_mode = trainer_model.ModeCheck(backend)
         self._schedule_plan = SchedulePlan(self._scheduler, config, self.progress, backend)
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
@@ -457,12 +458,9 @@ class Trainer(LoggingMethods):
         """Return the batches of this rank from the current position to the end of the epoch."""
         if self._run.is_epoch_at_limit or self._run.has_reached_limit:  # interrupted after the last step
             return ()
-        micro_batches = shard.micro_batches(self.progress.epoch, self.progress.position)
-        try:
-            self._schedule_plan.begin_epoch(shard)
-        except BaseException:
-            del micro_batches  # so that its workers terminate
-            raise
+        micro_batches = self._schedule_plan.check_epoch(
+            shard, shard.micro_batches(self.progress.epoch, self.progress.position)
+        )
         return self._prefetcher(micro_batches, ahead=shard.can_prefetch, overlapped=shard.can_overlap_prefetch)
 
     def _save(self, *, in_memory: bool = False) -> None:
@@ -566,7 +564,7 @@ class Trainer(LoggingMethods):
         )
         is_due, checksums, memory_by_rank, modes = ([row[index] for row in rows] for index in range(4))
         check_same_learning_rates(checksums, self.progress.step)
-        trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
+        self._check_mode(modes, self.progress.step)
         self._run_metrics.update_at_sync_point(self._synchronizer, memory_by_rank)
         self._run.is_checkpoint_due |= bool(is_due[0])  # according to rank 0's clock
         return [row[4:] for row in rows]

@@ -3,6 +3,7 @@ interleaved logical ranks."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from unitrain.optim.loss_weighting import Loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.progress.flops import FlopsMeasurement
 from unitrain.progress.stopping import StopCoordinator
+
+_log = logging.getLogger(__name__)
 
 
 class StepComponents(NamedTuple):
@@ -122,13 +125,26 @@ def start_average(average: WeightAverage, distributed_model: nn.Module, config: 
     average.start()
 
 
-def check_same_mode(is_training_by_rank: Sequence[bool], step: int) -> None:
-    """Raise ModelError if, after `step` steps, the model is in training mode on some ranks only. `is_training_by_rank`
-    states, for each rank, whether its model is in training mode."""
-    evaluating = [rank for rank, is_training in enumerate(is_training_by_rank) if not is_training]
-    if evaluating and any(is_training_by_rank):
-        training = [rank for rank, is_training in enumerate(is_training_by_rank) if is_training]
-        raise ModelError(
-            f"After step {step}, the model is in eval mode on {format_ranks(evaluating)} and in training mode on "
-            f"{format_ranks(training)}. Call model.eval() and model.train() on every rank."
-        )
+class ModeCheck:
+    """Compares the modes of the model on all ranks, and warns once if the model is left in eval mode."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._may_warn = backend.rank == 0
+
+    def __call__(self, is_training_by_rank: Sequence[float], step: int) -> None:
+        """Raise ModelError if, after `step` steps, the model is in training mode on some ranks only.
+        `is_training_by_rank` states, for each rank, whether its model is in training mode."""
+        evaluating = [rank for rank, is_training in enumerate(is_training_by_rank) if not is_training]
+        if evaluating and any(is_training_by_rank):
+            training = [rank for rank, is_training in enumerate(is_training_by_rank) if is_training]
+            raise ModelError(
+                f"After step {step}, the model is in eval mode on {format_ranks(evaluating)} and in training mode on "
+                f"{format_ranks(training)}. Call model.eval() and model.train() on every rank."
+            )
+        if evaluating and self._may_warn:
+            self._may_warn = False
+            _log.warning(
+                "After step %d, the model is in eval mode, so dropout is inactive and BatchNorm does not update its "
+                "statistics. If a callback calls model.eval() for an evaluation, let it call model.train() afterwards.",
+                step,
+            )

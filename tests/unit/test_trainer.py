@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from unitrain.backends.local import LocalBackend
+from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
@@ -527,3 +528,23 @@ def test_bar_is_drawn_on_the_terminal_of_the_launch_command(monkeypatch: pytest.
     assert isinstance(display.choose_display("auto", 0), display._Lines)
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_eval_mode_that_a_callback_leaves_on_is_reported_once(restores: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Evaluates(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.progress.step == 2:
+                trainer.model.eval()
+                if restores:
+                    trainer.model.train()
+
+    model = network()
+    config = TrainConfig(max_epochs=2, batch_size=4, progress="off", log_every_n_steps=1)
+    trainer = Trainer(
+        model, SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), backend=LOCAL, config=config,
+        callbacks=[Evaluates()],
+    )  # fmt: skip
+    trainer.fit(samples())
+    messages = [message for message in caplog.messages if "the model is in eval mode" in message]
+    assert [message[:13] for message in messages] == ([] if restores else ["After step 2,"])
