@@ -216,7 +216,7 @@ def assert_errors_on_every_rank(backend: Backend) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, cross_entropy, backend=backend, config=config)
     threads = running_threads()
-    raises(CollectiveMismatchError, "while another rank calls a different one", lambda: trainer.fit(data))
+    raises(CollectiveMismatchError, "while another rank calls another layer", lambda: trainer.fit(data))
     wait_until_others_end(threads)
     raises(
         ConfigError,
