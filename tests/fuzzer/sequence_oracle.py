@@ -168,7 +168,8 @@ class TrainerOracle(Oracle):
             self._start({**self.rules, **settings})
             return
         if key == (self.epoch + 1, self.steps) and key not in self.snapshots:
-            self._end_epoch(self._results())
+            self.last_results = self._results()
+            self._end_epoch(self.last_results)
         if key not in self.snapshots or key[1] < self.durable[1] or key < self.durable:
             raise WrongError(f"resume: the run resumed at (epoch, step) {key}, but {self.durable} was saved")
         self._restore(key)
@@ -192,8 +193,7 @@ class TrainerOracle(Oracle):
                 self._check_epoch_end({**event, "last": is_last and "returned" in outcome, "raises": raises})
         self.check_samples()
         if "returned" in outcome:
-            steps = [epoch for epoch, _, _ in self.done].count(self.epoch)
-            if not self._is_at_end() and not trained and steps == steps_in_epoch(self.case):
+            if not self._is_at_end() and not trained and self._is_epoch_trained():
                 self._end_epoch(self._results())  # the end of the last epoch was interrupted before
             if record["fired"] and argument[0] != "stop":
                 raise WrongError(f"end: fit returned although {argument[0]} raised an exception")
@@ -207,6 +207,9 @@ class TrainerOracle(Oracle):
             self.durable = self.key if trained else self.durable
         elif not record["fired"]:
             raise WrongError("end: fit raised an interruption that was not requested")
+        elif outcome["interrupted"] in ("metric", "interrupt") and self.case["output"] and self._is_epoch_trained():
+            if self._is_save_due(self.epoch + 1):
+                self.durable = self.key  # a trained epoch is saved before its validation
         if self._is_at_end() and "returned" in outcome and self.has_other_length:
             self._check_end_of_schedule(record, events)
 
@@ -247,24 +250,27 @@ class TrainerOracle(Oracle):
             raise WrongError(f"samples: {samples} of a dataset of {count} samples")
 
     def _check_epoch_end(self, event: dict[str, Any]) -> None:
-        if event["complete"] and event["epoch"] == self.epoch:
-            return  # an end that was interrupted before and was repeated
-        results = self._results()
+        is_repeated = event["complete"] and event["epoch"] == self.epoch  # the end was interrupted before
+        results = self.last_results if is_repeated else self._results()
         check_equal(self.compare, _without(event["results"]), results, f"results of epoch {event['epoch']}")
         self.last_results = results
-        if event["complete"]:
+        if event["complete"] and not is_repeated:
             if event["epoch"] != self.epoch + 1:
                 raise WrongError(f"steps: epoch {event['epoch']} ended after {self.key}")
             self._end_epoch(results)
-        is_saved = self._is_at_end() or not event["complete"] or event["last"]
-        if (
-            self.case["output"]
-            and (is_saved or self.epoch % self.case["checkpoint_every"] == 0)
-            and not event["raises"]
-        ):
+        is_saved = self._is_at_end() or not event["complete"] or event["last"] or self._is_save_due(self.epoch)
+        if self.case["output"] and is_saved and not event["raises"]:
             self.durable = self.key
             if self.case["keep_best"]:
                 self.saved[self.key] = (results[self.case["keep_best"]], self._copy_weights())
+
+    def _is_save_due(self, epochs: int) -> bool:
+        """Return whether the settings request a checkpoint at this step, after `epochs` epochs."""
+        every = self.case["checkpoint_every_steps"]
+        return epochs % self.case["checkpoint_every"] == 0 or bool(every and self.steps % every == 0)
+
+    def _is_epoch_trained(self) -> bool:
+        return [epoch for epoch, _, _ in self.done].count(self.epoch) == steps_in_epoch(self.case)
 
     def _results(self) -> dict[str, float]:
         loss = {"train_loss": self.losses / self.counted if self.counted else 0.0} if self.counted or self.done else {}
