@@ -207,9 +207,9 @@ class TrainerOracle(Oracle):
             self.durable = self.key if trained else self.durable
         elif not record["fired"]:
             raise WrongError("end: fit raised an interruption that was not requested")
-        elif outcome["interrupted"] in ("metric", "interrupt") and self.case["output"] and self._is_epoch_trained():
-            if self._is_save_due(self.epoch + 1):
-                self.durable = self.key  # a trained epoch is saved before its validation
+        elif outcome["interrupted"] in ("metric", "interrupt") and self._is_epoch_trained() and self.case["output"]:
+            # A trained epoch is saved before its validation.
+            self.durable = self.key if self._is_save_due(self.epoch + 1) else self.durable
         if self._is_at_end() and "returned" in outcome and self.has_other_length:
             self._check_end_of_schedule(record, events)
 
@@ -352,8 +352,8 @@ class TrainerOracle(Oracle):
             weights = self.saved[key][1]
             found = {name: weights["model"][name] for name in record["state"]["parameters"]}
             if not (wrong := list(self.compare(record["state"]["parameters"], found, TOLERANCE, "best"))):
+                self.has_other_weights = set_mode(self.optimizer, train=False)
                 self._load_weights(weights)
-                self.has_other_weights = bool(set_mode(self.optimizer, train=False))
                 return
             names += wrong
         raise WrongError(f"best: the weights are not those of {min(values, key=values.__getitem__)}: {names[0]}")
