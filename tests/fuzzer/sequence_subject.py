@@ -202,7 +202,8 @@ class TrainerOfProgram:
         except (Exception, KeyboardInterrupt) as error:
             found: BaseException | None = error
             while found is not None:
-                if isinstance(found, InterruptionError | KeyboardInterrupt):
+                # A rank may receive the error of another rank without its cause.
+                if isinstance(found, InterruptionError | KeyboardInterrupt) or "InterruptionError" in str(found):
                     return {"interrupted": self.interruption.place}
                 found = found.__cause__ or found.__context__
             raise
