@@ -54,18 +54,19 @@ def run_with(folder: Path, names: list[str], seconds: float) -> list[Outcome]:
     return [json.loads(line) for line in text.decode().splitlines() if line.startswith('{"name"')]
 
 
-def failing_object(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return the definition of the object whose call failed, and the failure."""
+def failing_objects(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the definition of the object whose call failed, or of all objects if a rank died."""
     from tests.fuzzer import cases
 
     objects = cases.parse_case(outcome["case"])["objects"]
-    found = re.findall(r"call \d+, (\w+)\.", outcome["found"])
-    return objects[found[0]] if found else list(objects.values())[-1], outcome["found"]
+    names = re.findall(r"call \d+, (\w+)\.", outcome["found"])[:1] or list(objects)
+    return [objects[name] for name in names]
 
 
 def is_two_models(own: dict[str, Any], text: str) -> bool:
     in_another_order = own.get("swap") or own.get("compose") == "sandwich"
-    return bool(in_another_order) and own["shard"] == "none" and len(own["models"]) == 2
+    is_elementwise = not {"ScheduleFree", "GlobalScale"} & optimizers_of(own)
+    return bool(in_another_order) and (is_elementwise or not shards(own)) and len(own["models"]) == 2
 
 
 def shards(own: dict[str, Any]) -> bool:
@@ -83,7 +84,7 @@ def features_of(own: dict[str, Any]) -> set[str]:
 FAULTS: dict[str, Callable[[dict[str, Any], str], bool]] = {
     "the gradients of two models are mixed, or the ranks wait forever": is_two_models,
     "a dummy batch of one loader changes the statistics of SyncBatchNorm for another": lambda own, text: (
-        text.startswith("buffers") and "sync_norm" in features_of(own)
+        "sync_norm" in features_of(own) and len(own.get("loaders", ())) > 1
     ),
     "sharded parameters that share memory": lambda own, text: shards(own) and "alias" in features_of(own),
     "an optimizer with modes is evaluated and saved with the weights of training": lambda own, text: (
@@ -113,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", help="a commit without the fixes")
     parser.add_argument("--sequences", type=int, default=300, help="how many random sequences to run")
+    parser.add_argument("--also", type=int, nargs="*", default=[], help="further seeds of random sequences")
     parser.add_argument("--seconds", type=float, default=900.0, help="time limit of each version")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -122,7 +124,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.fuzzer import known
 
-    names = [*known.SEQUENCES, *map(str, range(arguments.sequences))]
+    names = [*known.SEQUENCES, *map(str, [*arguments.also, *range(arguments.sequences)])]
     with tempfile.TemporaryDirectory() as temporary:
         old = Path(temporary)
         archive = subprocess.run(
@@ -156,7 +158,7 @@ def write(commit: str, before: list[Outcome], after: dict[str, str]) -> None:
     ]
     remaining = list(failed)
     for fault, matches in FAULTS.items():
-        own = [outcome for outcome in remaining if matches(*failing_object(outcome))]
+        own = [one for one in remaining if any(matches(part, one["found"]) for part in failing_objects(one))]
         remaining = [outcome for outcome in remaining if outcome not in own]
         seeds = [outcome["name"] for outcome in own if outcome["name"].isdigit()]
         names = [outcome["name"] for outcome in own if not outcome["name"].isdigit()]

@@ -275,10 +275,10 @@ SEQUENCES: dict[str, Case] = {
         _own_loop(models=[["sync_norm"]], loaders=[12, 7]), ("ddp", 2, [RUN])
     ),
     "sharding of parameters that share memory": _program(
-        _trainer(features=["alias"], shard="state"), ("ddp", 2, [FIT])
+        _trainer(features=["alias"], shard="state"), ("ddp", 3, [FIT])
     ),
     "sharding of parameters that share memory, in a loop": _program(
-        _own_loop(models=[["alias"]], shard="state"), ("horovod", 2, [RUN])
+        _own_loop(models=[["alias"]], shard="state"), ("horovod", 3, [RUN])
     ),
     "an optimizer with modes, evaluated": _program(
         _trainer(optimizer="ScheduleFree", optimizer_settings={"lr": 0.1}, samples=24), ("ddp", 2, [FIT])
@@ -306,7 +306,7 @@ SEQUENCES: dict[str, Case] = {
         ("ddp", 2, [["t0", "fit", ["stop", 2]], ["t0", "change", "data"], FIT]),
     ),
     "the best checkpoint at the last step": _program(
-        _trainer(max_steps=2, checkpoint_every_steps=1, keep_best="val_loss"), ("ddp", 2, [FIT, BEST])
+        _trainer(samples=24, max_steps=3, checkpoint_every_steps=1, keep_best="val_loss"), ("ddp", 2, [FIT, BEST])
     ),
     "the best checkpoint at a stop": _program(
         _trainer(checkpoint_every_steps=1, keep_best="val_loss", keep_last=1, samples=24, change=["lr", 1]),

@@ -144,7 +144,7 @@ def _check_sequence(case: Case, ranks: Pool) -> list[str]:
                 if name not in created:
                     oracle.enter(settings)
                 try:
-                    reason = _find_refusal(case["objects"][name], oracle, own, verb)
+                    reason = _find_refusal(case["objects"][name], oracle, own)
                     if reason is not None:
                         ranks.refusals[reason] += 1
                         ranks.replace(layout)
@@ -168,7 +168,7 @@ def _check_sequence(case: Case, ranks: Pool) -> list[str]:
     return []
 
 
-def _find_refusal(definition: Case, oracle: Any, own: list[list[Any]], verb: str) -> str | None:
+def _find_refusal(definition: Case, oracle: Any, own: list[list[Any]]) -> str | None:
     """Return why unitrain may refuse a call, None if it did not refuse it. Raise _FailedError for another error."""
     errors = [records[0]["error"] if records else ("NotReached", "an earlier call failed", "") for records in own]
     if not any(errors):
@@ -179,7 +179,7 @@ def _find_refusal(definition: Case, oracle: Any, own: list[list[Any]], verb: str
         (error for error in errors if error is not None), key=lambda error: error[0] == "CollectiveTimeoutError"
     )
     if len(kinds) == 1:
-        for reason, classes in sequence_oracle.allowed_refusals(definition, oracle, verb).items():
+        for reason, classes in sequence_oracle.allowed_refusals(definition, oracle, own[0][0]["events"]).items():
             if kinds <= classes:
                 return reason
     where = "" if len(kinds) == 1 else f" on some ranks only: {kinds}"

@@ -138,6 +138,7 @@ class TrainerOfProgram:
     ) -> None:
         self.case, self.backend, self.folder, self.events = case, backend, folder, events
         self.interruption = Interruption()
+        self.has_other_weights = False  # weights of a checkpoint, which the optimizer must not convert
         self.model = parts.Network(case)
         self.optimizer = parts.create_optimizer(case, self.model, late=False)
         scheduler_steps = None
@@ -222,6 +223,7 @@ class TrainerOfProgram:
             self.trainer.load_weights("best")
         except unitrain.CheckpointError as error:
             return str(error)
+        self.has_other_weights = True
         return "loaded"
 
     def save(self, _: Any) -> None:
@@ -247,7 +249,7 @@ class TrainerOfProgram:
     def state(self) -> dict[str, Any]:
         """Return the state after a call. Optimizers with modes have the parameters of the evaluation mode."""
         group: Any = self.optimizer.param_groups[0]
-        was_training = group.get("train_mode", False)
+        was_training = group.get("train_mode", False) and not self.has_other_weights
         if was_training:
             set_mode(self.optimizer, train=False)
         average, sharded = self.trainer.averaged_model, self.case["shard"] != "none"

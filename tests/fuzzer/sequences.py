@@ -240,8 +240,8 @@ def _make_trainer_valid(case: Case) -> None:
     if case["scheduler"] == "ReduceLROnPlateau":
         case["scheduler_every"] = "epoch"
     features = set(case["features"])
-    if case["ema"] or "tied" in features:
-        features.discard("alias")
+    if case["ema"] or "tied" in features or case["optimizer"] == "ScheduleFree":
+        features.discard("alias")  # an average of shared memory depends on the order of the updates
     if case["optimizer"] == "ScheduleFree":
         case["ema"] = case["clip"] = None
     if "norm" in features:
@@ -280,6 +280,8 @@ def _make_loop_valid(case: Case) -> None:
             features.remove("tied")
         if "sync_norm" in features and (depends_on_rank or "LBFGS" in case["optimizers"]):
             features.remove("sync_norm")  # the ranks would call the layers in different orders
+        if "ScheduleFree" in case["optimizers"]:
+            features[:] = [name for name in features if name != "alias"]
         if "LBFGS" in case["optimizers"]:
             features[:] = [name for name in features if name not in ("branch", "unused", "alias")]
         case["unused"] = case["unused"] or bool({"unused", "branch", "embedding"} & set(features))
@@ -306,15 +308,19 @@ def _make_call_valid(call: Call, definition: Case, saved: set[str], ended: set[s
     if verb != "fit" or argument is None:
         return True
     end = argument[0]
+    changes_at_epoch = definition["data_change"] and definition["data_change_at"] == "epoch"
+    needs_validation = end in ("metric", "interrupt") and (definition["validation"] is None or changes_at_epoch)
+    reads_samples = definition["source"] == "map" and definition["loss"] != "tokens"
+    is_between_steps = end in ("stop", "on_epoch_end", "metric", "interrupt")
     if definition["max_seconds"]:
         call[2] = None
     elif (
-        end in ("metric", "interrupt") and (definition["validation"] is None or definition["data_change_at"] == "epoch")
-    ) or (end == "dataset" and (definition["source"] != "map" or definition["loss"] == "tokens")):
-        call[2] = ["on_step_end", argument[1]]
-    elif STATE_OF_FORWARD & set(definition["features"]) and end not in ("stop", "on_epoch_end", "metric", "interrupt"):
-        call[2] = ["on_step_end", argument[1]]  # a repeated forward pass would change the state again
-    if call[2] and call[2][0] == "on_epoch_end" and definition["data_change"]:
+        needs_validation
+        or (end == "dataset" and not reads_samples)
+        or (end == "on_epoch_end" and definition["data_change"])
+        # A repeated forward pass would change the state again.
+        or (STATE_OF_FORWARD & set(definition["features"]) and not is_between_steps)
+    ):
         call[2] = ["on_step_end", argument[1]]
     return True
 

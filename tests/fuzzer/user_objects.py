@@ -106,10 +106,11 @@ class TwinGenerators(Sampler[int]):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.orders = [RandomSampler(range(count), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        self.first = RandomSampler(range(count), generator=torch.Generator().manual_seed(1))
+        self.second = RandomSampler(range(count), generator=torch.Generator().manual_seed(2))
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return (i * self.count + j for i, j in zip(*self.orders, strict=True))
+        return (i * self.count + j for i, j in zip(self.first, self.second, strict=True))
