@@ -460,9 +460,9 @@ def allowed_refusals(case: Case, oracle: Any, events: Events) -> dict[str, set[s
     """Return the errors with which unitrain may refuse a call, by reason. Every rank must raise the same error, before
     it trains a step, if `events` has one, except for batches that are ambiguous in later steps only."""
     found: dict[str, set[str]] = {}
-    if case["kind"] == "loop" and len(case["loaders"]) > 1 and case["compose"] == "chain":
-        if any("sync_norm" in features for features in case["models"]):
-            found["a synchronized layer whose inputs may belong to a dummy batch of any loader"] = {"ModelError"}
+    synchronized = any("sync_norm" in features for features in case.get("models", ()))
+    if synchronized and len(case["loaders"]) > 1 and case["compose"] == "chain":
+        found["a synchronized layer whose inputs may belong to a dummy batch of any loader"] = {"ModelError"}
     if any(event["kind"] == "step" for event in events):
         return found
     errors = {"ConfigError", "ModelError", "UnsupportedError", "DataError"}
