@@ -604,22 +604,24 @@ def worker_of_next_batch(loader_iterator: Any) -> tuple[int, int, Any] | None:
 
 # --- DistributedDataParallel ---
 
+# The attribute of a module with the names of parameters and buffers that DDP ignores. Checked with torch 2.14.
+DDP_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+
 
 @contextmanager
 def exclude_from_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
     """Exclude the buffers `names` of `module` from a DistributedDataParallel that is constructed in this context.
     Checked with torch 2.14."""
-    attribute = "_ddp_params_and_buffers_to_ignore"
-    previous = getattr(module, attribute, None)
+    previous = getattr(module, DDP_IGNORED_NAMES, None)
     if names:
-        setattr(module, attribute, [*(previous or ()), *names])
+        setattr(module, DDP_IGNORED_NAMES, [*(previous or ()), *names])
     try:
         yield
     finally:
         if names and previous is None:
-            delattr(module, attribute)
+            delattr(module, DDP_IGNORED_NAMES)
         elif names:
-            setattr(module, attribute, previous)
+            setattr(module, DDP_IGNORED_NAMES, previous)
 
 
 class ReducerDDP(DistributedDataParallel):

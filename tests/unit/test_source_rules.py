@@ -54,7 +54,11 @@ STATE_OUTSIDE_OBJECTS = {
     "unitrain/backends/gradients/ddp_wrapper.py": {"_instances": SHARED},
     "unitrain/backends/gradients/end_of_backward.py": {"end_of_backward": "autograd has one queue of callbacks"},
     "unitrain/backends/gradients/power_sgd.py": {"_scaled_backwards": "the keys are the backward passes of autograd"},
-    "unitrain/backends/gradients/local_gradients.py": {"_instances": SHARED, "_step_check_handles": WEAK},
+    "unitrain/backends/gradients/local_gradients.py": {
+        "_instances": SHARED,
+        "_step_check_handles": WEAK,
+        "_other_optimizers": WEAK,
+    },
     "unitrain/backends/horovod/process_sets.py": {"_num_uses": "Horovod's process sets"},
     "unitrain/backends/horovod/runtime.py": dict.fromkeys(
         ("_servers", "_exported_settings", "_group_numbers", "_own_address", "_start_id"), "Horovod runs in the process"

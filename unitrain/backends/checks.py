@@ -25,7 +25,13 @@ from unitrain.backends.tensors import as_bytes, find_shared_memory
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
 from unitrain.monitoring.rank_status import format_ranks
-from unitrain.torch_compat import call_before_embedding_renorm, local_shard, shares_memory, unwrap_compiled
+from unitrain.torch_compat import (
+    DDP_IGNORED_NAMES,
+    call_before_embedding_renorm,
+    local_shard,
+    shares_memory,
+    unwrap_compiled,
+)
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
@@ -224,9 +230,9 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or broadcast its weights with backend.broadcast."
         )
-    if ignored := sorted(getattr(unwrap_compiled(model), "_ddp_params_and_buffers_to_ignore", ())):
+    if ignored := sorted(getattr(unwrap_compiled(model), DDP_IGNORED_NAMES, ())):
         raise ModelError(
-            f"{type(model).__name__}._ddp_params_and_buffers_to_ignore excludes {', '.join(ignored[:4])} from DDP, but "
+            f"{type(model).__name__}.{DDP_IGNORED_NAMES} excludes {', '.join(ignored[:4])} from DDP, but "
             "unitrain keeps all parameters and buffers equal on all ranks. Remove the attribute and, if the values "
             "differ between ranks, store them in an attribute that is neither a parameter nor a buffer: "
             "module.values = [tensor]."

@@ -13,6 +13,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import backward, batch, build, compute_loss, mean_gradients
+from unitrain.torch_compat import DDP_IGNORED_NAMES
 
 
 @contract
@@ -113,7 +114,7 @@ def training_weights_of_a_loss_that_is_not_distributed_raises(backend: Backend) 
 
 @contract
 def names_that_ddp_would_ignore_raise(backend: Backend) -> None:
-    model: Any = build()
-    model._ddp_params_and_buffers_to_ignore = {"0.bias"}
+    model = build()
+    setattr(model, DDP_IGNORED_NAMES, {"0.bias"})
     text = raises(ModelError, "excludes 0.bias from DDP", lambda: backend.distributed_model(model))
     assert_same_on_every_rank(backend, text)

@@ -48,6 +48,8 @@ class LocalGradientTracker:
     """
 
     _instances: ClassVar[WeakSet[LocalGradientTracker]] = WeakSet()
+    # The optimizers that were not passed to `distributed_optimizer`, after their first step.
+    _other_optimizers: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, _OutsideParameters]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -204,25 +206,21 @@ def _install_check_of_all_optimizers() -> None:
     register_optimizer_step_pre_hook(step_pre_hook(_check_any_optimizer))
 
 
-# The optimizers whose steps are checked by their own hook.
-_distributed_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-_undistributed_optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OutsideParameters] = WeakKeyDictionary()
-
-
 def _check_any_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ModelError if `optimizer`, which may not have been passed to `distributed_optimizer`, would update
     parameters with gradients that are not reduced. Called before each step of all optimizers."""
+    trackers, others = list(LocalGradientTracker._instances), LocalGradientTracker._other_optimizers
     if current_backward() != -1:
-        for tracker in list(LocalGradientTracker._instances):
+        for tracker in trackers:
             tracker.check_not_in_backward(optimizer)
-    elif optimizer not in _distributed_optimizers and LocalGradientTracker._instances:
-        for tracker in list(LocalGradientTracker._instances):
+    elif trackers and optimizer not in _step_check_handles:
+        for tracker in trackers:
             if tracker._local_ids:
                 tracker._check_local_gradients(optimizer)
-        if optimizer not in _undistributed_optimizers:
-            _undistributed_optimizers[optimizer] = _OutsideParameters(_parameters_outside_all_models(optimizer))
+        if optimizer in others:
+            others[optimizer].check()
         else:
-            _undistributed_optimizers[optimizer].check()
+            others[optimizer] = _OutsideParameters(_parameters_outside_all_models(optimizer))
 
 
 class _OutsideParameters:
