@@ -287,3 +287,21 @@ def compiled_models_are_reduced(backend: Backend) -> None:
 
             assert_gradients(model, mean_gradients(backend, twin, run))
         assert backend.unwrap(wrapped) is model
+
+
+@contract
+def backward_that_creates_a_graph_raises(backend: Backend) -> None:
+    """A second derivative that torch.autograd.grad computes is reduced; `backward(create_graph=True)` raises."""
+    model, twin = build(), build()
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
+    if backend.size > 1:
+        loss = compute_loss(wrapped(batch(backend.rank)))
+        raises(ModelError, "backward(create_graph=True) was called", lambda: loss.backward(create_graph=True))
+
+    def run(model: nn.Module, rank: int) -> None:
+        inputs = batch(rank).requires_grad_()
+        loss = compute_loss(model(inputs))
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+
+    assert_reduced(backend, wrapped, model, twin, run)

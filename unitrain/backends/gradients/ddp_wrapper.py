@@ -351,6 +351,12 @@ class DistributedModel(ReducerDDP, WrappedModel):
         pending, backward_id = self._pending, current_backward()
         if backward_id == pending.last_backward or self._has_left_group:
             return
+        if torch.is_grad_enabled() and self._reached_parameters():  # with create_graph=True
+            raise ModelError(
+                "backward(create_graph=True) was called on the output of a distributed model, but reduced gradients "
+                "have no history, so gradients of gradients would be those of this rank. Compute them with "
+                "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on a loss of them."
+            )
         forwards, reducing, prepared = pending.num_forwards, pending.num_reducing, pending.num_prepared
         pending.num_forwards = pending.num_reducing = pending.num_prepared = 0
         pending.last_backward = backward_id
