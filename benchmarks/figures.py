@@ -281,7 +281,7 @@ FIGURES: tuple[Figures, ...] = (
     ),
     (
         "README.md",
-        "throughput of the `Trainer` was {} (`ddp`) and {} times (`horovod`) that of a loop",
+        "throughput of the `Trainer` was {} (`ddp`) and {} times (`horovod`) that of a loop by hand",
         lambda: gpu_ratios("ddp", "horovod"),
     ),
     (
