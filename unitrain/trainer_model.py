@@ -3,7 +3,6 @@ interleaved logical ranks."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,10 +26,11 @@ from unitrain.optim.ema import WeightAverage
 from unitrain.optim.forward import Forward
 from unitrain.optim.loss_weighting import Loss
 from unitrain.optim.precision import Precision, allow_tf32
+from unitrain.output import get_logger
 from unitrain.progress.flops import FlopsMeasurement
 from unitrain.progress.stopping import StopCoordinator
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class StepComponents(NamedTuple):
