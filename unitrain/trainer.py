@@ -378,6 +378,9 @@ class Trainer(LoggingMethods):
             self._callbacks.call("on_step_end", self)
             if _is_multiple(progress.step, config.memory_checkpoint_every_steps):
                 self._save(in_memory=True)
+            is_last = self._run.is_epoch_at_limit or progress.step == config.max_steps  # `_complete_epoch` saves
+            if self._run.is_checkpoint_due and not is_last and not shard.ends_epoch(progress.position):
+                self._save()
             if self._is_loss_due():
                 self._report_loss(epoch)
             elif self._stopping.is_due(progress.step):
@@ -385,15 +388,9 @@ class Trainer(LoggingMethods):
             if config.dry_run:
                 self.stop("TrainConfig.dry_run trains one step")
                 self._synchronize()
-            if self._run.is_epoch_at_limit or progress.step == config.max_steps or self.stop_reason is not None:
+            if is_last or self.stop_reason is not None:
                 break
-            validates = _is_multiple(progress.step, config.validate_every_steps)
-            # At the end of an epoch, `_complete_epoch` validates and saves.
-            if (self._run.is_checkpoint_due or validates) and shard.ends_epoch(progress.position):
-                continue
-            if self._run.is_checkpoint_due:
-                self._save()
-            if validates:
+            if _is_multiple(progress.step, config.validate_every_steps) and not shard.ends_epoch(progress.position):
                 results = self._validate_in_fit(validation)
                 if validation and not results:  # after a preemption signal
                     break
@@ -444,7 +441,9 @@ class Trainer(LoggingMethods):
         self._synchronize()
         self._run.check_weights(self.backend.unwrap(self.model))
         with self._run.completing_epoch(self._timer.gather()):
-            if self._run.is_epoch_checkpoint_due or self.stop_reason is not None:
+            # After a preemption signal within an epoch, a saved step is not saved again, because little time remains.
+            is_sufficient = self._stopping.is_preempted and self._run.is_saved and progress.sample > 0
+            if not is_sufficient and (self._run.is_epoch_checkpoint_due or self.stop_reason is not None):
                 self._save()
         return end.results
 
