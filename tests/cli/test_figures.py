@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import sys
+from typing import Any
 
 import pytest
 from test_docs import PAGES, ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import figures
+# Not through sys.path: modules of benchmarks/ have the names of modules of tests/support.
+_spec: Any = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+figures = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(figures)
 
 # A ratio of a measurement, such as "1.28 (`ddp`) and 1.27 (`horovod`) times as long".
 RATIO = re.compile(r"\d\.\d+( \(`?\w+`?\))?( \[[\d.]+(, | to )[\d.]+\])? times (as (fast|long)|that |the )")
