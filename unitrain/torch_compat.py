@@ -608,22 +608,6 @@ def worker_of_next_batch(loader_iterator: Any) -> tuple[int, int, Any] | None:
 DDP_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 
 
-@contextmanager
-def exclude_from_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Exclude the buffers `names` of `module` from a DistributedDataParallel that is constructed in this context.
-    Checked with torch 2.14."""
-    previous = getattr(module, DDP_IGNORED_NAMES, None)
-    if names:
-        setattr(module, DDP_IGNORED_NAMES, [*(previous or ()), *names])
-    try:
-        yield
-    finally:
-        if names and previous is None:
-            delattr(module, DDP_IGNORED_NAMES)
-        elif names:
-            setattr(module, DDP_IGNORED_NAMES, previous)
-
-
 class ReducerDDP(DistributedDataParallel):
     """DistributedDataParallel whose reducer uses `reducer_group` instead of `process_group`. Checked with torch 2.14.
 
@@ -633,7 +617,7 @@ class ReducerDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, reducer_group: dist.ProcessGroup, **settings: Any) -> None:
         self._reducer_group = reducer_group
         super().__init__(module, **settings)
-        self.broadcast_buffers = False  # set afterwards, so that the constructor broadcasts buffers once
+        self.broadcast_buffers = False
 
     def rebuild_reducer(self) -> None:
         """Replace the reducer with one for the parameters that currently require grad, and remove the hooks of the old

@@ -53,7 +53,7 @@ from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.message_exchange import MessageExchange
-from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.objects import broadcast_in_parts, broadcast_with_tensors
 from unitrain.backends.optimizer_loading import load_optimizer_state
 from unitrain.backends.process_group_collectives import ProcessGroupCollectives
 from unitrain.backends.rank_groups import Subgroup, create_rank_groups
@@ -63,7 +63,6 @@ from unitrain.backends.sharding.gradient_reducer import TransferSettings
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous, check_free_descriptors
 from unitrain.errors import ConfigError
@@ -208,7 +207,9 @@ class ProcessGroupBackend(
         buffer_broadcaster = broadcaster if broadcaster.is_needed else None
         if shard == "parameters":
             return self._shard_model(model, shard_blocks, buffer_broadcaster, check_bucket, group, model_number)
-        broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
+        # DDP would broadcast tensors by dtype, and Gloo does not support all dtypes.
+        if self.size > 1:
+            broadcast_in_parts(self, [*model.parameters(), *model.buffers()])
         if logical_ranks is not None:
             reducer_group = ReducerGroup(
                 group.process_group, model_number, self._monitor, check_bucket, waits_on_stream=self._waits_on_stream

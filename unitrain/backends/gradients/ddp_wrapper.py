@@ -32,7 +32,6 @@ from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check
 from unitrain.backends.gradients.wrapped_model import WrappedModel, check_requires_grad_changes
-from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import EnvironmentVariableError, ModelError
@@ -42,7 +41,6 @@ from unitrain.torch_compat import (
     current_backward,
     ddp_finds_all,
     disable_compile,
-    exclude_from_ddp,
     gradient_hooks_disabled,
     has_torch,
     is_reached_by_backward,
@@ -143,18 +141,15 @@ class DistributedModel(ReducerDDP, WrappedModel):
         buffer_broadcaster: ForwardBufferBroadcaster | None,
         group: dist.ProcessGroup,
     ) -> None:
-        # DDP broadcasts parameters and buffers, but cannot write to expanded views, so the backend broadcasts these
-        # views.
-        expanded = [name for name, buffer in model.named_buffers() if is_expanded(buffer)]
-        with exclude_from_ddp(model, expanded):
-            super().__init__(
-                model,
-                reducer_group,
-                device_ids=[communicator.device] if communicator.device.type == "cuda" else None,
-                process_group=group,
-                find_unused_parameters=find_unused_parameters,
-                **read_bucket_settings(),
-            )
+        super().__init__(
+            model,
+            reducer_group,
+            device_ids=[communicator.device] if communicator.device.type == "cuda" else None,
+            init_sync=False,  # `Backend.distributed_model` has broadcast the parameters and buffers
+            process_group=group,
+            find_unused_parameters=find_unused_parameters,
+            **read_bucket_settings(),
+        )
         self._buffer_broadcaster = buffer_broadcaster
         self._sums_in_float32 = compressor == "none" and reducer_group.size() > 1 and has_half_precision(model)
         if compressor != "none":

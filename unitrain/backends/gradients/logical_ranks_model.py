@@ -21,7 +21,6 @@ from unitrain.backends.gradients.local_gradients import LocalGradientTracker, re
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
-from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ConfigError, ModelError
 from unitrain.monitoring.loop_counters import CountedForward
@@ -63,7 +62,6 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     ) -> None:
         super().__init__()
         self.module, self._communicator = model, communicator
-        broadcast_in_parts(communicator, [*model.parameters(), *model.buffers()])
         self._logical_ranks = logical_ranks
         self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
         self._buffer_broadcaster, self._reducer_group = buffer_broadcaster, reducer_group

@@ -19,9 +19,7 @@ from unitrain.backends.gradients.local_gradients import LocalGradientTracker
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel, check_requires_grad_changes
-from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, TransferSettings
-from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
@@ -61,9 +59,6 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     ) -> None:
         super().__init__()
         self.module = model
-        # `Backend.distributed_model` has already broadcast the expanded buffers.
-        buffers_to_send = [buffer for buffer in model.buffers() if not is_expanded(buffer)]
-        broadcast_in_parts(communicator, [*model.parameters(), *buffers_to_send])
         self._device = communicator.device
         self._reducer_group, self._buffer_broadcaster = reducer_group, buffer_broadcaster
         self._requires_sync, self._has_left_group = True, False
