@@ -174,6 +174,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 model,
                 self.allgather_object,
                 lambda: model_id not in self._accumulating_model_ids and not self._is_shut_down,
+                reduces_zeros=False,
             )
         compressor = self._compression_states.create(compression, inner, self)
         if compressor != "none":

@@ -228,3 +228,28 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
     # buffers between ranks and broadcasts the running statistics.
     counts = {name: calls.count(name) for name in set(calls)}
     assert counts == {"allreduce": 70, "broadcast": 70 + (1 if backend.size > 1 else 0)}, counts
+
+
+_DTYPES = (
+    torch.int8, torch.int16, torch.uint16, torch.bool, torch.bfloat16, torch.complex32, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+@contract
+def parameters_and_buffers_of_all_dtypes_equal_rank_0(backend: Backend) -> None:
+    model, values = nn.Linear(2, 1), torch.tensor([1.0, 0.0])
+    for index, dtype in enumerate(_DTYPES):
+        own = (values if backend.rank == 0 else 1 - values).to(dtype)
+        model.register_parameter(f"parameter{index}", nn.Parameter(own.clone(), requires_grad=False))
+        model.register_buffer(f"buffer{index}", own.clone())
+        model.register_buffer(f"expanded{index}", own[:1].expand(3))
+    wrapped = backend.distributed_model(model)
+    wrapped(torch.ones(2, 2)).sum().backward()
+    for index, dtype in enumerate(_DTYPES):
+        expected = values.to(dtype)
+        for tensor in (model.get_parameter(f"parameter{index}"), model.get_buffer(f"buffer{index}")):
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor.detach().view(torch.uint8), expected.view(torch.uint8)), dtype
+        expanded = model.get_buffer(f"expanded{index}").contiguous()
+        assert torch.equal(expanded.view(torch.uint8), expected[:1].repeat(3).view(torch.uint8)), dtype

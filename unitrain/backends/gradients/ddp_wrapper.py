@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.capabilities import Tunable
@@ -168,16 +169,17 @@ class DistributedModel(ReducerDDP, WrappedModel):
         reducer_group.on_reduced = self._gradient_tracker.mark_reduced
         self._communicator: Communicator | None = communicator
         self._find_models_with_shared_parameters()
-        if not find_unused_parameters:
-            # The names are exchanged through the store, because collectives of this backward pass are in flight on
-            # ranks that wait for a gradient.
-            register_first_backward_check(
-                self,
-                model,
-                partial(gather_unused, rendezvous, f"model/{reducer_group.model_number}"),
-                lambda: self.require_backward_grad_sync and not self._has_left_group,
-                model_number=reducer_group.model_number,
-            )
+        self._double_backward_hooks: list[RemovableHandle] = []
+        # The names are exchanged through the store, because collectives of this backward pass are in flight on ranks
+        # that wait for a gradient.
+        gather = partial(gather_unused, rendezvous, f"model/{reducer_group.model_number}")
+        register_first_backward_check(
+            self,
+            model,
+            None if find_unused_parameters else gather,
+            lambda: self.require_backward_grad_sync and not self._has_left_group,
+            model_number=reducer_group.model_number,
+        )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce gradients with `hook` instead of an allreduce, as in DistributedDataParallel. All ranks must call this
@@ -210,6 +212,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if not self._has_left_group:
             self._has_left_group = True
             self._gradient_tracker.stop()
+            self._remove_double_backward_hooks()
             self.release_groups()
             self._communicator = None
             del self._buffer_broadcaster
@@ -229,7 +232,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            _raise_if_unused(error)
+            self._raise_if_unused(error)
             raise
         if is_grad_enabled:
             tensors, reducer_group = tensors_requiring_grad(output), self._reducer_group
@@ -257,7 +260,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             try:
                 self.check_reducer_finished()
             except RuntimeError as error:
-                _raise_if_unused(error)
+                self._raise_if_unused(error)
                 raise
             self._gradient_tracker.check(optimizer)
 
@@ -316,6 +319,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         check_requires_grad_changes(self._communicator, names, self._last_requires_grad, requires_grad)
         self._last_requires_grad = requires_grad
         self._gradient_tracker.set_reduced_parameters(self._trainable_parameters())
+        self._remove_double_backward_hooks()  # for the former parameters
         self.rebuild_reducer()
         self._rebuilds_buckets = not self.find_unused_parameters
         if self.find_unused_parameters:
@@ -343,15 +347,21 @@ class DistributedModel(ReducerDDP, WrappedModel):
         passes may share one backward pass, and a backward pass outside `no_sync` may follow a forward pass inside it.
         """
         forward.mark_used()
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
         pending, backward_id = self._pending, current_backward()
         if backward_id == pending.last_backward or self._has_left_group:
             return
-        if torch.is_grad_enabled() and self._reached_parameters():  # with create_graph=True
-            raise ModelError(
-                "backward(create_graph=True) was called on the output of a distributed model, but reduced gradients "
-                "have no history, so gradients of gradients would be those of this rank. Compute them with "
-                "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on a loss of them."
-            )
+        if torch.is_grad_enabled():  # with create_graph=True
+            if self._reached_parameters():
+                raise ModelError(
+                    "backward(create_graph=True) was called on the output of a distributed model, but reduced "
+                    "gradients have no history, so gradients of gradients would be those of this rank. Compute them "
+                    "with torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on a loss of "
+                    "them."
+                )
+            self._add_double_backward_hooks()
         forwards, reducing, prepared = pending.num_forwards, pending.num_reducing, pending.num_prepared
         pending.num_forwards = pending.num_reducing = pending.num_prepared = 0
         pending.last_backward = backward_id
@@ -379,6 +389,39 @@ class DistributedModel(ReducerDDP, WrappedModel):
         except RuntimeError:  # parameters are unused; the next forward pass or step raises the error
             return
         self._rebuilds_buckets = not self.rebuild_buckets()
+
+    def _add_double_backward_hooks(self) -> None:
+        """Prepare the reducer also in backward passes that reach parameters, but no output, such as those of a gradient
+        penalty."""
+        if not self._double_backward_hooks:
+            weak_self = weakref.ref(self)  # parameters can outlive the distributed model
+
+            def begin(_gradient: Tensor) -> None:
+                if (model := weak_self()) is not None:
+                    model._begin_backward()
+
+            self._double_backward_hooks += [
+                parameter.register_hook(begin) for parameter in self._all_parameters if parameter.requires_grad
+            ]
+
+    def _remove_double_backward_hooks(self) -> None:
+        for handle in self._double_backward_hooks:
+            handle.remove()
+        self._double_backward_hooks.clear()
+
+    def _raise_if_unused(self, error: RuntimeError) -> None:
+        """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
+        if "Expected to have finished reduction in the prior iteration" in str(error):
+            fix = (
+                "although find_unused_parameters=True. Add all parameters with a factor of 0 to the loss: loss + 0 * "
+                "sum(parameter.sum() for parameter in model.parameters())."
+                if self.find_unused_parameters
+                else "so the gradients of this rank differ from those of the other ranks. Use all parameters in every "
+                "loss, or allow unused parameters: backend.distributed_model(model, find_unused_parameters=True)."
+            )
+            raise ModelError(
+                f"Some parameters received no gradient on this rank in the last backward pass, {fix}"
+            ) from error
 
     def _trainable_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
@@ -425,13 +468,3 @@ def read_bucket_mebibytes() -> tuple[int, int]:
             f"{text!r}. Use UNITRAIN_BUCKETS_MB=1,25"
         ) from None
     return first_mebibytes, other_mebibytes
-
-
-def _raise_if_unused(error: RuntimeError) -> None:
-    """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
-    if "Expected to have finished reduction in the prior iteration" in str(error):
-        raise ModelError(
-            "Some parameters received no gradient on this rank in the last backward pass, so the gradients of this "
-            "rank differ from those of the other ranks. Use all parameters in every loss, or allow unused parameters: "
-            "backend.distributed_model(model, find_unused_parameters=True)."
-        ) from error
