@@ -182,7 +182,7 @@ class Trainer(LoggingMethods):
             self._run.restore_optimizer_state(self.optimizer)
         self._optimizer_mode = OptimizerMode(self.optimizer)
         self._update = ParameterUpdate(
-            self.optimizer, model, self._precision, max_grad_norm=config.max_grad_norm,
+            self.optimizer, model, self._precision, loss_fn=self.loss_fn, max_grad_norm=config.max_grad_norm,
             average=self._weight_average if self._local_sgd is None else None,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )  # fmt: skip
@@ -590,6 +590,7 @@ class Trainer(LoggingMethods):
         self._running_loss.discard_step()
         self._loss_weighting.discard_step()
         self._precision.discard_step()
+        self._update.begin_fit()
 
 
 def _is_multiple(step: int, interval: int | None) -> bool:

@@ -27,7 +27,8 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_d
 from unitrain.bootstrap.overrides import load_tool_overrides
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.data.loading import Data, check_is_dataset
-from unitrain.errors import ConfigError, ModelError, UnsupportedError
+from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.optim.step import untrained_loss_error
 from unitrain.prediction_writer import PredictionWriter
 
 if TYPE_CHECKING:
@@ -104,12 +105,7 @@ def _check_loss_parameters(loss_fn: Any, model: nn.Module) -> None:
     own_ids = set(map(id, model.parameters()))
     names = [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in own_ids]
     if names:
-        raise ModelError(
-            f"Trainer(loss_fn), of class {type(module).__name__}, has trainable parameters outside of the model, "
-            f"such as {names[0]!r}, which the Trainer does not train. Make the loss a submodule of the model, let the "
-            "model return the loss, and pass all parameters to the optimizer: see unitrain.ModelLoss. If the "
-            "parameters are not to be trained, freeze them: loss_fn.requires_grad_(False)."
-        )
+        raise untrained_loss_error(f"Trainer(loss_fn), of class {type(module).__name__}, has {names[0]!r}")
 
 
 def _check_learning_rates(optimizer: torch.optim.Optimizer, config: Any) -> None:

@@ -89,6 +89,7 @@ class TrialSteps:
             trainer.optimizer,
             backend.unwrap(trainer.model),
             trainer.step_components.precision,
+            loss_fn=trainer.loss_fn,
             max_grad_norm=config.max_grad_norm,
             scheduler=None,
         )

@@ -1,4 +1,4 @@
-"""Contract tests of losses that are computed from gradients, and of nested backward passes."""
+"""Contract tests of losses that are computed from gradients, nested backward passes, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -121,4 +121,32 @@ def reentrant_checkpoints_of_a_shared_block_raise_on_every_rank(backend: Backend
                 ModelError, found, lambda wrapped=wrapped: compute_loss(wrapped(batch(backend.rank))).backward()
             )
             assert "use_reentrant=False" in text
+            assert_same_on_every_rank(backend, text)
+
+
+class _SparseGradient(nn.Module):
+    def __init__(self, *, uses_gather: bool) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.ones(5, 2)), nn.Parameter(torch.ones(2))
+        self.uses_gather = uses_gather
+
+    def forward(self, indices: Tensor) -> Tensor:
+        if self.uses_gather:
+            return torch.gather(self.weight, 0, indices[:, None].expand(-1, 2), sparse_grad=True) * self.gain
+        return nn.functional.embedding(indices, self.weight, sparse=True) * self.gain
+
+
+@contract
+def sparse_gradients_raise_on_every_rank(backend: Backend) -> None:
+    for uses_gather in (False, True):
+        # A single rank without DDP has no check if parameters may be unused.
+        for find_unused in (False,) if backend.size == 1 else (False, True):
+            wrapped = backend.distributed_model(
+                _SparseGradient(uses_gather=uses_gather), find_unused_parameters=find_unused
+            )
+            text = raises(
+                ModelError,
+                "The gradient of parameter 'weight' is a tensor of layout torch.sparse_coo",
+                lambda wrapped=wrapped: wrapped(torch.tensor([backend.rank, 1])).sum().backward(),
+            )
             assert_same_on_every_rank(backend, text)

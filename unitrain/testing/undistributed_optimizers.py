@@ -118,3 +118,18 @@ def names_that_ddp_would_ignore_raise(backend: Backend) -> None:
     setattr(model, DDP_IGNORED_NAMES, {"0.bias"})
     text = raises(ModelError, "excludes 0.bias from DDP", lambda: backend.distributed_model(model))
     assert_same_on_every_rank(backend, text)
+
+
+@contract
+def undistributed_optimizer_of_replaced_parameters_raises(backend: Backend) -> None:
+    model = build()
+    optimizer, later_optimizer = (torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1) for _ in range(2))
+    wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("Linear",))
+    backward(wrapped, backend.rank)
+    if isinstance(backend, LocalBackend):  # does not replace parameters
+        optimizer.step()
+        return
+    for _ in range(2):
+        text = raises(ModelError, "has replaced, such as '0.weight', so it would not change the model", optimizer.step)
+        assert_same_on_every_rank(backend, text)
+    backend.distributed_optimizer(later_optimizer, wrapped, shard="parameters").step()

@@ -44,7 +44,8 @@ class LocalGradientTracker:
       `track`.
 
     `completes_before_hooks` states that a gradient is reduced before its post-accumulate hooks run, so that an
-    optimizer may step in such a hook.
+    optimizer may step in such a hook. `find_replacement` returns the parameter of `model` that has replaced a
+    parameter, or the parameter itself.
     """
 
     _instances: ClassVar[WeakSet[LocalGradientTracker]] = WeakSet()
@@ -57,9 +58,10 @@ class LocalGradientTracker:
         is_accumulating: Callable[[], bool] | None = None,
         *,
         completes_before_hooks: bool = False,
+        find_replacement: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         _install_check_of_all_optimizers()
-        self._completes_before_hooks = completes_before_hooks
+        self._completes_before_hooks, self._find_replacement = completes_before_hooks, find_replacement
         self._parameters = list(model.parameters())
         self._names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names_by_id)
@@ -186,6 +188,20 @@ class LocalGradientTracker:
         if unknown := _parameters_outside_all_models(optimizer):
             raise _error_for_parameters_outside_all_models(unknown)
 
+    def check_not_replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if `optimizer` has parameters that shards have replaced in the model."""
+        if self._find_replacement is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (replacement := self._find_replacement(parameter)) is not parameter:
+                    raise ModelError(
+                        "optimizer.step() was called on parameters that backend.distributed_model(model, "
+                        f"shard='parameters') has replaced, such as {self._names_by_id.get(id(replacement))!r}, so it "
+                        "would not change the model. Distribute the optimizer before its first step: optimizer = "
+                        'backend.distributed_optimizer(optimizer, model, shard="parameters").'
+                    )
+
     def check_not_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if a hook steps `optimizer` in a backward pass that has not yet reduced the gradients of its
         parameters."""
@@ -220,6 +236,8 @@ def _check_any_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if optimizer in others:
             others[optimizer].check()
         else:
+            for tracker in trackers:
+                tracker.check_not_replaced(optimizer)
             others[optimizer] = _OutsideParameters(_parameters_outside_all_models(optimizer))
 
 

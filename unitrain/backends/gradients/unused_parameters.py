@@ -36,8 +36,9 @@ def register_first_backward_check(
     """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
     parameter of `model` that requires grad. Return a function that ends the check.
 
-    With `reduces_zeros`, they also raise ModelError if DDP's reducer would reduce a gradient before it is complete,
-    because nested backward passes, such as those of reentrant activation checkpointing, compute it.
+    They also raise ModelError for a sparse gradient and, with `reduces_zeros`, if DDP's reducer would reduce a gradient
+    before it is complete, because nested backward passes, such as those of reentrant activation checkpointing, compute
+    it.
 
     Args:
         wrapped: the module that the user calls.
@@ -69,6 +70,12 @@ def register_first_backward_check(
             is_repeated = last_used.get(parameter, -1) >= checked_backward
             if is_repeated or (allgather is None and backward != checked_backward):
                 raise _nested_backward_error(names[parameter], is_repeated=is_repeated)
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ModelError(
+                f"The gradient of parameter {names[parameter]!r} is a tensor of layout {parameter.grad.layout}, which "
+                "unitrain does not reduce. Compute a dense gradient, for example with "
+                "torch.nn.functional.embedding(..., sparse=False)."
+            )
         last_used[parameter] = backward
 
     def on_end_of_backward() -> None:

@@ -234,7 +234,10 @@ class ShardedModel(nn.Module, WrappedModel):
         self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
         self._last_requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._gradient_tracker = LocalGradientTracker(
-            unwrap_compiled(model), lambda: self._is_accumulating, completes_before_hooks=True
+            unwrap_compiled(model),
+            lambda: self._is_accumulating,
+            completes_before_hooks=True,
+            find_replacement=sharded_parameters.parameter_after_sharding,
         )
         self._model_number = model_number
         self._used_names: set[str] | None = set()  # None after the first backward pass has been checked
