@@ -408,7 +408,7 @@ class TrainConfig:
             raise ConfigError(
                 f"TrainConfig takes either max_epochs or max_steps, got {description}. Use TrainConfig(max_epochs=10)."
             )
-        fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to handle no signal'
+        fix = 'Use preemption_signals=("SIGTERM", "SIGHUP", "SIGUSR1"), or () to handle no signal'
         types = (tuple, list)
         validation.check_instance(
             _full_name("preemption_signals"), self.preemption_signals, types, "a tuple of names", fix

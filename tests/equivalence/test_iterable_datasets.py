@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from groups import GROUPS_ON_DDP
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -32,6 +31,7 @@ from unitrain.data.dummy_batches import NO_BATCH, plan_steps
 from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings
+from unitrain.output import plain_console
 from unitrain.progress import display
 from unitrain.testing import RankGroup
 
@@ -890,7 +890,7 @@ def test_batch_sizes_are_exchanged_once_for_all_prefetched_batches(
 
 @pytest.mark.parametrize("progress", ["lines", "bar"])
 def test_run_of_unknown_length_shows_its_step_count(progress: str) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    console = plain_console(file=io.StringIO(), force_terminal=True, width=120)
     shown = display._Lines(console) if progress == "lines" else display._Bar(console)
     shown.interval_seconds = -1.0
     with shown:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
@@ -26,6 +25,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
+from unitrain.output import plain_console
 from unitrain.progress import display
 from unitrain.trainer import Trainer
 
@@ -479,7 +479,7 @@ def test_progress_draws_a_bar_on_a_terminal(capfd: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize("display_class", [display._Lines, display._Bar])
 def test_progress_fits_80_columns(display_class: type[display._TimedDisplay]) -> None:
     screen = io.StringIO()
-    shown = display_class(Console(file=screen, force_terminal=True, width=80, color_system=None))
+    shown = display_class(plain_console(file=screen, force_terminal=True, width=80, color_system=None))
     shown.interval_seconds = -1.0
     with shown:
         shown.start(12_345, 100)
@@ -499,7 +499,7 @@ def test_progress_fits_80_columns(display_class: type[display._TimedDisplay]) ->
 @pytest.mark.parametrize("display_class", [display._Lines, display._Bar])
 def test_brackets_in_messages_and_names_are_not_markup(display_class: type[display._TimedDisplay]) -> None:
     screen = io.StringIO()
-    with display_class(Console(file=screen, width=80, color_system=None)) as shown:
+    with display_class(plain_console(file=screen, width=80, color_system=None)) as shown:
         shown.start(3, 1)
         shown.show_message("stopped after step 1: see [/tmp/x] and [red]")
         shown.show_validation(1, {"val_[bold]": 0.5})

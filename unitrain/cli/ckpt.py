@@ -209,4 +209,9 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     click.echo(
         f"{foreign_checkpoint.format_name}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}"
     )
+    if epoch is None and foreign_checkpoint.epoch and "dictionary" in foreign_checkpoint.format_name:
+        count = foreign_checkpoint.epoch
+        click.echo(
+            f"{count} epochs are completed. If {count} is the index of the last epoch, pass: --epoch {count + 1}"
+        )
     click.echo(replace_unprintable(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)'))

@@ -138,8 +138,9 @@ def untrained_loss_error(found: str) -> ModelError:
     """Return the error for trainable parameters of the loss function. `found` states a parameter."""
     return ModelError(
         f"{found}, a trainable parameter outside of the model, which the Trainer does not train. Make the loss a "
-        "submodule of the model, let the model return the loss, and pass all parameters to the optimizer: see "
-        "unitrain.ModelLoss. If the parameters are not to be trained, freeze them: loss_fn.requires_grad_(False)."
+        "submodule of the model, and pass all parameters to the optimizer: model.criterion = loss_fn; "
+        "Trainer(model, SGD(model.parameters(), ...), model.criterion). If the parameters are not to be trained, "
+        "freeze them: loss_fn.requires_grad_(False)."
     )
 
 
