@@ -18,12 +18,12 @@ from unitrain.data.batch import BatchInfo
 from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
-from unitrain.errors import DataError
+from unitrain.errors import DataError, add_note
 from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.forward import Forward
-from unitrain.optim.loss_weighting import LossKind, LossOutput, check_one_loss_kind, read_loss
+from unitrain.optim.loss_weighting import Loss, LossKind, LossOutput, check_one_loss_kind, read_loss
 from unitrain.optim.model_loss import agree_on_shifted_labels
 from unitrain.optim.precision import Precision
 from unitrain.prediction import Outputs
@@ -86,7 +86,7 @@ class Evaluation:
                 local_samples += samples
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
-                    loss = read_loss(self._loss_fn(output, target))
+                    loss = self._compute_loss(output, target)
                 losses.add_loss(loss.value, samples, loss.tokens)
                 if samples:
                     loss_kinds.add(loss.kind)
@@ -150,6 +150,19 @@ class Evaluation:
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, predict_shard)
+
+    def _compute_loss(self, output: Any, target: Any) -> Loss:
+        try:
+            return read_loss(self._loss_fn(output, target))
+        except Exception as error:
+            if not isinstance(output, torch.Tensor):
+                add_note(
+                    error,
+                    f"loss_fn got the output of the model in eval mode, of class {type(output).__name__}. Some "
+                    "models, such as the detectors of torchvision, return losses in training mode only. Let loss_fn "
+                    "accept both kinds of output, or call fit without validation data.",
+                )
+            raise
 
     def _batches(
         self,

@@ -108,3 +108,26 @@ def test_loss_parameters_of_the_model_are_trained() -> None:
     model.forward = lambda inputs: model[0](inputs)  # type: ignore[method-assign, assignment]
     _fit(_closure(loss), model=model)
     assert loss.factor.item() != 1
+
+
+class Detector(nn.Module):
+    """Returns losses in training mode, and detections in eval mode, as the detectors of torchvision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.layer(x)
+        return {"box": output.square().mean()} if self.training else [output]
+
+
+def test_error_of_a_loss_function_in_eval_mode_states_the_mode() -> None:
+    model, data = Detector(), TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=2, progress="off")
+    backend, optimizer = LocalBackend(torch.device("cpu")), torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = unitrain.Trainer(model, optimizer, lambda losses, _: losses["box"], backend=backend, config=config)
+    trainer.fit(data)
+    with pytest.raises(TypeError) as caught:
+        trainer.evaluate(data)
+    assert "the output of the model in eval mode, of class list" in "".join(caught.value.__notes__)

@@ -64,8 +64,8 @@ def register_first_backward_check(
 
     def on_gradient(parameter: Tensor) -> None:
         backward = current_backward()
-        if follows_gradient_graph:  # a loss of gradients does not depend on the outputs
-            begin_check()
+        if follows_gradient_graph and (begin := begin_reference()) is not None:
+            begin()  # a loss of gradients does not depend on the outputs
         if reduces_zeros and checked_backward != -1:
             is_repeated = last_used.get(parameter, -1) >= checked_backward
             if is_repeated or (allgather is None and backward != checked_backward):
@@ -109,6 +109,9 @@ def register_first_backward_check(
             checked_backward = backward
             stage = BackwardStage.FIND_UNUSED_PARAMETERS if reduces_zeros else BackwardStage.RAISE_ERRORS
             end_of_backward.add(stage, on_end_of_backward, model_number)
+
+    # `begin_check` refers to `wrapped`, which the hooks of its parameters must not keep alive.
+    begin_reference = weakref.ref(begin_check)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
