@@ -131,8 +131,9 @@ class TrainConfig:
     """
     ema_decay: float | None = None
     """Maintain an exponential moving average of the weights, which starts as a copy of the weights after the first
-    step, and is updated after each further step: average = ema_decay * average + (1 - ema_decay) * weight. Buffers are copied, not averaged. Evaluation uses the average. With `local_sgd`, the
-    average is updated at each synchronization, with ema_decay**steps.
+    step, and is updated after each further step: average = ema_decay * average + (1 - ema_decay) * weight. Buffers are
+    copied, not averaged. Evaluation uses the average. With `local_sgd`, the average is updated at each
+    synchronization, with ema_decay**steps.
     """
     check_weights: bool = True
     """Compare the weights of all ranks at the end of each epoch and before each checkpoint on disk; differences that
