@@ -115,7 +115,8 @@ def _check_learning_rates(optimizer: torch.optim.Optimizer, config: Any) -> None
     for group_index, group in enumerate(optimizer.param_groups):
         description = f"lr in parameter group {group_index} of the Trainer's {name}"
         # Optimizers that compute their own learning rates, such as Adafactor of transformers, have lr=None.
-        if "lr" in group and group["lr"] is None:
+        # Those of torch do not.
+        if "lr" in group and group["lr"] is None and not type(optimizer).__module__.startswith("torch.optim"):
             if getattr(config, "lr_scaling", "none") != "none":
                 raise ConfigError(
                     f"{description} is None, so TrainConfig.lr_scaling {config.lr_scaling!r} cannot scale it. "

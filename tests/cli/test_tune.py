@@ -284,7 +284,7 @@ def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monke
     found = plan_launch("-np", "2")
     assert "OMP_NUM_THREADS" not in found.output, "variables set by the user must take precedence"
     found = plan_launch("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
-    assert "UNITRAIN_BUCKETS_MB=1,1" in found.stdout
+    assert "UNITRAIN_BUCKETS_MB=... " in found.stdout
     assert TUNED_FILE.name not in found.stderr, "the tuned settings must not be used"
     for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
         found = plan_launch(*options)

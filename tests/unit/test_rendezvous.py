@@ -326,6 +326,7 @@ def test_number_of_requests_per_rank_does_not_depend_on_the_number_of_ranks(
         del store.requests["check"]  # ranks poll with `check`
     assert sum((store.requests for store in stores), Counter()) == {
         "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 + 4 * size,
+        "delete_key": 8,  # the last reader removes the keys of an exchange
     }  # fmt: skip
     # For each of two keys, the last rank to post verifies each value, and each rank verifies the complete list twice,
     # in `check` and in `get`.

@@ -21,7 +21,7 @@ from unitrain.validation import is_positive_integer
 
 TUNED_FILE = Path("unitrain-tuned.json")
 _MAX_BYTES = 1 << 24
-_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
+_NUMBERS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?(,[0-9]{1,15})?")  # for example 0.5, or the bucket sizes 5,25
 _PRINTABLE = re.compile(r"[ -~]{0,1000}")  # for the variables of a plug-in
 # Variables that `unitrain tune` may set for the built-in backends.
 BUILT_IN_VARIABLES = frozenset(
@@ -243,7 +243,7 @@ def _parse_entry(entry: Any) -> TunedEntry:
     if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
         raise TypeError("'variables' of an entry is not an object with strings")
     for name, value in variables.items():
-        if not (_NUMBER if name in BUILT_IN_VARIABLES else _PRINTABLE).fullmatch(value):
+        if not (_NUMBERS if name in BUILT_IN_VARIABLES else _PRINTABLE).fullmatch(value):
             raise ValueError(f"the value of {name!r} of an entry is {value[:40]!r}, which unitrain tune does not write")
     spread = entry.get("spread")
     if not isinstance(spread, list) or len(spread) != 2 or not all(map(_is_positive, (entry.get("gain"), *spread))):
