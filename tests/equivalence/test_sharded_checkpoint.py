@@ -55,6 +55,8 @@ class Network(nn.Module):
 class Counting(torch.optim.SGD):
     """An optimizer whose state has non-tensor values, and a tensor whose shape differs from the parameter."""
 
+    updates_parameters_independently = True
+
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for group in self.param_groups:

@@ -375,8 +375,9 @@ def test_checkpoints_are_written_at_an_interval_of_minutes(tmp_path: Path, monke
     settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
     make_trainer(output_dir=tmp_path, callbacks=[AdvanceClock()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
-    # Checkpoints at 3 and 9 minutes are due by time. At 6 and 12 minutes, an epoch ends.
-    assert written == [3, 6, 9, 12]
+    # At the sync points of steps 3 and 9, checkpoints are due by time; they are saved after the next step. After steps 6
+    # and 12, an epoch ends.
+    assert written == [4, 6, 10, 12]
 
 
 def test_three_checkpoints_are_kept_by_default(tmp_path: Path) -> None:

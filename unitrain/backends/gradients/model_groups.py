@@ -98,8 +98,8 @@ class ModelGroups:
         return None
 
     def group_of(self, model: object) -> ModelGroup:
-        """Return the group of the distributed `model`."""
-        return next(group for group in self._groups if group.is_used_by(model))
+        """Return the group of the distributed `model`, or the default group for a model that is not distributed."""
+        return next((group for group in self._groups if group.is_used_by(model)), self._groups[0])
 
     def leave(self) -> None:
         """Release all groups."""
