@@ -489,7 +489,10 @@ def test_invalid_values_are_reported_before_the_backend_starts(
         ("warmup_steps: 3", "Use lr_scaling: linear, or leave warmup_steps out and give the Trainer a scheduler."),
         ("resume: true", "Use output_dir: runs/first, resume: true, or pass a checkpoint: resume: runs/first."),
         ("local_sgd: 4\ncompression: bf16", "Use local_sgd: {steps: 25, compression: bf16}, or leave local_sgd out."),
-        ("preemption_signals: [SIGKILL]", "Use preemption_signals: [SIGTERM, SIGUSR1], or () to handle no signal."),
+        (
+            "preemption_signals: [SIGKILL]",
+            "Use preemption_signals: [SIGTERM, SIGHUP, SIGUSR1], or () to handle no signal.",
+        ),
     ],
 )
 def test_fixes_use_the_syntax_of_configuration_files(text: str, fix: str, folder: Path) -> None:

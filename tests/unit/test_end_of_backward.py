@@ -17,7 +17,7 @@ from unitrain.torch_compat import queue_backward_callback
 
 ORDER = [
     "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "WAIT_FOR_WORK_OBJECTS", "MARK_REDUCED", "DDP",
-    "RAISE_ERRORS",
+    "REBUILD_BUCKETS", "RAISE_ERRORS",
 ]  # fmt: skip
 
 
