@@ -375,8 +375,8 @@ def test_checkpoints_are_written_at_an_interval_of_minutes(tmp_path: Path, monke
     settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
     make_trainer(output_dir=tmp_path, callbacks=[AdvanceClock()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
-    # At the sync points of steps 3 and 9, checkpoints are due by time; they are saved after the next step. After steps 6
-    # and 12, an epoch ends.
+    # At the sync points of steps 3 and 9, checkpoints are due by time, and are saved after the next step. After steps
+    # 6 and 12, an epoch ends.
     assert written == [4, 6, 10, 12]
 
 
