@@ -34,7 +34,10 @@ def raise_on_all_ranks(communicator: Communicator, error: Exception | None) -> N
                 add_note(rank_error, f"Rank {rank} raised this error, and all ranks raise it.")
                 if isinstance(communicator, Backend):  # another communicator may number its ranks differently
                     rank_error.failed_rank = rank
-            raise rank_error
+            if error is None or rank_error is error:
+                raise rank_error
+            # This rank has an error, too, which explains where it failed.
+            raise rank_error from error.__cause__ or error
 
 
 class ErrorOnAllRanks(Exception):  # noqa: N818, not raised to the user
