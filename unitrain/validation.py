@@ -116,8 +116,8 @@ def check_path(name: str, value: Any, fix: str, *, optional: bool = False) -> An
         raise ConfigError(f"{name} must be a path, got {str(value)!r}, which has a NUL character. {fix}.")
     if _URL.match(str(value)):
         raise ConfigError(
-            f"{name} must be the path of a folder that is mounted on every host, got the URL {str(value)!r}. {fix}, "
-            "and copy the folder to the URL, or mount the bucket."
+            f"{name} must be a path in a file system that is mounted on every host, got the URL {str(value)!r}. {fix}, "
+            "and copy it to the URL, or mount the bucket."
         )
     if not str(value).startswith("~"):
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -221,6 +222,12 @@ class Code:
             {"model": STATE, "optimizer_states": [COMPLETE["optimizer"]] * 2},
             "has 2 optimizers or schedulers, but unitrain supports one",
         ),
+        ({"model": STATE, "optimizer": 5}, "file.pt' must be a state dictionary, got 5. Save optimizer.state_dict()"),
+        (
+            {"model": STATE, "optimizer": {"G": COMPLETE["optimizer"]}},
+            "must be a state dictionary, got an object of cl",
+        ),
+        ({"model": STATE, "lr_schedulers": ["cosine"]}, "must be a state dictionary, got 'cosine'. Save scheduler.st"),
     ],
 )
 def test_unsupported_checkpoints_are_rejected(tmp_path: Path, content: Any, found: str) -> None:
@@ -400,15 +407,24 @@ def test_fifos_are_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["step", "epoch"])
-@pytest.mark.parametrize("number", [-5, 10**40, 2**63])
-def test_step_and_epoch_outside_the_range_are_refused(number: int, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [-5, 10**40, 2**63, "x", math.nan, 1.5, True, [1]])
+def test_step_and_epoch_that_are_not_counts_are_refused(number: Any, key: str, tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.ones(2)}, key: number}, tmp_path / "model.pt")
     result = ckpt("convert", tmp_path / "model.pt", tmp_path / "out")
     assert result.exit_code == 1
-    assert f"Error: The {key} of '{tmp_path}/model.pt' is {number:.4g}, but must be from 0" in result.output
+    assert f"Error: The {key} of '{tmp_path}/model.pt' must be a whole number from 0 to" in result.output
+    assert f", got {number!r}. Set it" in result.output
     assert result.output.strip().endswith(f"Set it: --{key} 0")
     assert ckpt("convert", tmp_path / "model.pt", tmp_path / "out", f"--{key}", "3").exit_code == 0
     assert ckpt("ls", tmp_path / "out").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["convert", "consolidate"])
+@pytest.mark.parametrize("target", ["s3://bucket/run", ""])
+def test_urls_and_empty_targets_are_refused(target: str, command: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    result = ckpt(command, tmp_path / "model.pt", target)
+    assert (result.exit_code, f"got {'the URL ' if target else ''}{target!r}. Use a" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64")])

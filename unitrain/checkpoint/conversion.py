@@ -7,7 +7,6 @@ files, and folders of Accelerate's `save_state`.
 
 from __future__ import annotations
 
-import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.files import read_tensors
 from unitrain.errors import CheckpointError
+from unitrain.validation import describe_value, is_finite_number
 
 # Common keys, compared case-insensitively. The first one found is used.
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
@@ -31,14 +31,14 @@ _DDP_PREFIX = "module."
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint of another program: its model, and other state if present."""
+    """A checkpoint of another program: its model, and other state if present. `parse_count` checks the counts."""
 
     format_name: str
     model: dict[str, Tensor]
     optimizer: dict[str, Any] | None
     scheduler: dict[str, Any] | None
-    epoch: int | None
-    step: int | None
+    epoch: Any
+    step: Any
 
 
 def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
@@ -87,15 +87,12 @@ def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
             'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
         )
     is_lightning = "pytorch-lightning_version" in entries
-    epoch, step = (
-        _parse_number(_first_present(entries, _EPOCH_KEYS)),
-        _parse_number(_first_present(entries, _STEP_KEYS)),
-    )
+    epoch, step = _first_present(entries, _EPOCH_KEYS), _first_present(entries, _STEP_KEYS)
     if is_lightning:
         epoch = _lightning_epochs(entries.get("loops"), epoch)
     format_name = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
-    optimizer = _single_state(path, _first_present(entries, _OPTIMIZER_KEYS))
-    scheduler = _single_state(path, _first_present(entries, _SCHEDULER_KEYS))
+    optimizer = _optimizer_state(path, _first_present(entries, _OPTIMIZER_KEYS))
+    scheduler = _single_state(path, "scheduler", _first_present(entries, _SCHEDULER_KEYS))
     return ForeignCheckpoint(format_name, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
 
 
@@ -112,8 +109,9 @@ def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
             f"'{folder}' has neither model.safetensors nor pytorch_model.bin, which Accelerate's save_state "
             "writes. Pass the path of a file in the folder."
         )
-    files = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
-    optimizer, scheduler = (_load(file) if file.exists() else None for file in files.values())
+    files = [folder / f"{name}.bin" for name in ("optimizer", "scheduler")]
+    states = [_load(file) if file.exists() else None for file in files]
+    optimizer, scheduler = _optimizer_state(files[0], states[0]), _single_state(files[1], "scheduler", states[1])
     return ForeignCheckpoint("Accelerate folder", _strip_ddp_prefix(model), optimizer, scheduler, None, None)
 
 
@@ -159,10 +157,18 @@ def _first_present(entries: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((entries[name] for name in names if name in entries), None)
 
 
-def _single_state(path: Path, contents: Any) -> dict[str, Any] | None:
-    """Return a state, or the single state in a list such as Lightning's `optimizer_states`; None if there is none.
+def _optimizer_state(path: Path, contents: Any) -> dict[str, Any] | None:
+    state = _single_state(path, "optimizer", contents)
+    if state is not None and not (isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list)):
+        raise _not_a_state(path, "optimizer", state)
+    return state
 
-    Raises CheckpointError for a list of several states.
+
+def _single_state(path: Path, kind: str, contents: Any) -> dict[str, Any] | None:
+    """Return the state of the optimizer or scheduler (`kind`), or the single state in a list such as Lightning's
+    `optimizer_states`; None if there is none.
+
+    Raises CheckpointError for a list of several states, and for other objects.
     """
     if isinstance(contents, (list, tuple)):
         if len(contents) > 1:
@@ -171,10 +177,19 @@ def _single_state(path: Path, contents: Any) -> dict[str, Any] | None:
                 "with one of each."
             )
         contents = contents[0] if contents else None
-    return contents if isinstance(contents, dict) else None
+    if not (contents is None or isinstance(contents, dict)):
+        raise _not_a_state(path, kind, contents)
+    return contents
 
 
-def _lightning_epochs(loops: Any, epoch: int | None) -> int | None:
+def _not_a_state(path: Path, kind: str, found: Any) -> CheckpointError:
+    return CheckpointError(
+        f"The {kind} of '{path}' must be a state dictionary, got {describe_value(found)}. Save {kind}.state_dict(), "
+        f"or save the file without the {kind}."
+    )
+
+
+def _lightning_epochs(loops: Any, epoch: Any) -> Any:
     """Return the number of completed epochs in a Lightning checkpoint with the entries "loops" and "epoch".
 
     "epoch" is the index of the current epoch. Lightning increments it after it has written the checkpoint of the end of
@@ -191,8 +206,16 @@ def _lightning_epochs(loops: Any, epoch: int | None) -> int | None:
     return processed + bool(is_at_end)
 
 
-def _parse_number(value: Any) -> int | None:
+def parse_count(path: Path, name: str, value: Any) -> int:
+    """Return the number of epochs or steps (`name`) that is stored in `path`, or 0 for None. Raises CheckpointError for
+    a value that is not a whole number from 0 to 2**63 - 1."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return int(value) if is_number else None
+    if value is None:
+        return 0
+    if not is_finite_number(value) or value != int(value) or not 0 <= value < 2**63:
+        raise CheckpointError(
+            f"The {name} of '{path}' must be a whole number from 0 to {2**63 - 1}, got {describe_value(value)}. "
+            f"Set it: --{name} 0"
+        )
+    return int(value)

@@ -21,7 +21,8 @@ from typing import Any
 import click
 
 from unitrain import __version__
-from unitrain.errors import did_you_mean
+from unitrain.errors import ConfigError, did_you_mean
+from unitrain.validation import check_path
 
 _COMMANDS = {
     "bench": ("unitrain.cli.bench", "Benchmark collectives and training on every backend, and predict scaling."),
@@ -64,6 +65,19 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+class OutputPath(click.Path):
+    """Type of an option whose value is the path of a file or folder to write: not empty, and not a URL."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(path_type=Path, **settings)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(check_path("The path", value, "Use a path such as runs/first"), param, ctx)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 def check_output_file(option: str, path: Path | None, *, creates_folder: bool = False) -> None:

@@ -13,7 +13,7 @@ import click
 
 from unitrain import errors, launchers
 from unitrain.backends import registry
-from unitrain.cli import check_output_file, report_write_error
+from unitrain.cli import OutputPath, check_output_file, report_write_error
 from unitrain.cli.available import find_available_backends, parse_backends
 from unitrain.errors import ConfigError, MissingDependencyError, UnitrainError
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 json_option = click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the result to this file."
+    "--json", "json_file", type=OutputPath(dir_okay=False), help="Write the result to this file."
 )
 output_option = click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputPath(dir_okay=False),
     metavar="FILE",
     help="Write charts to this .png or .html file.",
 )

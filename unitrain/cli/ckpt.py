@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
+from unitrain.cli import OutputPath
 from unitrain.errors import CheckpointError
 from unitrain.output import plain_console, replace_unprintable
 
-# Larger numbers of steps and epochs are not stored as 64-bit integers.
-_MAX_COUNT = 2**63 - 1
 _PATH = click.Path(path_type=Path, exists=True)
 
 
@@ -126,7 +125,7 @@ def show(checkpoint: Path) -> None:
 
 @ckpt.command()
 @click.argument("checkpoint", type=_PATH)
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=OutputPath(dir_okay=False))
 @click.option("--average", is_flag=True, help="Write the averaged weights of a run with ema_decay.")
 @_report_errors
 def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
@@ -148,7 +147,7 @@ def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
 
 @ckpt.command()
 @click.argument("source", type=_PATH)
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=OutputPath(file_okay=False))
 @click.option("--strip-prefix", default="", help="Prefix to remove from the parameter names, such as 'model.'.")
 @click.option("--epoch", type=click.IntRange(min=0), help="Number of completed epochs. [default: as in SOURCE, else 0]")
 @click.option("--step", type=click.IntRange(min=0), help="Number of completed steps. [default: as in SOURCE, else 0]")
@@ -163,7 +162,7 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     from safetensors import SafetensorError
 
     from unitrain.checkpoint import files
-    from unitrain.checkpoint.conversion import read_foreign_checkpoint
+    from unitrain.checkpoint.conversion import parse_count, read_foreign_checkpoint
 
     foreign_checkpoint = read_foreign_checkpoint(source)
     if strip_prefix and not any(name.startswith(strip_prefix) for name in foreign_checkpoint.model):
@@ -173,16 +172,10 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
         )
     model = {name.removeprefix(strip_prefix): value for name, value in foreign_checkpoint.model.items()}
     progress = {
-        "epoch": (foreign_checkpoint.epoch or 0) if epoch is None else epoch,
-        "step": (foreign_checkpoint.step or 0) if step is None else step,
+        "epoch": parse_count(source, "epoch", foreign_checkpoint.epoch) if epoch is None else epoch,
+        "step": parse_count(source, "step", foreign_checkpoint.step) if step is None else step,
         "sample": 0,
     }
-    for name in ("epoch", "step"):
-        if not 0 <= progress[name] <= _MAX_COUNT:
-            raise CheckpointError(
-                f"The {name} of '{source}' is {progress[name]:.4g}, but must be from 0 to {_MAX_COUNT}. Set it: "
-                f"--{name} 0"
-            )
     training = {"optimizer": foreign_checkpoint.optimizer, "progress": progress}
     if foreign_checkpoint.scheduler is not None:
         training["scheduler"] = foreign_checkpoint.scheduler
@@ -209,8 +202,8 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     click.echo(
         f"{foreign_checkpoint.format_name}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}"
     )
-    if epoch is None and foreign_checkpoint.epoch and "dictionary" in foreign_checkpoint.format_name:
-        count = foreign_checkpoint.epoch
+    count = progress["epoch"]
+    if epoch is None and count and "dictionary" in foreign_checkpoint.format_name:
         click.echo(
             f"{count} epochs are completed. If {count} is the index of the last epoch, pass: --epoch {count + 1}"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from unitrain.cli import OutputPath
 from unitrain.errors import UnitrainError
 from unitrain.processes import exit_on_termination_signals
 
@@ -34,7 +35,7 @@ def horovod() -> None:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Number of parallel compile jobs. [default: limited by cores and memory]"
 )
-@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Wheel cache directory.")
+@click.option("--cache-dir", type=OutputPath(file_okay=False), help="Wheel cache directory.")
 @click.option("--no-install", is_flag=True, help="Only build the wheel and print its path.")
 @click.option("--force", is_flag=True, help="Rebuild even if the wheel is cached.")
 @click.option("--dry-run", is_flag=True, help="Print the build steps without running them.")

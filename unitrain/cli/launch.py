@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from unitrain import launchers, output
+from unitrain.cli import OutputPath
 from unitrain.errors import ConfigError
 from unitrain.launchers import LaunchError
 from unitrain.supervisor.checks import is_config_file
@@ -115,7 +116,7 @@ class _LaunchCommand(click.Command):
 )
 @click.option(
     "--log-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputPath(file_okay=False),
     metavar="FOLDER",
     help="Also write the output of each rank to FOLDER/rank-N.log, and print the last lines of the failed rank.",
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from unitrain.cli import FiniteRange, check_output_file, report_write_error
+from unitrain.cli import FiniteRange, OutputPath, check_output_file, report_write_error
 from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
@@ -47,9 +47,7 @@ _WARMUP_STEPS = 3
     show_default=True,
     help="Time limit of the run.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to this file."
-)
+@click.option("--json", "json_file", type=OutputPath(dir_okay=False), help="Also write the report to this file.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def memory(

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
+from unitrain.cli import OutputPath
 from unitrain.errors import ReportError
 
 
 @click.command()
 @click.argument("folders", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file. [default: report.html in RUN_DIR]"
-)
+@click.option("--output", type=OutputPath(), metavar="FILE", help="Output file. [default: report.html in RUN_DIR]")
 @click.option("--png", is_flag=True, help="Write the charts to a single PNG instead, by default report.png.")
 @click.option("--goodput", is_flag=True, help="Print the wall-clock time of the run by category, over all restarts.")
 def report(folders: tuple[Path, ...], output: Path | None, png: bool, goodput: bool) -> None:

@@ -13,7 +13,7 @@ import click
 
 from unitrain import launchers
 from unitrain.bootstrap import environment
-from unitrain.cli import FiniteRange, check_output_file, report_write_error
+from unitrain.cli import FiniteRange, OutputPath, check_output_file, report_write_error
 from unitrain.cli.available import find_available_backends, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
@@ -47,9 +47,7 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
     show_default=True,
     help="Time limit per run.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to this file."
-)
+@click.option("--json", "json_file", type=OutputPath(dir_okay=False), help="Also write the report to this file.")
 @click.argument("target")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def verify(
