@@ -12,7 +12,7 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT, check_address_of_first_h
 from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
 from unitrain.launchers.translation.job import Job, parse_number
-from unitrain.launchers.translation.words import as_typed, has_expansion, split, split_assignments
+from unitrain.launchers.translation.words import as_typed, has_expansion, join, split, split_assignments
 from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 
 _CD_PREFIX = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
@@ -21,7 +21,8 @@ _PYTHON_FLAG = re.compile(r"-[BEIOPSsu]+|-[WX].+")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
 _HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovod.horovodrun")
 _LOCAL_HOST_NAMES = ("localhost", "127.0.0.1")
-_PARSED_LAUNCHERS = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
+_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
+_PARSED_LAUNCHERS = f"{', '.join(_LAUNCHERS)}, python and unitrain launch"
 TARGETS: dict[str, Callable[[Job], Translation]] = {
     "torchrun": torchrun.build,
     "horovodrun": horovodrun.build,
@@ -65,6 +66,10 @@ def parse(line: str) -> Job:
         port=job.port or port,
         directory=job.directory or directory,
     )
+    name = as_typed(job.program[0]).rpartition("/")[2]
+    if name in _LAUNCHERS or any(module in job.program[1:3] for module in (*_TORCHRUN_MODULES, *_HOROVODRUN_MODULES)):
+        remark = f"The program that {launcher} starts is a launcher, which is not translated: {join(job.program)}."
+        job = replace(job, remarks=(*job.remarks, remark))
     return _without_defaults(job)
 
 

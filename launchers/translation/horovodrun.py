@@ -41,7 +41,7 @@ SYNTAX = Syntax(
     },
 )  # fmt: skip
 _TOPICS = topic_by_option(
-    ssh="--ssh-port --ssh-identity-file --start-timeout",
+    ssh="--ssh-port --ssh-identity-file",
     output="--output-filename --prefix-output-with-timestamp",
     elastic="--min-np --max-np --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range "
     "--host-discovery-script",

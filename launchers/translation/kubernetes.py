@@ -362,10 +362,11 @@ def _container_fields(
     if secrets:
         # --from-literal would show the values to every user who lists the processes of this host.
         namespace = f" --namespace {settings.namespace}" if settings.namespace else ""
-        create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
+        files = " ".join(f'--from-file={secret}=<(printf %s "${secret}")' for secret in secrets)
         remarks.append(
             f"The values of {', '.join(secrets)} are read from the secret {name}-env, which unitrain submit creates. "
-            f"To create it yourself, set them in a shell, and run: env | grep -E '^({'|'.join(secrets)})=' | {create}"
+            f"To create it yourself, set them in bash, and run: kubectl create secret generic {name}-env{namespace} "
+            f"{files}"
         )
     if variables:
         fields["env"] = variables

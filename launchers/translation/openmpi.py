@@ -58,12 +58,13 @@ SYNTAX = Syntax(
 )  # fmt: skip
 _TOPICS = topic_by_option(
     output="--output-filename --tag-output --timestamp-output --merge-stderr-to-stdout --xml --xml-file --xterm "
-    "--quiet --report-child-jobs-separately",
+    "--report-child-jobs-separately",
     binding="--bind-to --bind-to-core --bind-to-socket --cpu-set --cpu-list --cpus-per-proc --cpus-per-rank "
     "--use-hwthread-cpus",
-    mapping="--map-by --rank-by --rankfile --cartofile --bynode --bycore --npersocket --ppr --nolocal --oversubscribe "
+    mapping="--map-by --rank-by --rankfile --cartofile --bynode --bycore --npersocket --ppr --nolocal "
     "--nooversubscribe",
-    diagnosis="--report-bindings "
+    unneeded="--oversubscribe --allow-run-as-root",
+    diagnosis="--report-bindings --quiet "
     "--verbose --debug --debugger --tv --display-map --display-allocation --display-devel-map "
     "--display-devel-allocation --display-diffable-map --display-topo --debug-daemons --debug-devel --do-not-launch",
     elastic="--enable-recovery --disable-recovery --continuous --max-restarts",

@@ -60,11 +60,16 @@ SYNTAX = Syntax(
 )
 _TOPICS = topic_by_option(
     resources=_JOB_OPTIONS,
-    output="--output --error --label --unbuffered --quiet",
-    binding="--cpu-bind --mem-bind --accel-bind --gpu-bind --hint",
+    queue="--account --begin --clusters --comment --deadline --delay-boot --dependency --hold --job-name --mail-type "
+    "--mail-user --mcs-label --nice --no-kill --partition --priority --profile --propagate --qos --reboot "
+    "--reservation --time --time-min --wckey",
+    output="--output --error --label",
+    unneeded="--unbuffered --overcommit",
+    other="--input --gpu-bind",
+    binding="--cpu-bind --mem-bind --accel-bind --hint",
     mapping="--distribution --relative",
     grace="--signal",
-    diagnosis="--verbose --slurmd-debug",
+    diagnosis="--verbose --slurmd-debug --quiet",
 )
 
 
@@ -132,18 +137,24 @@ def build(job: Job) -> Translation:
     """Return the srun command, which runs in an allocation."""
     extra_options, remarks = options_for(job, LAUNCHER)
     placement = [*task_options(job.ranks_per_host)]
-    if job.hosts:
-        placement = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *placement]
+    hosts = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts)] if job.hosts else []
     variables = variables_for(job, LAUNCHER) | rendezvous_variables(job, remarks)
     if job.directory is not None:
         placement += ["--chdir", job.directory]
     srun_options = merge_options(DEFAULT_OPTIONS, extra_options)
     if len(job.ranks_per_host) > 1:
+        requested = [
+            word
+            for option in job.launcher_options
+            if option.launcher == LAUNCHER and option.topic in ("resources", "queue")
+            for word in option.words
+        ]
+        nodes = ["--nodes", str(len(job.ranks_per_host)), "--ntasks-per-node", str(max(job.ranks_per_host))]
         remarks.append(
             "Run the command in an allocation, such as the shell that this command starts: "
-            f"salloc --nodes {len(job.ranks_per_host)} --ntasks-per-node {max(job.ranks_per_host)}"
+            f"{join(['salloc', *hosts, *nodes, *requested])}"
         )
-    words = [LAUNCHER, *placement, *srun_options, *job.program]
+    words = [LAUNCHER, *hosts, *placement, *srun_options, *job.program]
     line = CommandLine(words, variables, private_names=job.private_values)
     return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_remarks(job)])
 

@@ -29,11 +29,11 @@ SYNTAX = Syntax(
     | {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"},
 )
 _TOPICS = topic_by_option(
-    rendezvous="--standalone --rdzv-backend --rdzv-id --rdzv-conf --rdzv-endpoint --local-addr --node-rank --role",
+    rendezvous="--standalone --rdzv-backend --rdzv-id --rdzv-conf --rdzv-endpoint --local-addr --node-rank",
     output="--log-dir --redirects --tee --log-line-prefix-template --local-ranks-filter --duplicate-stdout-filters "
     "--duplicate-stderr-filters --logs-specs",
     grace="--signals-to-handle --shutdown-timeout",
-    binding="--numa-binding --virtual-local-rank",
+    binding="--numa-binding",
 )
 
 

@@ -31,7 +31,7 @@ _OUTPUT = {
     "srun": "use --output FILE, with %t for the rank, or --label.",
     "sbatch": "the batch script sets --output. Add --label to srun.",
     "kubernetes": "use kubectl logs.",
-    "unitrain": "pass an option of the launcher with --launcher-args.",
+    "unitrain": "use --log-dir FOLDER.",
 }
 _BINDING = {
     "horovodrun": 'use --mpi --binding-args "--bind-to core".',
@@ -48,7 +48,7 @@ _GRACE = {
     "mpirun": "use -mca odls_base_sigkill_timeout SECONDS.",
     "torchrun": "use --shutdown-timeout SECONDS, and --signals-to-handle.",
     "srun": "request a warning with --signal=USR1@SECONDS.",
-    "sbatch": "request a warning with --signal=USR1@SECONDS.",
+    "sbatch": "the batch script requests a warning: --signal=USR1@SECONDS.",
     "kubernetes": "set terminationGracePeriodSeconds.",
     "unitrain": "pass an option of the launcher with --launcher-args.",
 }
@@ -83,15 +83,23 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
         },
         "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME for every rank.",
     ),
-    "diagnosis": ({}, "to display the command without running it, use: unitrain launch --dry-run."),
+    "diagnosis": (
+        {},
+        "it only inspects the launch. To display the command without running it, use: unitrain launch --dry-run.",
+    ),
+    "queue": (
+        {"kubernetes": "it is a setting of Slurm's queue."},
+        "it is a setting of Slurm's queue. Start the launcher in an allocation with this setting.",
+    ),
+    "unneeded": ({}, "it is not needed here."),
     "variables": (
         {
-            "mpirun": "name each with -x.",
-            "torchrun": "set them on each host.",
+            "mpirun": "name each variable with -x.",
+            "torchrun": "set the variables on each host.",
             "srun": "use --export.",
-            "unitrain": "name each with -x.",
+            "unitrain": "name each variable with -x.",
         },
-        "set them before the command.",
+        "set the variables before the command.",
     ),
     "other": ({}, "it has no equivalent here. Check whether the job depends on it."),
 }

@@ -429,8 +429,8 @@ def test_secrets_are_not_written_to_manifests_and_scripts(script: Path) -> None:
         result = submit("--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *submit_options, **variables)
         assert "abc" not in result.output
         assert (
-            "env | grep -E '^(HF_TOKEN|LEVEL)=' | kubectl create secret generic train-digits-env "
-            "--from-env-file=/dev/stdin"
+            'kubectl create secret generic train-digits-env --from-file=HF_TOKEN=<(printf %s "$HF_TOKEN") '
+            '--from-file=LEVEL=<(printf %s "$LEVEL")'
         ) in result.stderr
         named = ("--namespace", "team", "--kind", kind, "--image", "a", *submit_options)
         assert (

@@ -279,7 +279,7 @@ def placement_by_mpirun(options: str) -> list[tuple[str, int]]:
 
 
 def test_oversubscribed_hosts_of_open_mpi_get_more_ranks_than_slots() -> None:
-    option = LauncherOption("mpirun", ("--oversubscribe",), "mapping")
+    option = LauncherOption("mpirun", ("--oversubscribe",), "unneeded")
     found = parse("mpirun --oversubscribe -np 4 -H localhost python t.py")
     assert found == create_job(counts=(4,), backend="horovod", launcher_options=(option,))
     found = parse("mpirun -np 8 -H a:1,b:4 --oversubscribe python t.py")
@@ -811,10 +811,40 @@ def test_options_nested_in_mpi_args_are_translated() -> None:
     assert "--mpi-args '-x FOO -x BAR --bind-to core --mca btl_tcp_if_include eth1'" in horovodrun
 
 
-def test_remark_on_report_bindings_does_not_advise_to_bind() -> None:
-    line = "mpirun -np 2 --report-bindings --timeout 60 python t.py"
-    assert "--report-bindings of mpirun is left out: to display the command" in remarks(line, "torchrun")
-    assert "Check whether the job depends on it" in remarks(line, "torchrun")
+@pytest.mark.parametrize(
+    ("line", "target", "note"),
+    [
+        ("horovodrun -np 2 --verbose python t.py", "torchrun", "--verbose of horovodrun is left out: it only inspects"),
+        (
+            "horovodrun -np 2 --start-timeout 9 python t.py",
+            "mpirun",
+            "--start-timeout 9 of horovodrun is left out: it ",
+        ),
+        ("mpirun -np 2 --report-bindings python t.py", "torchrun", "--report-bindings of mpirun is left out: it only "),
+        ("mpirun -np 2 --timeout 60 python t.py", "torchrun", "Check whether the job depends on it"),
+        ("mpirun -np 2 --oversubscribe python t.py", "torchrun", "--oversubscribe of mpirun is left out: it is not ne"),
+        ("mpirun -np 2 --tag-output python t.py", "unitrain", "is left out: use --log-dir FOLDER."),
+        ("srun -n 2 -N 1 -t 9 python t.py", "torchrun", "-t 9 of srun is left out: it is a setting of Slurm's queue."),
+        (
+            "srun -n 2 -N 1 --mem 9G python t.py",
+            "mpirun",
+            "--mem 9G of srun is left out: the launcher does not request",
+        ),
+        ("torchrun --role x t.py", "mpirun", "Check whether the job depends on it"),
+        (
+            "srun -w a,b -n 4 --gpus-per-node 2 -p long python t.py",
+            "srun",
+            ": salloc --nodelist a,b --nodes 2 --ntasks-per-node 2 --gpus-per-node 2 -p long",
+        ),
+        (
+            "srun -n 2 -N 2 torchrun --nnodes 2 t.py",
+            "sbatch",
+            "The program that srun starts is a launcher, which is not translated: torchrun --nnodes 2 t.py.",
+        ),
+    ],
+)
+def test_remarks_fit_the_option_and_the_target(line: str, target: str, note: str) -> None:
+    assert note in remarks(line, target)
 
 
 @settings(max_examples=200)
