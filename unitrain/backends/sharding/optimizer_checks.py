@@ -16,7 +16,7 @@ from unitrain.errors import ModelError
 
 _INSEPARABLE = (torch.optim.LBFGS,)
 # Optimizers that update each parameter independently of all others, but not each element.
-_PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+_PER_PARAMETER = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
 _SWITCH = "updates_parameters_independently"
 
 
