@@ -76,6 +76,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.support.structure
 
 types: $(INSTALLED)
 	$(BIN)/mypy
