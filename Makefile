@@ -119,7 +119,7 @@ $(INSTALLED): setup.py constraints.txt
 	touch $@
 
 # The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.
-$(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py unitrain/horovod_wheel/process_set_patch.py
+$(HOROVOD): $(INSTALLED) $(wildcard unitrain/horovod_wheel/patches/*.patch)
 	$(BIN)/unitrain horovod build
 	touch $@
 

@@ -90,7 +90,7 @@ setup(
     # With this entry, an editable install adds the clone to sys.path. Otherwise, in the folder that contains the clone,
     # Python would import the clone, a folder named unitrain, as a namespace package.
     package_dir={"": "."},
-    package_data={"unitrain": ["py.typed", "report/*.html"]},
+    package_data={"unitrain": ["py.typed", "report/*.html", "horovod_wheel/patches/*.patch"]},
     install_requires=[
         "click>=8.1",
         "cloudpickle>=2.0",

@@ -21,9 +21,8 @@ from horovod_machines import GPU_TORCH, create_plan, replace_fields
 
 from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import build, plan
-from unitrain.horovod_wheel.patches import PATCHES
-from unitrain.horovod_wheel.patching import Patch, apply_patches, format_diff
+from unitrain.horovod_wheel import build, patches, plan
+from unitrain.horovod_wheel.patches import PATCHES, Patch, apply_patches
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def original_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sources(original_sources: Path, tmp_path: Path) -> Path:
     """A copy of the source files that the patches modify."""
-    for file in {edit.file for patch in PATCHES for edit in patch.edits}:
+    for file in {file for patch in PATCHES for file, _, _ in patch.hunks()}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(original_sources / file, tmp_path / file)
     return tmp_path
@@ -50,34 +49,43 @@ def sources(original_sources: Path, tmp_path: Path) -> Path:
 # --- patches ---
 
 
+def read_files(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_patches_produce_the_same_files_as_git_apply(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = tmp_path_factory.mktemp("git") / "sources"
+    shutil.copytree(sources, expected)
+    for file in sorted(Path(patches.__file__).parent.glob("*.patch")):
+        subprocess.run(["git", "apply", str(file)], cwd=expected, check=True, timeout=60)
+    apply_patches(sources, PATCHES)
+    assert read_files(sources) == read_files(expected) != {}
+
+
+def test_patches_required_to_compile_apply_without_the_others(sources: Path) -> None:
+    apply_patches(sources, [patch for patch in PATCHES if patch.kind == "compile"])
+    assert "set(CMAKE_CXX_STANDARD 20)" in (sources / "CMakeLists.txt").read_text()
+    assert "global_ranks_.reserve(size_);" in (sources / "horovod/common/gloo/gloo_controller.cc").read_text()
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_each_patch_applies_to_the_sources_and_has_a_diff(sources: Path, patch: Patch) -> None:
-    assert apply_patches(sources, (patch,)) == (patch.name,)
-    for edit in patch.edits:
-        text = (sources / edit.file).read_text()
-        assert edit.after in text
-        assert edit.before not in text.replace(edit.after, "")
-        assert edit.file in format_diff(patch)
-
-
-def test_applying_all_patches_twice_equals_applying_them_once(sources: Path) -> None:
-    assert apply_patches(sources, PATCHES) == tuple(patch.name for patch in PATCHES)
-    before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
-    assert apply_patches(sources, PATCHES) == ()
-    assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+def test_each_patch_states_its_kind_and_reason(patch: Patch) -> None:
+    assert patch.kind in ("compile", "functional")
+    assert patch.reason.endswith(".")
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_unexpected_sources_are_refused_and_not_modified(sources: Path, count: int) -> None:
     controller = sources / "horovod/common/gloo/gloo_controller.cc"
-    line = "global_ranks_.reserve(size_);"
-    controller.write_text(controller.read_text().replace(line, line * count))
-    before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+    text = controller.read_text()
+    [(_, hunk, _)] = next(patch for patch in PATCHES if patch.name == "gloo-stall").hunks()
+    controller.write_text(text.replace(hunk, hunk * count))
+    before = read_files(sources)
     with pytest.raises(
-        HorovodBuildError, match=f"'gloo-stall' expects .* once in .*gloo_controller.cc.*occurs {count} times"
+        HorovodBuildError, match=rf"'gloo-stall' expects .* once in .*gloo_controller.cc, but it occurs {count} times"
     ):
         apply_patches(sources, PATCHES)
-    assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+    assert read_files(sources) == before
 
 
 def test_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
@@ -253,7 +261,7 @@ def test_dry_run_prints_every_step_and_does_not_build(tmp_path: Path) -> None:
         assert f"\n{number}. {name}: " in result.output
     for patch in PATCHES:
         assert f"{patch.name} ({patch.kind}): {patch.reason}" in result.output
-    assert "+ global_ranks_.resize(size_);" in result.output
+    assert "+  global_ranks_.resize(size_);" in result.output
     assert "export HOROVOD_WITHOUT_MPI=1" in result.output
     assert "Usually takes about" in result.output
     assert not cache.exists()

@@ -126,7 +126,7 @@ def test_wheel_contains_every_file_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
     expected = {
-        *(str(path.relative_to(ROOT)) for path in (ROOT / "unitrain").rglob("*.py")),
+        *(str(path.relative_to(ROOT)) for end in ("py", "patch") for path in (ROOT / "unitrain").rglob(f"*.{end}")),
         *(f"unitrain/{path.relative_to(ROOT)}" for path in (ROOT / "launchers").rglob("*.py")),
     }
     assert expected <= set(names)

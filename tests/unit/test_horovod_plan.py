@@ -11,8 +11,7 @@ from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, c
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import machine, plan, requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
-from unitrain.horovod_wheel.patches import PATCHES
-from unitrain.horovod_wheel.patching import patch_digest
+from unitrain.horovod_wheel.patches import PATCHES, patch_digest
 
 
 def test_plan_without_a_gpu_has_cpu_operations_and_does_not_require_a_toolkit() -> None:

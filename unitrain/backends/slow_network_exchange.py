@@ -3,7 +3,8 @@
 Before Gloo sends a message, it waits for a small message in which the receiver states that its buffer is ready. Gloo's
 own alltoall and allgather start to send before they start to receive. On a slow network, that small message then waits
 behind the data that its sender has already started to send, so two ranks often send one after the other. The functions
-of this module start to receive first. `horovod_wheel/patches.py` changes Horovod's copy of Gloo in the same way.
+of this module start to receive first. The patch gloo-receive-first in `horovod_wheel/patches` changes Horovod's copy of
+Gloo in the same way.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ def _print_plan(plan: BuildPlan, is_cached: bool) -> None:
 def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
     """Print the build steps as shell commands."""
     import shlex
+    import textwrap
 
     from unitrain.horovod_wheel.patches import PATCHES
-    from unitrain.horovod_wheel.patching import format_diff
 
     click.echo("\nEnvironment:")
     for name, value in sorted(plan.environment(inherited).items()):
@@ -135,8 +135,7 @@ def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached:
         if step.name == "patch":
             for patch in PATCHES:
                 click.echo(f"   {patch.name} ({patch.kind}): {patch.reason}")
-                for line in format_diff(patch):
-                    click.echo(f"     {line}")
+                click.echo(textwrap.indent(patch.diff, "     "))
     click.echo("\nDry run: nothing was built or installed.")
 
 

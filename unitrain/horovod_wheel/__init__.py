@@ -3,8 +3,7 @@
 machine       detect the compilers and libraries of this machine
 requirements  list the missing build requirements, each with a fix
 plan          create a build plan (plain data) for a request and a machine
-patches       the patches for the Horovod sources; `process_set_patch` contains the longest patch
-patching      patches as data, and functions that apply and display them
+patches       the patches for the Horovod sources, as unified diffs, and the function that applies them
 build         execute a build plan
 check         report the capabilities and problems of the installed Horovod
 

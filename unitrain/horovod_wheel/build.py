@@ -20,8 +20,7 @@ from typing import IO, Protocol
 
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import check
-from unitrain.horovod_wheel.patches import PATCHES
-from unitrain.horovod_wheel.patching import apply_patches
+from unitrain.horovod_wheel.patches import PATCHES, apply_patches
 from unitrain.horovod_wheel.plan import HOROVOD, SDIST_SHA256, BuildPlan, BuildStep
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")

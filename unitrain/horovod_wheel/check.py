@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unitrain.horovod_wheel.patches import PATCHES
-from unitrain.horovod_wheel.patching import runtime_fixes
+from unitrain.horovod_wheel.patches import RUNTIME_FIXES
 
 # File next to horovod/__init__.py in the wheels that unitrain builds.
 RECORD_FILE = "unitrain_build.json"
@@ -194,7 +193,7 @@ def _find_limitations(
     facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
-    missing_fixes = [name for name in runtime_fixes(PATCHES) if name not in record.get("runtime_fixes", ())]
+    missing_fixes = [name for name in RUNTIME_FIXES if name not in record.get("runtime_fixes", ())]
     if missing_fixes:
         what = (
             f"Fixes that may be missing: {', '.join(missing_fixes)} (this Horovod was not built by this version of "

@@ -13,8 +13,7 @@ from typing import Any
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
-from unitrain.horovod_wheel.patches import PATCHES
-from unitrain.horovod_wheel.patching import patch_digest, runtime_fixes
+from unitrain.horovod_wheel.patches import PATCHES, RUNTIME_FIXES, patch_digest
 
 HOROVOD = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -162,7 +161,7 @@ def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | Non
         "cuda": (toolkit.version if toolkit else f"{torch.cuda} (pip)") if cuda else None,
         "nccl": machine.nccl.version if cuda and machine.nccl else None,
         "architectures": list(torch.architectures) if cuda else [],
-        "runtime_fixes": list(runtime_fixes(PATCHES)),
+        "runtime_fixes": list(RUNTIME_FIXES),
         "patches": patch_digest(PATCHES),
         # Omitted if no flag is set, so that the keys of existing wheels without flags do not change.
         **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
