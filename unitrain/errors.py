@@ -13,6 +13,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── MissingDependencyError      (ImportError)   optional package is missing
     ├── HorovodBuildError           (RuntimeError)  Horovod could not be built
     ├── UnsupportedError            (NotImplementedError)  feature that is not supported
+    │   └── MissingFeatureError                     feature that the installed torch or Horovod lacks
     ├── TensorError                 (ValueError)    tensor that the operation does not accept
     ├── CollectiveArgumentError     (RuntimeError, ValueError)  arguments that a torch.distributed group does not accept
     ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or passed different arguments
@@ -94,6 +95,11 @@ class HorovodBuildError(UnitrainError, RuntimeError):
 
 class UnsupportedError(UnitrainError, NotImplementedError):
     """The backend, the device or the Trainer does not support the requested feature."""
+
+
+class MissingFeatureError(UnsupportedError):
+    """The installed torch or Horovod lacks an API or a patch that the requested feature requires. Raised on every rank,
+    before communication."""
 
 
 class TensorError(UnitrainError, ValueError):

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data._utils import worker as _dataloader_worker
 
-from unitrain.errors import UnsupportedError
+from unitrain.errors import MissingFeatureError, UnsupportedError
 
 # --- versions ---
 
@@ -72,9 +72,9 @@ def check_torch() -> None:
 
 
 def require_torch(feature: str) -> None:
-    """Raise UnsupportedError if the installed torch lacks an API that `feature`, a key of FIRST_TORCH, requires."""
+    """Raise MissingFeatureError if the installed torch lacks an API that `feature`, a key of FIRST_TORCH, requires."""
     if not has_torch(version := FIRST_TORCH[feature]):
-        raise UnsupportedError(
+        raise MissingFeatureError(
             f"{feature} requires torch {version} or later; installed: torch {torch.__version__}. Install it with: "
             f"pip install 'torch>={version},<{FIRST_UNTESTED_TORCH}'"
         )

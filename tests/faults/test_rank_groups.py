@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import network
+from unitrain.errors import MissingFeatureError
 from unitrain.testing import RankError, RankGroup, fork_server
 
 
@@ -28,6 +30,20 @@ def exit_with_3(backend: Backend) -> None:
 
 def return_function(backend: Backend) -> Callable[[], None]:
     return lambda: None
+
+
+def lack_feature_on(backend: Backend, ranks: list[int]) -> None:
+    if backend.rank in ranks:
+        raise MissingFeatureError("a feature requires another torch")
+
+
+def test_test_is_skipped_only_if_all_ranks_lack_a_feature() -> None:
+    with RankGroup("ddp", 2) as group:
+        with pytest.raises(SkipTest, match=r"^a feature requires another torch$"):
+            group.run(lack_feature_on, [0, 1])
+        with pytest.raises(RankError) as caught:
+            group.run(lack_feature_on, [1])
+    assert caught.value.errors == {1: "a feature requires another torch"}
 
 
 def test_a_process_that_connects_and_exits_is_reported_as_not_started() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import unitrain
 from unitrain import torch_compat
-from unitrain.errors import UnsupportedError
+from unitrain.errors import MissingFeatureError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,9 @@ def test_supported_versions_and_their_prereleases_are_accepted(version: str, mon
 def test_error_of_a_missing_feature_names_the_required_version(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.8.0")
     version = torch_compat.FIRST_TORCH[feature]
-    with pytest.raises(UnsupportedError, match=re.escape(f"{feature} requires torch {version} or later; installed: ")):
+    with pytest.raises(
+        MissingFeatureError, match=re.escape(f"{feature} requires torch {version} or later; installed: ")
+    ):
         torch_compat.require_torch(feature)
     monkeypatch.setattr(torch, "__version__", f"{version}.0")
     torch_compat.require_torch(feature)

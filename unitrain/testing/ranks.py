@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import SkipTest
 
 from typing_extensions import Self
 
 from unitrain.bootstrap import environment
+from unitrain.errors import MissingFeatureError
 from unitrain.testing.fork_server import Child, ForkServer
 
 _START_SECONDS = 120.0
@@ -28,6 +30,7 @@ _STACK_SECONDS = 10.0
 _STACK_POLL_SECONDS = 0.2
 _STOP_SECONDS = 20.0
 _AFTER_FAILURE_SECONDS = 15.0
+_MISSING = MissingFeatureError.__name__
 _shared_fork_server: ForkServer | None = None
 
 
@@ -126,8 +129,9 @@ class RankGroup:
         """Call `function(backend, *args)` on every rank and return the results in rank order, with tensors on the CPU.
 
         The function must be importable by name. Raises RankError if a rank fails or is still busy after
-        `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. After an
-        error, all processes are killed, and the next call starts new ones.
+        `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. Raises
+        unittest.SkipTest, with which pytest skips the test, if every rank raises MissingFeatureError. After an error,
+        all processes are killed, and the next call starts new ones.
         """
         message = pickle.dumps((function, args))
         try:
@@ -235,6 +239,8 @@ class RankGroup:
                 # Other ranks may also fail: wait a few seconds, so that the error contains their messages.
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
+        if len(failures) == self.size and all(failure.kind == _MISSING for failure in failures.values()):
+            raise SkipTest(next(iter(failures.values())).message)
         if waiting or failures:
             raise self._create_error(failures, sorted(waiting.values()), limit)
         return [results[rank_number] for rank_number in range(self.size)]
