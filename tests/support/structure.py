@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Name: (limit, goal, meaning).
 LIMITS: dict[str, tuple[int, int, str]] = {
-    "lines": (73_122, 52_000, "lines in unitrain/ and launchers/ without contract cases"),
-    "core_lines": (45_476, 33_000, "those lines without MODES and TOOLS"),
+    "lines": (72_196, 52_000, "lines in unitrain/ and launchers/ without contract cases"),
+    "core_lines": (45_487, 33_000, "those lines without MODES and TOOLS"),
     "top_packages": (25, 16, "packages at the top of unitrain/"),
     "top_modules": (25, 8, "modules at the top of unitrain/"),
     "floors": (17, 12, "longest chain of imports between packages and modules at the top"),
@@ -142,7 +142,7 @@ def main() -> None:
         limit, goal, meaning = LIMITS[name]
         print(f"{name:14} {value:6} (limit {limit}, goal {goal}): {meaning}")
     print(f"Measured in {time.monotonic() - start:.1f} s.")
-    sys.exit("\n".join(compare(values)))
+    sys.exit("\n".join(compare(values)) or None)
 
 
 if __name__ == "__main__":
