@@ -114,13 +114,13 @@ from unitrain.prediction_writer import PredictionWriter
         ({"max_epochs": 1, "output_dir": ""}, r"output_dir must be a non-empty path, got ''\. Use output_dir="),
         (
             {"max_epochs": 1, "output_dir": "s3://bucket/run"},
-            r"got the URL 's3://bucket/run'\. .*, and copy the folder",
+            r"got the URL 's3://bucket/run'\. .*, and copy it to the URL",
         ),
         (
             {"max_epochs": 1, "output_dir": Path("gs://b/run")},
-            r"output_dir must be the path of a folder .* 'gs:/b/run'",
+            r"output_dir must be a path in a file .* 'gs:/b/run'",
         ),
-        ({"max_epochs": 1, "resume": "file:///runs"}, r"resume must be the path of a folder .* got the URL"),
+        ({"max_epochs": 1, "resume": "file:///runs"}, r"resume must be a path in a file .* got the URL"),
         (
             {"max_epochs": 1, "output_dir": "~nobody-has-this-name/x"},
             r"home folder of this user is unknown\. .*'\./~nob",
