@@ -609,13 +609,14 @@ DDP_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 
 
 class ReducerDDP(DistributedDataParallel):
-    """DistributedDataParallel whose reducer uses `reducer_group` instead of `process_group`. Checked with torch 2.14.
-
-    The reducer is DDP's C++ object that assigns gradients to buckets and reduces the buckets.
-    """
+    """DistributedDataParallel whose reducer, the C++ object that reduces the gradients in buckets, uses `reducer_group`
+    instead of `process_group`. Checked with torch 2.14."""
 
     def __init__(self, module: nn.Module, reducer_group: dist.ProcessGroup, **settings: Any) -> None:
         self._reducer_group = reducer_group
+        # `Backend.distributed_model` has broadcast the parameters and buffers. DDP of torch 2.6 always repeats it.
+        if "init_sync" in inspect.signature(DistributedDataParallel).parameters:
+            settings["init_sync"] = False
         super().__init__(module, **settings)
         self.broadcast_buffers = False
 

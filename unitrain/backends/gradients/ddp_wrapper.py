@@ -146,7 +146,6 @@ class DistributedModel(ReducerDDP, WrappedModel):
             model,
             reducer_group,
             device_ids=[communicator.device] if communicator.device.type == "cuda" else None,
-            init_sync=False,  # `Backend.distributed_model` has broadcast the parameters and buffers
             process_group=group,
             find_unused_parameters=find_unused_parameters,
             **read_bucket_settings(),
