@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -23,7 +23,7 @@ LIMITS: dict[str, tuple[int, int, str]] = {
     "top_modules": (25, 8, "modules at the top of unitrain/"),
     "floors": (17, 12, "longest chain of imports between packages and modules at the top"),
     "cycles": (1, 0, "groups of modules that import each other"),
-    "imports_up": (4, 0, "imports without which no package has a cycle of its parts"),
+    "imports_up": (4, 0, "imports whose removal leaves no package with a cycle of its modules"),
     "names": (39, 0, "file names that occur more than once"),
     "step_files_ddp": (34, 14, "files of unitrain that a step on ddp enters"),
     "step_files_horovod": (39, 18, "files of unitrain that a step on horovod enters"),
@@ -70,7 +70,9 @@ def measure_source() -> dict[str, int]:
 
 def measure_imports() -> dict[str, int]:
     """Return the values of the import graph, which includes imports for type checkers and inside functions."""
-    import grimp  # not installed with the product; import-linter depends on it
+    # Not installed with the product: import-linter depends on grimp, and torch on networkx.
+    import grimp
+    import networkx
 
     def build_graph() -> grimp.ImportGraph:
         graph = grimp.build_graph("unitrain", cache_dir=str(ROOT / ".import_linter_cache"))
@@ -78,43 +80,20 @@ def measure_imports() -> dict[str, int]:
             graph.remove_import(importer="unitrain", imported=name)  # public names, which are imported on first use
         return graph
 
+    def groups(graph: grimp.ImportGraph) -> networkx.DiGraph:
+        """Return the graph of the groups of modules that import each other."""
+        imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+        return networkx.condensation(networkx.DiGraph(imports))
+
     graph, tops = build_graph(), build_graph()
     packages = [name for name in sorted(graph.modules) if graph.find_children(name)]
-    imports_up = sum(len(graph.nominate_cycle_breakers(package)) for package in packages)
-    cycles = sum(len(group) > 1 for group in find_groups(graph.modules, graph.find_modules_directly_imported_by))
     for name in tops.find_children("unitrain"):
         tops.squash_module(name)
-    floor_of: dict[str, int] = {}
-    for group in find_groups(tops.modules, tops.find_modules_directly_imported_by):
-        below = {name for member in group for name in tops.find_modules_directly_imported_by(member)} - group
-        floor_of.update(dict.fromkeys(group, 1 + max((floor_of[name] for name in below), default=0)))
-    return {"floors": max(floor_of.values()), "cycles": cycles, "imports_up": imports_up}
-
-
-def find_groups(names: Iterable[str], successors: Callable[[str], Iterable[str]]) -> list[set[str]]:
-    """Return the strongly connected components of a graph, each after those that it leads to (Tarjan's algorithm)."""
-    number_of: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    groups: list[set[str]] = []
-
-    def visit(name: str) -> None:
-        number_of[name] = lowest[name] = len(number_of)
-        stack.append(name)
-        for successor in successors(name):
-            if successor not in number_of:
-                visit(successor)
-            if successor in stack:
-                lowest[name] = min(lowest[name], lowest[successor])
-        if lowest[name] == number_of[name]:
-            start = stack.index(name)
-            groups.append(set(stack[start:]))
-            del stack[start:]
-
-    for name in sorted(names):
-        if name not in number_of:
-            visit(name)
-    return groups
+    return {
+        "floors": networkx.dag_longest_path_length(groups(tops)) + 1,
+        "cycles": sum(len(members) > 1 for _, members in groups(graph).nodes.data("members")),
+        "imports_up": sum(len(graph.nominate_cycle_breakers(package)) for package in packages),
+    }
 
 
 def matches(path: Path, patterns: tuple[str, ...]) -> bool:
